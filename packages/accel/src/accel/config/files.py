@@ -1,0 +1,77 @@
+"""The settings of a configuration file, each with the line it stands on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from yaml.nodes import MappingNode, Node
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a file as written, its plain value, and the line (from 1) that holds it."""
+
+    key: str
+    value: object
+    line: int
+
+
+def read_entries(path: Path) -> tuple[Entry, ...]:
+    """The top-level entries of a YAML or JSON file, in its order.
+
+    JSON goes through the YAML reader too, which also knows its lines. Nothing but plain values is ever constructed.
+
+    Raises:
+        ConfigError: for a missing or unreadable file, a syntax error (with its line) or a key given twice.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {_reason(error)}") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{place}: not valid YAML or JSON: {problem}") from error
+    if root is None:
+        return ()
+    if not isinstance(root, yaml.MappingNode):
+        found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ConfigError(f"{path}:1: expected lines of the form 'name: value', found {found}")
+    return _entries(root, path)
+
+
+def _entries(root: "MappingNode", path: Path) -> tuple[Entry, ...]:
+    lines: dict[str, int] = {}
+    entries = []
+    for key_node, value_node in root.value:
+        key, line = str(_plain(key_node, path)), key_node.start_mark.line + 1
+        if key in lines:
+            raise ConfigError(f"{path}:{line}: {key} is given twice, first on line {lines[key]}")
+        lines[key] = line
+        entries.append(Entry(key, _plain(value_node, path), line))
+    return tuple(entries)
+
+
+def _plain(node: "Node", path: Path) -> object:
+    import yaml
+    from yaml.constructor import SafeConstructor
+
+    try:
+        value: object = SafeConstructor().construct_document(node)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: {problem}") from error
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"

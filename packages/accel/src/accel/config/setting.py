@@ -1,0 +1,212 @@
+"""What one setting is: its type, its names and what it accepts, read from the field that declares it."""
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, final, get_args
+
+from accel_state.errors import ConfigError
+
+_METADATA_KEY = "accel"
+_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+_FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
+_DURATION = r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What a field of the configuration says about itself beyond its name, type and default.
+
+    ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys.
+    """
+
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    env: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    short: str | None = None
+    launch_only: bool = False
+
+
+def setting(default: Any, facts: Facts) -> Any:
+    """Declares one field of the configuration.
+
+    Returns ``Any`` as ``dataclasses.field`` does, so that the annotation beside it decides the static type.
+    """
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: facts})
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table from which resolving, the command line, its help and ``accel config show`` derive."""
+
+    name: str
+    type: type
+    optional: bool
+    default: object
+    facts: Facts
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Environment variables that give this setting, the first one found wins."""
+        return (f"ACCEL_{self.name.upper()}", *self.facts.env)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that give this setting in a file."""
+        return (self.name, *self.facts.aliases)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flag takes no value."""
+        return self.type is bool
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words, for help texts and errors."""
+        if self.facts.choices:
+            return f"one of {', '.join(self.facts.choices)}"
+        words = _KINDS[self.type].words
+        low, high = self.facts.minimum, self.facts.maximum
+        if low is not None and high is not None:
+            return f"{words} from {low:g} to {high:g}"
+        return f"{words} of at least {low:g}" if low is not None else words
+
+    def parse(self, value: object, where: str) -> object:
+        """``value`` as this setting's type, whether it came as text or as an object.
+
+        Raises:
+            ConfigError: naming the setting, ``where`` the value stands, what was expected and what comes nearest.
+        """
+        if value is None and self.optional:
+            return None
+        try:
+            parsed = _KINDS[self.type].parse(value)
+        except (ValueError, TypeError, OverflowError):
+            raise self._refusal(value, where) from None
+        if self.facts.choices and parsed not in self.facts.choices:
+            raise self._refusal(value, where)
+        if not self._in_range(parsed):
+            raise self._refusal(value, where)
+        return parsed
+
+    def dump(self, value: object) -> object:
+        """``value`` as JSON can hold it; ``parse`` reads it back."""
+        return value.total_seconds() if isinstance(value, timedelta) else value
+
+    def _in_range(self, value: object) -> bool:
+        number = value.total_seconds() if isinstance(value, timedelta) else value
+        if not isinstance(number, int | float):
+            return True
+        low, high = self.facts.minimum, self.facts.maximum
+        return (low is None or number >= low) and (high is None or number <= high)
+
+    def _refusal(self, value: object, where: str) -> ConfigError:
+        near = self._nearest(value)
+        hint = f"; nearest that works: {near}" if near is not None else ""
+        return ConfigError(f"{self.name} is {value!r} ({where}), expected {self.expected}{hint}")
+
+    def _nearest(self, value: object) -> str | None:
+        if self.facts.choices:
+            return nearest(str(value).lower(), self.facts.choices)
+        low, high = self.facts.minimum, self.facts.maximum
+        try:
+            number = float(str(value))
+        except ValueError:
+            return None
+        if low is not None and number < low:
+            return f"{low:g}"
+        return f"{high:g}" if high is not None and number > high else None
+
+
+def settings_of(table: type) -> dict[str, Setting]:
+    """The settings that the dataclass ``table`` declares, in its order; fields without facts are not settings."""
+    return {
+        field.name: Setting(field.name, *_split_optional(field.type), field.default, field.metadata[_METADATA_KEY])
+        for field in dataclasses.fields(table)
+        if _METADATA_KEY in field.metadata
+    }
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like ``name``, or None where nothing resembles it."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _split_optional(annotation: Any) -> tuple[type, bool]:
+    if isinstance(annotation, types.UnionType):
+        (inner,) = (arg for arg in get_args(annotation) if arg is not types.NoneType)
+        return inner, True
+    return annotation, False
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(word)
+
+
+def _parse_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(value)
+    return int(value)
+
+
+def _parse_float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(value)
+    return float(value)
+
+
+def _parse_text(value: object) -> str:
+    if isinstance(value, bool | int | float) or not str(value):
+        raise TypeError(value)
+    return str(getattr(value, "value", value))
+
+
+def _parse_duration(value: object) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(_DURATION, value.strip().lower())
+        if match is None or not any(match.groups()):
+            raise ValueError(value)
+        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        return timedelta(hours=hours, minutes=minutes, seconds=seconds)
+    return timedelta(seconds=_parse_float(value))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    words: str
+    metavar: str
+    parse: Callable[[object], object]
+
+
+_KINDS: dict[type, _Kind] = {
+    bool: _Kind("true or false", "", _parse_bool),
+    int: _Kind("a whole number", "INT", _parse_int),
+    float: _Kind("a number", "FLOAT", _parse_float),
+    str: _Kind("a text", "TEXT", _parse_text),
+    timedelta: _Kind("seconds, or a duration like 90s, 10m or 1h30m", "DURATION", _parse_duration),
+}
+
+
+def metavar(row: Setting) -> str:
+    """What stands for the value in help: the choices, or the kind of value in capitals; empty for a switch."""
+    return "|".join(row.facts.choices) or _KINDS[row.type].metavar
