@@ -1,0 +1,178 @@
+"""Runs a module's calls in a context, by changing the class of the instance and nothing else.
+
+The user's ``forward`` is not touched: the instance gets a subclass of its class, of the same name, whose ``__call__``
+enters the context. So ``isinstance``, attributes, hooks, ``state_dict`` and signatures stay what they were, wrappers
+such as DDP call the module as always, and a copy or a pickle is of the original class. Nothing is stored on the
+instance.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from accel_precision.convert import converted_inputs, converter
+from accel_precision.errors import PrecisionError
+from accel_precision.options import AutocastKwargs
+from accel_precision.policy import PrecisionPolicy
+
+Converter = Callable[[Any], Any]
+
+
+class _Swapped:
+    """First base of every class made here."""
+
+    __slots__ = ()
+    _accel_original: ClassVar[type[nn.Module]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps the original's hook from running: registries of user classes must not see these."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        swapped = type(self)
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        original = _original(swapped)
+        function, arguments = (original if part is swapped else part for part in reduced[:1]), reduced[1]
+        return (*function, tuple(original if part is swapped else part for part in arguments), *reduced[2:])
+
+
+def autocast_module(
+    model: nn.Module, policy: PrecisionPolicy, device_type: str, options: AutocastKwargs | None = None
+) -> nn.Module:
+    """The same module, whose calls from now on compute as ``policy`` says; ``restore_module`` undoes it.
+
+    Under autocast, outputs are converted to ``policy.output`` in whatever containers they come. For a true policy
+    floating-point inputs are converted to the parameters' dtype, as nothing else would. A policy without a compute
+    dtype leaves the module alone. Parameters are not converted here (``cast_parameters``).
+
+    Raises:
+        PrecisionError: the class of the module does not let instances change it (its ``__slots__`` or metaclass).
+    """
+    outputs = None if policy.output is None else converter(policy.output)
+    if policy.autocast:
+        options = options or AutocastKwargs()
+        context = partial(
+            torch.autocast,
+            device_type,
+            dtype=policy.compute,
+            enabled=options.enabled,
+            cache_enabled=options.cache_enabled,
+        )
+        return call_within(model, context, outputs=outputs)
+    if policy.compute is None and outputs is None:
+        return model
+    return call_within(model, None, inputs=policy.compute, outputs=outputs)
+
+
+def call_within(
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager[Any]] | None,
+    *,
+    inputs: torch.dtype | None = None,
+    outputs: Converter | None = None,
+) -> nn.Module:
+    """The same module, each call of which runs in a context that ``context()`` makes; several nest, the last outermost.
+
+    Args:
+        inputs: dtype to which floating-point tensors among the arguments are converted.
+        outputs: applied to what the module returns, outside the context.
+    """
+    original = type(model)
+    namespace = {
+        "__call__": _make_call(original.__call__, context, inputs, outputs),
+        "__slots__": (),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_accel_original": original,
+    }
+    try:
+        metaclass: Any = type(original)
+        model.__class__ = metaclass(original.__name__, (_Swapped, original), namespace)
+    except TypeError as error:
+        raise PrecisionError(
+            f"{original.__module__}.{original.__qualname__} does not let an instance change its class ({error}), so "
+            "its calls cannot run under autocast; wrap it in an nn.Module, or enter accelerator.autocast() yourself"
+        ) from error
+    return model
+
+
+def restore_module(model: nn.Module) -> nn.Module:
+    """Gives a module its own class back, and so its own way of being called; does nothing to others."""
+    original = _original(type(model))
+    if original is not type(model):
+        model.__class__ = original
+    return model
+
+
+def is_swapped(model: nn.Module) -> bool:
+    """Whether calls of this module run in a context of ours."""
+    return isinstance(model, _Swapped)
+
+
+def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
+    """Converts floating-point parameters to ``policy.params`` and buffers to ``policy.buffers``, in place.
+
+    Parameters stay the same objects, so optimizers made before keep working.
+    """
+    if policy.params is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype != policy.params:
+                parameter.data = parameter.data.to(policy.params)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(policy.params)
+    if policy.buffers is not None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(policy.buffers)
+    return model
+
+
+def _make_call(
+    call: Callable[..., Any],
+    context: Callable[[], AbstractContextManager[Any]] | None,
+    inputs: torch.dtype | None,
+    outputs: Converter | None,
+) -> Callable[..., Any]:
+    """The shortest ``__call__`` for what has to be done, because it runs in every step."""
+    if inputs is not None:
+
+        def converting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = converted_inputs(args, kwargs, inputs)
+            result = call(self, *args, **kwargs)
+            return result if outputs is None else outputs(result)
+
+        return converting
+    if context is None:
+
+        def giving(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = call(self, *args, **kwargs)
+            return result if outputs is None else outputs(result)
+
+        return giving
+    if outputs is None:
+
+        def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with context():
+                return call(self, *args, **kwargs)
+
+        return within
+
+    def within_giving(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            result = call(self, *args, **kwargs)
+        return outputs(result)
+
+    return within_giving
+
+
+def _original(cls: type) -> type[nn.Module]:
+    while "_accel_original" in cls.__dict__:
+        cls = cls.__dict__["_accel_original"]
+    return cast(type[nn.Module], cls)

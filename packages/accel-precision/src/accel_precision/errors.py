@@ -1,0 +1,5 @@
+"""What can be wrong with a precision."""
+
+
+class PrecisionError(ValueError):
+    """A precision that cannot be parsed, or that this device, library or model cannot compute."""

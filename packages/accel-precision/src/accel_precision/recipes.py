@@ -1,0 +1,128 @@
+"""How a model is trained in 8-bit floats: one dataclass for each library that does it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from accel_precision.errors import PrecisionError
+from accel_precision.options import KwargsHandler
+
+AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE_FORMATS = ("HYBRID", "E4M3", "E5M2")
+TE_ALGORITHMS = ("most_recent", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe(KwargsHandler):
+    """Base of the recipes; ``library`` is the entry point of group ``accel.fp8`` that carries one out."""
+
+    library: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AORecipeKwargs(Fp8Recipe):
+    """Linear layers in float8 by torchao.
+
+    Attributes:
+        config: a ``torchao.float8.Float8LinearConfig`` that replaces all fields below but the filter's.
+        module_filter_func: ``(module, name) -> bool``, which linear layers to convert; None: all but the first and the
+            last (they carry the embedding and the logits, where 8 bits cost most) whose dimensions divide by 16.
+        pad_inner_dim: pad inner dimensions that do not divide by 16; None: yes.
+        enable_fsdp_float8_all_gather: let FSDP2 gather weights in 8 bits; None: the backend decides.
+        recipe: granularity of the scales: "tensorwise", "rowwise", or "rowwise_with_gw_hp" (weight gradients in high
+            precision).
+        emulate: compute in high precision with 8-bit rounding; None: where the device lacks fp8.
+    """
+
+    library: ClassVar[str] = "torchao"
+
+    config: Any = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+    recipe: str = "tensorwise"
+    emulate: bool | None = None
+
+    def __post_init__(self) -> None:
+        _choice("recipe", self.recipe, AO_RECIPES)
+        if self.recipe != "tensorwise" and self.enable_fsdp_float8_all_gather:
+            raise PrecisionError(
+                f"enable_fsdp_float8_all_gather=True with recipe={self.recipe!r}: torchao gathers in float8 only with "
+                "recipe='tensorwise'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TERecipeKwargs(Fp8Recipe):
+    """Linear and normalisation layers in float8 by NVIDIA TransformerEngine; the fields are those of its recipes.
+
+    ``use_mxfp8_block_scaling`` selects MXFP8 (Blackwell), which has no amax history: the ``amax_*`` fields, ``margin``
+    and ``interval`` belong to the delayed scaling of the other.
+    """
+
+    library: ClassVar[str] = "transformer_engine"
+
+    use_autocast_during_eval: bool = False
+    margin: int = 0
+    interval: int = 1
+    fp8_format: str = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    use_mxfp8_block_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp8_format", _choice("fp8_format", self.fp8_format.upper(), TE_FORMATS))
+        _choice("amax_compute_algo", self.amax_compute_algo, TE_ALGORITHMS)
+        if self.amax_history_len < 1:
+            raise PrecisionError(f"amax_history_len is {self.amax_history_len}; it counts steps, at least 1")
+        if self.use_mxfp8_block_scaling and (self.amax_history_len, self.amax_compute_algo) != (1024, "most_recent"):
+            raise PrecisionError(
+                "amax_history_len and amax_compute_algo have no meaning with use_mxfp8_block_scaling=True"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FP8RecipeKwargs(KwargsHandler):
+    """One handler for either library: ``backend`` names it, ``options`` are the fields of its recipe.
+
+    Raises:
+        PrecisionError: MS-AMP, which its authors gave up, or an unknown backend or option.
+    """
+
+    backend: str = "AO"
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.recipe()
+
+    def recipe(self) -> Fp8Recipe:
+        """The recipe of the library that ``backend`` names."""
+        name = self.backend.upper()
+        if name == "MSAMP":
+            raise PrecisionError(
+                "fp8 backend 'MSAMP' is not supported: MS-AMP is no longer maintained and does not run with this "
+                "torch; use AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine)"
+            )
+        kind: type[Fp8Recipe] = {"AO": AORecipeKwargs, "TE": TERecipeKwargs}[_choice("backend", name, ("AO", "TE"))]
+        try:
+            return kind(**(self.options or {}))
+        except TypeError:
+            from dataclasses import fields
+
+            known = tuple(f.name for f in fields(kind))
+            for given in self.options or {}:
+                _choice(f"option of {kind.__name__}", given, known)
+            raise
+
+
+def _choice(what: str, given: str, known: tuple[str, ...]) -> str:
+    if given not in known:
+        from difflib import get_close_matches
+
+        near = get_close_matches(given, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PrecisionError(f"{what} {given!r} is not one of {', '.join(known)}{hint}")
+    return given
