@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 from accel_state._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from accel_state.device import DEVICE_KINDS as DEVICE_KINDS
+    from accel_state.device import Device as Device
+    from accel_state.device import DeviceKind as DeviceKind
+    from accel_state.device import DeviceMemory as DeviceMemory
+    from accel_state.device import count_devices as count_devices
     from accel_state.errors import AccelError as AccelError
     from accel_state.errors import BackendError as BackendError
     from accel_state.errors import CheckpointCorruptError as CheckpointCorruptError
@@ -23,6 +28,10 @@ if TYPE_CHECKING:
     from accel_state.errors import PrepareError as PrepareError
     from accel_state.errors import SessionError as SessionError
     from accel_state.errors import TopologyError as TopologyError
+    from accel_state.session import Session as Session
+    from accel_state.topology import ClusterReader as ClusterReader
+    from accel_state.topology import Topology as Topology
+
 
 _EXPORTS = {
     "accel_state.errors": (
@@ -40,6 +49,18 @@ _EXPORTS = {
         "PrepareError",
         "SessionError",
         "TopologyError",
+    ),
+    "accel_state.device": (
+        "DEVICE_KINDS",
+        "Device",
+        "DeviceKind",
+        "DeviceMemory",
+        "count_devices",
+    ),
+    "accel_state.session": ("Session",),
+    "accel_state.topology": (
+        "ClusterReader",
+        "Topology",
     ),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -1,0 +1,48 @@
+"""Kubernetes with one process per pod: the training operator's PyTorchJob, and indexed Jobs."""
+
+from collections.abc import Mapping
+from typing import final
+
+from accel_state.clusters.variables import check_below, is_local_address, master_address, master_port, need_int
+from accel_state.topology import Topology
+
+
+@final
+class KubernetesReader:
+    """Reads RANK and WORLD_SIZE of a PyTorchJob pod, or JOB_COMPLETION_INDEX of an indexed Job.
+
+    Kubernetes does not tell a pod how many completions its Job has, so the Job must set ``WORLD_SIZE``; without
+    it the pods of an indexed Job are independent, and each is a single process.
+    """
+
+    def read(self, env: Mapping[str, str]) -> Topology | None:
+        """The topology when each pod holds one rank."""
+        if is_pod_rank(env):
+            name = "RANK"
+        elif env.get("JOB_COMPLETION_INDEX") and env.get("WORLD_SIZE") and not env.get("RANK"):
+            name = "JOB_COMPLETION_INDEX"
+        else:
+            return None
+        rank = need_int(env, name, because="WORLD_SIZE")
+        world_size = need_int(env, "WORLD_SIZE", because=name)
+        check_below(env, name, "WORLD_SIZE")
+        return Topology(
+            rank=rank,
+            world_size=world_size,
+            node_rank=rank,
+            num_nodes=world_size,
+            launcher="kubernetes",
+            master_addr=master_address(env, num_nodes=world_size, launcher="kubernetes"),
+            master_port=master_port(env),
+        )
+
+
+def is_pod_rank(env: Mapping[str, str]) -> bool:
+    """Whether ``RANK`` counts pods: inside Kubernetes, without a local rank.
+
+    Only rank 0 of a PyTorchJob has a local master address; another rank with one was started by hand in its pod.
+    """
+    inside = env.get("KUBERNETES_SERVICE_HOST") or env.get("PET_NNODES")
+    if not inside or not env.get("RANK") or env.get("LOCAL_RANK"):
+        return False
+    return env["RANK"].strip() == "0" or not is_local_address(env.get("MASTER_ADDR"))

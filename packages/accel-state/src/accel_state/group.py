@@ -1,0 +1,193 @@
+"""The process group of torch.distributed: opening, reading back, sharing and closing it."""
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from accel_state.device import Device
+from accel_state.errors import SessionError
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+_LOG = logging.getLogger(__name__)
+# How long we wait for others to come at most, however patient the collectives are told to be.
+_LONGEST_RENDEZVOUS = timedelta(minutes=10)
+# gloo's threads may still hold the last collective's tensors; destroying them under a dying interpreter aborts.
+_GLOO_SETTLES = 0.05
+_EXIT_PATIENCE = 5.0
+# Types whose backend makes its communicator at once when told the device, and then reports a wrong one at once.
+_BOUND_TYPES = frozenset({"cuda", "xpu"})
+
+
+def default_group() -> "ProcessGroup | None":
+    """torch's default process group, or None when there is none (or this torch has no torch.distributed)."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def open_default_group(
+    topology: Topology,
+    device: Device,
+    *,
+    backend: str | None,
+    timeout: timedelta | None,
+    init_method: "str | Store | None",
+    env: Mapping[str, str],
+) -> "ProcessGroup":
+    """Opens the default group for ``topology``: the device is set first, the peers are met, then torch is asked.
+
+    Raises:
+        SessionError: within the timeout (10 minutes at most), saying where, and for whom or what it waited.
+    """
+    import torch.distributed as dist
+
+    from accel_state.rendezvous import connect, describe
+
+    if not dist.is_available():
+        raise SessionError(f"{topology} needs torch.distributed, which this build of torch lacks")
+    backend = choose_backend(device, backend)
+    patience = _LONGEST_RENDEZVOUS if timeout is None else min(timeout, _LONGEST_RENDEZVOUS)
+    device.set_current()
+    store = connect(topology, init_method=init_method, timeout=patience, env=env)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+            device_id=device.torch if device.type in _BOUND_TYPES and device.index is not None else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise SessionError(
+            f"rank {topology.rank} of {topology.world_size} met the others at {describe(topology, init_method)}, but "
+            f"{backend!r} could not connect {device}: {error}"
+        ) from error
+    group = default_group()
+    assert group is not None
+    atexit.register(_ExitGuard(group))
+    return group
+
+
+def choose_backend(device: Device, asked: str | None) -> str:
+    """The backend for ``device``: the one ``asked`` for when it can serve it, else the device's own.
+
+    Raises:
+        SessionError: torch does not know ``asked``, or it cannot move tensors of this device.
+    """
+    if asked is None:
+        return device.collective_backend
+    import torch.distributed as dist
+
+    known = dist.Backend.backend_capability
+    wanted = asked.lower()
+    pairs = [part.partition(":") for part in wanted.split(",")]
+    names = {name or head for head, _, name in pairs}
+    unknown = sorted(names - set(known))
+    if unknown:
+        raise SessionError(f"backend={asked!r} is unknown to torch; known: {', '.join(sorted(known))}")
+    serves = {head for head, _, name in pairs if name} | {
+        type_ for head, _, name in pairs if not name for type_ in known[head]
+    }
+    if device.type not in serves and device.collective_backend != wanted:
+        raise SessionError(
+            f"backend={asked!r} does not serve {device}; use {device.collective_backend!r} or leave it out"
+        )
+    return wanted
+
+
+def check_adopted_backend(group: "ProcessGroup", asked: str | None) -> None:
+    """Refuses ``asked`` when the group that is already open was made with another backend.
+
+    Raises:
+        SessionError: naming both.
+    """
+    if asked is None:
+        return
+    have = group_backend(group)
+    parts = {part.rpartition(":")[2] for part in have.split(",")}
+    if {part.rpartition(":")[2] for part in asked.lower().split(",")} - parts:
+        raise SessionError(f"backend={asked!r} asked for, but the process group is already open with {have!r}")
+
+
+def group_backend(group: "ProcessGroup") -> str:
+    """The backend's name, as given or with both halves ("cpu:gloo,cuda:nccl")."""
+    import torch.distributed as dist
+
+    return str(dist.get_backend_config(group)) if len(_backends(group)) > 1 else str(dist.get_backend(group))
+
+
+def read_timeout(group: "ProcessGroup") -> timedelta | None:
+    """How long collectives of ``group`` really wait: the shortest of its backends; None when none of them tells."""
+    told = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
+    return min((value for value in told if isinstance(value, timedelta)), default=None)
+
+
+def own_group(timeout: timedelta, like: "ProcessGroup") -> "ProcessGroup":
+    """A second group of all ranks with a timeout of its own. Collective."""
+    import torch.distributed as dist
+
+    group: ProcessGroup = dist.new_group(timeout=timeout, backend=group_backend(like))
+    return group
+
+
+def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None:
+    """Destroys ``group``; with ``patience`` (seconds) it gives up rather than hang on a peer that is gone."""
+    if "gloo" in group_backend(group):
+        time.sleep(_GLOO_SETTLES)
+    if patience is None:
+        _destroy(group)
+        return
+    worker = threading.Thread(target=_destroy, args=(group,), name="accel-close-group", daemon=True)
+    try:
+        worker.start()
+    except RuntimeError:  # Python 3.12 starts no threads once the interpreter is on its way out
+        if group_backend(group) == "gloo":
+            _destroy(group)
+        return
+    worker.join(patience)
+    if worker.is_alive():
+        _LOG.warning("the process group did not close within %g s; leaving it to the operating system", patience)
+
+
+def _destroy(group: "ProcessGroup") -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group(None if group is default_group() else group)
+
+
+def _backends(group: "ProcessGroup") -> list[object]:
+    found: dict[int, object] = {}
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:
+            continue
+        found[id(backend)] = backend
+    return list(found.values())
+
+
+@final
+class _ExitGuard:
+    """Closes a group at exit if it is still the default one; knows it weakly, so that it keeps nothing alive."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self) -> None:
+        group = self._group()
+        if group is not None and group is default_group():
+            close_group(group, patience=_EXIT_PATIENCE)

@@ -1,0 +1,155 @@
+"""Who does what when: one process before the others, one instead of all, or each its part."""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from accel_state.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_only(
+    condition: Callable[[], bool], function: Callable[P, R] | None
+) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """A decorator that runs ``function`` where ``condition`` holds at the time of the call; None elsewhere.
+
+    Usable with and without a call: without ``function`` the decorator itself is returned.
+    """
+    if function is None:
+        return lambda given: _only(condition, given)
+    return _only(condition, function)
+
+
+def _only(condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if condition() else None
+
+    return wrapper
+
+
+@contextmanager
+def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
+    """Lets the processes for which ``goes_first`` is true through the block before the others.
+
+    A collective: every process of ``group`` must enter. When a first one fails, the others do not enter the block;
+    they raise :class:`~accel_state.errors.CollectiveError` naming its rank and error.
+    """
+    from accel_state.collectives import agree
+
+    if group is None:
+        yield
+        return
+    if not goes_first:
+        agree(None, group=group)
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        agree(error, group=group)
+        raise
+    agree(None, group=group)
+
+
+def barrier(group: "ProcessGroup", device: torch.device) -> None:
+    """Waits until every process of ``group`` is here.
+
+    Raises:
+        CollectiveError: some process did not come within the group's timeout, or is gone.
+    """
+    import torch.distributed as dist
+
+    try:
+        dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and device.index is not None else None)
+    except RuntimeError as error:
+        raise CollectiveError(f"wait_for_everyone: some process did not come: {error}") from error
+
+
+def split(inputs: Any, *, rank: int, world_size: int, padding: bool = False) -> Any:
+    """The contiguous part of ``inputs`` that belongs to ``rank``; ``inputs`` itself is not changed.
+
+    Lengths differ by one at most, the first ranks get the longer parts. Lists, tuples, tensors (first dimension) and
+    Hugging Face datasets are cut; mappings and namedtuples are cut value by value; anything else (a string) is
+    returned whole. With ``padding`` every part has the length of the longest, by repeating the last item of
+    ``inputs``, so that gathering the parts and cutting to the old length gives ``inputs`` again. One process gets
+    ``inputs`` untouched.
+
+    Raises:
+        ValueError: the values of a mapping or namedtuple have different lengths.
+    """
+    if world_size == 1:
+        return inputs
+    length = _length(inputs)
+    if length is None:
+        return inputs
+    share, longer = divmod(length, world_size)
+    start = rank * share + min(rank, longer)
+    stop = start + share + (rank < longer)
+    wanted = share + (longer > 0) if padding else stop - start
+    return _cut(inputs, start, stop, repeat_last=wanted - (stop - start))
+
+
+def _length(inputs: Any) -> int | None:
+    values = _values(inputs)
+    if values is None:
+        return len(inputs) if _is_cut(inputs) else None
+    lengths = {
+        name: length for name, length in ((name, _length(value)) for name, value in values) if length is not None
+    }
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"all values to split must have the same length; got {lengths}")
+    return next(iter(lengths.values()), None)
+
+
+def _values(inputs: Any) -> list[tuple[Any, Any]] | None:
+    """Names and values of a mapping or namedtuple; None for anything else."""
+    if isinstance(inputs, Mapping):
+        return list(inputs.items())
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return list(zip(inputs._fields, inputs, strict=True))
+    return None
+
+
+def _is_cut(inputs: Any) -> bool:
+    if isinstance(inputs, torch.Tensor):
+        return inputs.dim() > 0
+    return isinstance(inputs, list | tuple) or _is_dataset(inputs)
+
+
+def _is_dataset(inputs: Any) -> bool:
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(inputs, datasets.Dataset)
+
+
+def _cut(inputs: Any, start: int, stop: int, *, repeat_last: int) -> Any:
+    if isinstance(inputs, Mapping):
+        part = {name: _cut(value, start, stop, repeat_last=repeat_last) for name, value in inputs.items()}
+        if type(inputs) is dict:
+            return part
+        rebuilt: Any = copy.copy(inputs)
+        for name, value in part.items():
+            rebuilt[name] = value
+        return rebuilt
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(_cut(value, start, stop, repeat_last=repeat_last) for value in inputs))
+    if not _is_cut(inputs):
+        return inputs
+    repeat_last = repeat_last if len(inputs) else 0
+    if isinstance(inputs, torch.Tensor):
+        last = inputs[-1:].expand(repeat_last, *inputs.shape[1:]) if repeat_last else inputs[:0]
+        return torch.cat([inputs[start:stop], last]) if repeat_last else inputs[start:stop]
+    if isinstance(inputs, list | tuple):
+        items: Any = inputs[start:stop]
+        return items + type(items)([inputs[-1]]) * repeat_last
+    return inputs.select([*range(start, stop), *[len(inputs) - 1] * repeat_last])

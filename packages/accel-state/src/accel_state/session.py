@@ -1,0 +1,374 @@
+"""The life of this process among the others: opened once, asked often, closed cleanly."""
+
+import builtins
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
+
+from accel_state import group as groups
+from accel_state import process
+from accel_state.device import Device
+from accel_state.errors import SessionError, TopologyError
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@final
+class _Lease:
+    """The default group as the sessions of this process share it: the last to leave closes it, if accel opened it."""
+
+    def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
+        self.group = group
+        self.owned = owned
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    def release(self, session: "Session", *, patience: float | None) -> None:
+        self.sessions.discard(session)
+        if self.owned and not self.sessions and self.group is groups.default_group():
+            groups.close_group(self.group, patience=patience)
+
+
+# The open sessions, oldest first. torch has one default group per process, so who shares it is a fact of the
+# process too; they are known weakly, and nothing is kept here that a Session does not hold itself.
+_open_sessions: list[weakref.ref["Session"]] = []
+
+
+@final
+class Session:
+    """This process's place, device and process group, for as long as it is open.
+
+    Made by :meth:`open`, used as a context manager or closed by :meth:`close`. Several sessions may be open in one
+    process: they share torch's default group, and it is closed with the last of them. A group that was there before
+    the first session is adopted and stays open.
+    """
+
+    def __init__(
+        self, topology: Topology, device: Device, *, lease: _Lease | None, group: "ProcessGroup | None", debug: bool
+    ) -> None:
+        self._topology = topology
+        self._device = device
+        self._lease = lease
+        self._group = group
+        self._debug = debug
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        cpu: bool = False,
+        topology: Topology | None = None,
+        device: "Device | str | torch.device | None" = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        init_method: "str | Store | None" = None,
+        debug: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> "Session":
+        """Opens a session, and with it the default process group when there are several processes and none is open.
+
+        What is not given is read from ``env`` (``os.environ`` by default): the topology from the launcher's variables,
+        the device as :meth:`Device.choose` does. ``timeout`` is how long collectives wait, and at most how long the
+        processes wait for each other here; a group that is already open keeps its own, and a session that asks for
+        another gets a second group of all ranks with it. ``init_method`` may be a URL (``tcp://``, ``file://``,
+        ``env://``) or a ``torch.distributed.Store``. ``debug`` verifies every collective before it runs.
+
+        With several processes this is a collective call.
+
+        Raises:
+            TopologyError: the variables contradict each other, or there are more processes than devices.
+            SessionError: the processes did not meet, or the group cannot be as asked.
+        """
+        env = os.environ if env is None else env
+        if timeout is not None and timeout <= timedelta(0):
+            raise SessionError(f"timeout={timeout} is not positive")
+        lease = _current_lease()
+        if lease is not None:
+            topology = _adopted_topology(lease.group, topology, env)
+        elif topology is None:
+            topology = Topology.from_env(env)
+        chosen = Device.choose(topology, cpu=cpu, env=env) if device is None else Device.parse(device)
+        if lease is not None:
+            groups.check_adopted_backend(lease.group, backend)
+            chosen.set_current()
+        elif topology.world_size > 1:
+            opened = groups.open_default_group(
+                topology, chosen, backend=backend, timeout=timeout, init_method=init_method, env=env
+            )
+            lease = _Lease(opened, owned=True)
+        else:
+            groups.choose_backend(chosen, backend)
+        group = None if lease is None else lease.group
+        if group is not None and timeout not in {None, groups.read_timeout(group)}:
+            assert timeout is not None
+            group = groups.own_group(timeout, group)
+        session = cls(topology, chosen, lease=lease, group=group, debug=debug)
+        _register(session)
+        return session
+
+    @classmethod
+    def current(cls) -> "Session | None":
+        """The session of this process that was opened last and is still open and referenced, or None."""
+        for reference in reversed(_open_sessions):
+            session = reference()
+            if session is not None:
+                return session
+        return None
+
+    def close(self) -> None:
+        """Ends this session; the group goes with the last session when accel opened it. Twice is once."""
+        self._close(patience=None)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may be gone or stuck; closing must not wait for them.
+        self._close(patience=None if error is None else 5.0)
+
+    def _close(self, *, patience: float | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open_sessions[:] = [reference for reference in _open_sessions if reference() not in {None, self}]
+        group, self._group = self._group, None
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        if group is not None and group is not lease.group and groups.default_group() is lease.group:
+            groups.close_group(group, patience=patience)
+        lease.release(self, patience=patience)
+
+    @property
+    def topology(self) -> Topology:
+        """Where this process sits."""
+        return self._topology
+
+    @property
+    def device(self) -> Device:
+        """The device this process computes on."""
+        return self._device
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """The group that this session's collectives use: torch's default one, or one with the timeout asked for.
+
+        None for one process without a group, and after :meth:`close`.
+        """
+        return self._group
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives are verified on all ranks before they run."""
+        return self._debug
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def owns_group(self) -> bool:
+        """Whether accel opened the group, and will close it with the last session."""
+        return self._lease is not None and self._lease.owned
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all processes."""
+        return self._topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self._topology.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self._topology.local_rank
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long collectives really wait, read back from the group; None without a group."""
+        return None if self._group is None else groups.read_timeout(self._group)
+
+    @property
+    def backend(self) -> str | None:
+        """The group's backend, such as "gloo" or "cpu:gloo,cuda:nccl"; None without a group."""
+        return None if self._group is None else groups.group_backend(self._group)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"Session({self._topology}, device {self._device}, closed)"
+        if self._group is None:
+            return f"Session({self._topology}, device {self._device}, no process group)"
+        life = "opened here" if self.owns_group else "adopted"
+        return (
+            f"Session({self._topology}, device {self._device}, backend {self.backend}, timeout {self.timeout}, {life})"
+        )
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._topology.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self._topology.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the highest rank."""
+        return self._topology.is_last
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._topology.world_size > 1
+
+    def wait_for_everyone(self) -> None:
+        """Returns once every process has called it; at once for a single process.
+
+        Raises:
+            CollectiveError: some process did not come within the timeout.
+        """
+        group = self._live_group()
+        if group is not None:
+            process.barrier(group, self._device.torch)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank 0 runs before all others; when it fails there, all raise."""
+        return process.first(self.is_main_process, self._live_group())
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the first process of each node runs before the others; when one fails, all raise."""
+        return process.first(self.is_local_main_process, self._live_group())
+
+    def on_main_process(self, function: Callable[P, R] | None = None) -> Any:
+        """Decorates ``function`` to run on rank 0 only (None elsewhere); decided at each call."""
+        return process.run_only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R] | None = None) -> Any:
+        """Decorates ``function`` to run on the first process of each node only."""
+        return process.run_only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R] | None = None) -> Any:
+        """Decorates ``function`` to run on the last rank only."""
+        return process.run_only(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Any:
+        """Decorates ``function`` to run on rank ``process_index`` only; on the only process whatever its number."""
+        _check_index("process_index", process_index)
+        return process.run_only(lambda: not self.use_distributed or self.rank == process_index, function)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Any:
+        """Decorates ``function`` to run on process ``local_process_index`` of each node only."""
+        _check_index("local_process_index", local_process_index)
+        return process.run_only(lambda: not self.use_distributed or self.local_rank == local_process_index, function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of ``inputs``; see :func:`accel_state.process.split` for what is cut and how."""
+        yield process.split(inputs, rank=self.rank, world_size=self.world_size, padding=apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process of each node."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def gather(self, tree: Any) -> Any:
+        """Every tensor in ``tree`` concatenated over the ranks along its first dimension, on every rank."""
+        from accel_state.collectives import gather
+
+        return gather(tree, group=self._live_group())
+
+    def gather_object(self, objects: Sequence[Any]) -> list[Any]:
+        """The lists of all ranks joined in order of rank, on every rank."""
+        from accel_state.collectives import gather_object
+
+        return gather_object(objects, group=self._live_group())
+
+    def broadcast(self, tree: Any, from_process: int = 0) -> Any:
+        """Rank ``from_process``'s tensors, on every rank."""
+        from accel_state.collectives import broadcast
+
+        return broadcast(tree, from_process, group=self._live_group())
+
+    def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
+        """Rank ``from_process``'s objects, on every rank."""
+        from accel_state.collectives import broadcast_object_list
+
+        return broadcast_object_list(objects, from_process, group=self._live_group())
+
+    def reduce(self, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        """Every tensor in ``tree`` reduced over the ranks ("sum", "mean", "max", "min") and times ``scale``."""
+        from accel_state.collectives import reduce
+
+        return reduce(tree, reduction, scale, group=self._live_group())
+
+    def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
+        from accel_state.collectives import pad_across_processes
+
+        return pad_across_processes(tree, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self._live_group())
+
+    def _live_group(self) -> "ProcessGroup | None":
+        if self._closed and self.use_distributed:
+            raise SessionError(f"{self!r} cannot reach the other processes any more")
+        return self._group if self.use_distributed else None
+
+
+def _register(session: Session) -> None:
+    if session._lease is not None:
+        session._lease.sessions.add(session)
+    _open_sessions[:] = [reference for reference in _open_sessions if reference() is not None]
+    _open_sessions.append(weakref.ref(session))
+
+
+def _current_lease() -> _Lease | None:
+    """The lease on the default group: shared with an open session, or a new one on a group that others opened."""
+    default = groups.default_group()
+    if default is None:
+        return None
+    for reference in _open_sessions:
+        session = reference()
+        if session is not None and session._lease is not None and session._lease.group is default:
+            return session._lease
+    return _Lease(default, owned=False)
+
+
+def _adopted_topology(group: "ProcessGroup", given: Topology | None, env: Mapping[str, str]) -> Topology:
+    rank, world_size = group.rank(), group.size()
+    if given is not None:
+        if (given.rank, given.world_size) != (rank, world_size):
+            raise SessionError(
+                f"the process group is already open as rank {rank} of {world_size}, but asked for {given}"
+            )
+        return given
+    try:
+        found = Topology.from_env(env)
+    except TopologyError:
+        found = Topology()
+    if (found.rank, found.world_size) == (rank, world_size):
+        return found
+    # Opened by hand: the variables say nothing of it, and nothing says that there is more than this machine.
+    return Topology.on_one_node(rank, world_size, launcher="adopted")
+
+
+def _check_index(name: str, index: int | None) -> None:
+    if index is None:
+        raise ValueError(f"{name} must be given: the number of the process that is to run the function")
