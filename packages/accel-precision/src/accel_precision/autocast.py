@@ -6,6 +6,7 @@ such as DDP call the module as always, and a copy or a pickle is of the original
 instance.
 """
 
+import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,8 +38,10 @@ class _Swapped:
         if isinstance(reduced, str):
             return reduced
         original = _original(swapped)
-        function, arguments = (original if part is swapped else part for part in reduced[:1]), reduced[1]
-        return (*function, tuple(original if part is swapped else part for part in arguments), *reduced[2:])
+        function, arguments = reduced[0], tuple(original if part is swapped else part for part in reduced[1])
+        if function is copyreg.__newobj__:  # pickle would compare the class in the arguments with the instance's
+            function = original.__new__
+        return (original if function is swapped else function, arguments, *reduced[2:])
 
 
 def autocast_module(
