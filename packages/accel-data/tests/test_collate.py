@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accel_data.collate import PaddingCollator, pad_sequences, padded_length, padding_share
 from accel_data.collate_budget import TokenBudget, TokenBudgetSampler, even_out, pack
-from accel_state.errors import DataError
+from accel_state.errors import AccelError, ConfigError, DataError
 
 Pair = namedtuple("Pair", "tokens label")
 
@@ -152,7 +152,7 @@ def test_samples_that_do_not_fit_are_named(collate, samples, words):
 
 @pytest.mark.parametrize("bad", [{"multiple_of": 0}, {"max_length": 0}, {"side": "top"}, {"side": {"x": "up"}}])
 def test_impossible_options_are_refused(bad):
-    with pytest.raises(DataError, match="must be"):
+    with pytest.raises(ConfigError, match="must be"):
         PaddingCollator(**bad)
 
 
@@ -219,7 +219,7 @@ def test_an_epoch_is_reproducible_and_unlike_the_next():
     ],
 )
 def test_impossible_budgets_are_refused(arguments, words):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(AccelError) as caught:
         TokenBudgetSampler([3, 30], **arguments)
     assert words in str(caught.value)
 

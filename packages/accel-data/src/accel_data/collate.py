@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 
-from accel_state.errors import DataError
+from accel_state.errors import ConfigError, DataError
 
 Side = Literal["left", "right"]
 _SIDES = ("left", "right")
@@ -72,7 +72,8 @@ class PaddingCollator:
     A *name* below is the key or field of a sequence (``"input_ids"``), its path where that is ambiguous
     (``"prompt.input_ids"``), or the position inside a tuple (``"0"``).
 
-    Raises ``DataError`` when samples of a batch do not fit together, naming the sample and the name.
+    Raises ``DataError`` when samples of a batch do not fit together, naming the sample and the name, ``ConfigError``
+    for impossible options.
     """
 
     keys: Collection[str] | None = None
@@ -94,13 +95,13 @@ class PaddingCollator:
 
     def __post_init__(self) -> None:
         if self.multiple_of < 1:
-            raise DataError(f"multiple_of is {self.multiple_of}; it must be at least 1 (1: no rounding)")
+            raise ConfigError(f"multiple_of is {self.multiple_of}; it must be at least 1 (1: no rounding)")
         if self.max_length is not None and self.max_length < 1:
-            raise DataError(f"max_length is {self.max_length}; it must be at least 1, or None to cut nothing")
+            raise ConfigError(f"max_length is {self.max_length}; it must be at least 1, or None to cut nothing")
         sides = self.side.values() if isinstance(self.side, Mapping) else [self.side]
         for side in sides:
             if side not in _SIDES:
-                raise DataError(f"side is {side!r}; it must be one of {', '.join(map(repr, _SIDES))}")
+                raise ConfigError(f"side is {side!r}; it must be one of {', '.join(map(repr, _SIDES))}")
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """One batch of ``samples``, with the containers of the samples."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from accel_data.collate import padded_length
-from accel_state.errors import DataError
+from accel_state.errors import ConfigError, DataError
 
 
 @final
@@ -28,7 +28,7 @@ class TokenBudget:
         for name in ("max_tokens", "max_samples", "multiple_of"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DataError(f"{name} is {value}; it must be at least 1")
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def fits(self, longest: int) -> int:
         """How many samples of at most ``longest`` positions make one batch."""
@@ -111,9 +111,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.groups_of = num_shards if groups_of is None else groups_of
         self.epoch = 0
         if not 0 <= index < num_shards:
-            raise DataError(f"index is {index}; it must be from 0 to num_shards - 1 = {num_shards - 1}")
+            raise ConfigError(f"index is {index}; it must be from 0 to num_shards - 1 = {num_shards - 1}")
         if self.groups_of < 1 or self.groups_of % num_shards:
-            raise DataError(
+            raise ConfigError(
                 f"groups_of is {self.groups_of}; it must be a multiple of num_shards = {num_shards}, "
                 "so that every rank gets equally many batches"
             )

@@ -1,0 +1,196 @@
+"""Which elements of a stream a reader keeps, when every reader reads the same stream."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from accel_state.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stride:
+    """The part of a stream that one reader keeps, and how the end of the stream is treated.
+
+    The stream is cut into groups of ``shards * batch_size`` elements. Shard ``index`` gets slice ``index`` of every
+    group; of these, its worker ``worker`` makes groups ``worker, worker + workers, ...``. A loader takes from its
+    workers in turn, so what a shard receives does not depend on how many workers it has.
+    """
+
+    batch_size: int = 1
+    shards: int = 1
+    index: int = 0
+    workers: int = 1
+    worker: int = 0
+    drop_last: bool = False
+    even: bool = True
+    """Complete the last group with elements of the first, so that all shards get equally many."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not 0 <= self.index < self.shards:
+            raise ConfigError(f"index is {self.index}; it must be from 0 to shards - 1 = {self.shards - 1}")
+        if not 0 <= self.worker < self.workers:
+            raise ConfigError(f"worker is {self.worker}; it must be from 0 to workers - 1 = {self.workers - 1}")
+
+    @property
+    def group_size(self) -> int:
+        """Elements of the stream that all shards together take for one batch each."""
+        return self.batch_size * self.shards
+
+    def length(self, elements: int) -> int:
+        """How many elements this shard gets, over all its workers, from a stream of ``elements``."""
+        full, rest = divmod(elements, self.group_size)
+        if not rest or self.drop_last:
+            tail = 0
+        elif self.even:
+            tail = self.batch_size
+        else:
+            tail = min(max(rest - self.index * self.batch_size, 0), self.batch_size)
+        return full * self.batch_size + tail
+
+
+class Part(NamedTuple):
+    """One batch worth of elements of one reader."""
+
+    elements: list[Any]
+    """What to collate, padding included."""
+    real: int
+    """How many of ``elements``, from the front, are not padding."""
+    group_real: int
+    """How many elements of the stream the whole group holds, over all shards."""
+
+
+def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[Part]:
+    """The batches of one reader, after ``skip`` elements of ``stream`` that were delivered before.
+
+    Groups are cut from element ``skip`` on, so a stream that was left with one number of shards goes on with another
+    and no element is read twice or lost. Memory: one group, and the first one for the padding of the last.
+    """
+    elements = iter(stream)
+    size = stride.group_size
+    first = list(islice(elements, min(skip, size)))
+    _drop(elements, skip - len(first))
+    for turn in count():
+        group = list(islice(elements, size))
+        first += group[: size - len(first)]
+        if turn % stride.workers == stride.worker:
+            part = _part(group, first, stride)
+            if part is not None:
+                yield part
+        if len(group) < size:
+            return
+
+
+def _part(group: list[Any], first: list[Any], stride: Stride) -> Part | None:
+    """This shard's slice of a group, completed or dropped when the stream ended inside the group."""
+    start = stride.index * stride.batch_size
+    kept = group[start : start + stride.batch_size]
+    if len(group) == stride.group_size:
+        return Part(kept, len(kept), len(group))
+    if not group or stride.drop_last or not (kept or stride.even):
+        return None
+    filling = range(start + len(kept) - len(group), start + stride.batch_size - len(group)) if stride.even else ()
+    return Part(kept + [first[i % len(first)] for i in filling], len(kept), len(group))
+
+
+def _drop(elements: Iterator[Any], number: int) -> None:
+    """Reads and forgets up to ``number`` elements at the speed of C."""
+    deque(islice(elements, max(number, 0)), maxlen=0)
+
+
+def check_split(batch_size: int, shards: int) -> int:
+    """The elements per shard of a global batch of ``batch_size``; 1 means that a shard's elements come one by one.
+
+    Raises ``ConfigError`` when the batch cannot be cut into equal parts.
+    """
+    if batch_size > 1 and batch_size % shards:
+        lower = batch_size - batch_size % shards
+        nearest = f"{lower} or {lower + shards}" if lower else str(shards)
+        raise ConfigError(
+            f"with split_batches the batch size must be a round multiple of the number of shards: {batch_size} is not "
+            f"a multiple of {shards}; the nearest that work: {nearest}"
+        )
+    return max(batch_size // shards, 1)
+
+
+@final
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's part of an iterable dataset that cannot shard itself, worker processes included.
+
+    Every reader reads the whole source and keeps its part: see ``Stride`` for which. Give it to a ``DataLoader`` with
+    the same ``batch_size`` (divided by ``num_processes`` with ``split_batches``); the elements then come in the same
+    order for any number of workers. Raises ``ConfigError`` when ``split_batches`` cannot divide the batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.epoch = 0
+        self._stride()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of this and of the source."""
+        self.epoch = epoch
+        forward_epoch(self.dataset, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        reseed_generator(self.dataset, self.epoch)
+        info = get_worker_info()
+        stride = self._stride() if info is None else self._stride(workers=info.num_workers, worker=info.id)
+        for part in parts(self.dataset, stride):
+            yield from part.elements
+
+    def __len__(self) -> int:
+        """Elements this rank gets; raises ``TypeError`` when the source has no length."""
+        return self._stride().length(len(self.dataset))  # type: ignore[arg-type]
+
+    def _stride(self, *, workers: int = 1, worker: int = 0) -> Stride:
+        split = check_split(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
+        return Stride(
+            batch_size=split,
+            shards=self.num_processes,
+            index=self.process_index,
+            workers=workers,
+            worker=worker,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+        )
+
+
+def forward_epoch(dataset: object, epoch: int) -> None:
+    """Tells a dataset that wants to know which epoch begins."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def reseed_generator(dataset: object, epoch: int) -> None:
+    """Makes the order of a dataset that shuffles with its own ``generator`` the same on all readers of an epoch.
+
+    Only where the dataset has no ``set_epoch``: then the order is its own business.
+    """
+    generator = getattr(dataset, "generator", None)
+    if isinstance(generator, torch.Generator) and not callable(getattr(dataset, "set_epoch", None)):
+        generator.manual_seed(epoch)
