@@ -1,0 +1,95 @@
+"""The seam between a prepared loader and whatever gives it batches.
+
+A ``Source`` belongs to one loader for life; each time the user iterates, the loader asks it for one ``Pass`` from a
+``Cursor``. There is one source for each way of reading:
+
+- ``map_source.MapSource``: map-style data. The user's DataLoader is kept, its sampler replaced by ours.
+- ``iterable.StreamSource``: iterable datasets, asked to shard or seek, or strided.
+- ``dispatch.DispatchSource``: rank 0 reads, all receive.
+
+``select_source.select_source`` picks one. The loader itself looks one batch ahead, places batches on the device,
+tells the observer, and counts what it has delivered; a source does none of that.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_data.cursor import Cursor, Step
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+Json = Any
+"""What JSON can say: dicts with string keys, lists, strings, numbers, booleans, None."""
+
+
+class Pass(ABC):
+    """One walk from a cursor to the end of its epoch.
+
+    Attributes:
+        batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
+        length: how many batches ``batches`` will give, or None when only its end tells.
+        remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
+            nothing. A pass may learn it as late as when its last batch is taken.
+        delivered, at_end: kept by the loader: batches handed to the user, and whether the latest was the last.
+    """
+
+    batches: Iterator[Any]
+    length: int | None = None
+    remainder: int = -1
+    delivered: int = 0
+    at_end: bool = False
+
+    @abstractmethod
+    def step(self, number: int) -> Step:
+        """The facts after the ``number``-th batch of this pass (from 1) was delivered; 0: before the first.
+
+        Asked rarely, and only about the last two batches taken from ``batches`` (the loader looks one ahead), so a
+        pass that cannot compute them records them for those two. Also asked after ``close``.
+        """
+
+    def close(self) -> None:
+        """The pass is over or was abandoned: stop threads, drop iterators. Default: drops the iterator."""
+        self.batches = iter(())
+
+
+class Source(ABC):
+    """What a loader reads from, as one rank sees it.
+
+    Attributes:
+        even_batches: fill up the last step so that every rank has a full batch. The loader may change it between
+            passes (``join_uneven_inputs``); a source that cannot obey ignores it.
+        total_batch_size: rows of one step over all ranks.
+        total_dataset_length: samples of one epoch, or None when unknown.
+        dataloader: what the user's attribute accesses fall through to: a copy of the user's loader, all options kept.
+    """
+
+    even_batches: bool = True
+    total_batch_size: int
+    total_dataset_length: int | None = None
+    dataloader: "DataLoader[Any]"
+
+    @abstractmethod
+    def begin(self, cursor: Cursor) -> Pass:
+        """A pass over what is left of ``cursor.epoch``; also hands the epoch to samplers and datasets that want it."""
+
+    @abstractmethod
+    def length(self, cursor: Cursor) -> int | None:
+        """How many batches this rank gets from ``cursor`` on; None when nobody can know."""
+
+    @abstractmethod
+    def skip(self, cursor: Cursor, batches: int) -> Cursor:
+        """Where a pass from ``cursor`` is after ``batches`` batches of each rank, without reading any data."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Json]:
+        """What a saved position is only valid with (seed, kind of order, dataset's length, ...), as JSON values."""
+
+    @abstractmethod
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        """Takes over a saved ``record`` (its seed, for instance), so that the next pass may begin at ``cursor``.
+
+        ``private`` is the ``Step.private`` that was saved with it, or None. Raises ``DataStateError``, identically on
+        every rank, when the position belongs to other data; nothing has been changed then.
+        """
