@@ -1,3 +1,71 @@
-"""One object around your PyTorch training loop: from one CPU to a cluster."""
+"""One object around your PyTorch training loop: from one CPU to a cluster.
+
+    from accel import Accelerator
+
+Names are imported on first use, so that ``import accel`` costs next to nothing and touches no device.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from accel._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator as Accelerator
+    from accel.clock import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel.clock import StepClock as StepClock
+    from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel.handlers import ProjectConfiguration as ProjectConfiguration
+    from accel.optimizer import PreparedOptimizer as PreparedOptimizer
+    from accel.scheduler import PreparedScheduler as PreparedScheduler
+    from accel.state import PartialState as PartialState
+    from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_data import LoaderOptions as DataLoaderConfiguration  # noqa: F401
+    from accel_data import skip_first_batches as skip_first_batches
+    from accel_precision import AutocastKwargs as AutocastKwargs
+    from accel_precision import GradScalerKwargs as GradScalerKwargs
+    from accel_precision import PrecisionPolicy as PrecisionPolicy
+    from accel_state import AccelError as AccelError
+    from accel_state import DistributedType as DistributedType
+    from accel_state import ParallelismConfig as ParallelismConfig
+    from accel_state import find_executable_batch_size as find_executable_batch_size
+    from accel_state import synchronize_rng_states as synchronize_rng_states
+
+_EXPORTS = {
+    "accel.accelerator": ("Accelerator",),
+    "accel.clock": ("GradientAccumulationPlugin", "StepClock"),
+    "accel.handlers": ("InitProcessGroupKwargs", "ProjectConfiguration"),
+    "accel.optimizer": ("PreparedOptimizer",),
+    "accel.scheduler": ("PreparedScheduler",),
+    "accel.state": ("PartialState",),
+    "accel_backends": ("DDPCommunicationHookType", "DistributedDataParallelKwargs", "TorchDynamoPlugin"),
+    "accel_data": ("skip_first_batches",),
+    "accel_precision": ("AutocastKwargs", "GradScalerKwargs", "PrecisionPolicy"),
+    "accel_state": (
+        "AccelError",
+        "DistributedType",
+        "ParallelismConfig",
+        "find_executable_batch_size",
+        "synchronize_rng_states",
+    ),
+}
+_PLACE_OF = {name: (module, name) for module, names in _EXPORTS.items() for name in names}
+_PLACE_OF["DataLoaderConfiguration"] = ("accel_data", "LoaderOptions")
+# Reachable as attributes without an import of their own, as users of these names are used to.
+_SUBMODULES = frozenset({"checkpointing", "data_loader", "logging", "optimizer", "scheduler", "state", "utils"})
+__all__ = sorted([*_PLACE_OF, "__version__"])
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, original = _PLACE_OF[name]
+    return getattr(import_module(module), original)
+
+
+def __dir__() -> list[str]:
+    return __all__

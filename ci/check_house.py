@@ -1,0 +1,72 @@
+"""Fails when a source file outgrows the house rules or the public API changes without saying so.
+
+Sizes: a module has at most 450 lines, a function at most 90, 8 parameters at most are checked by ruff. The public
+names of every package are recorded in ``ci/api/<package>.txt``; ``--update`` rewrites the records.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_MODULE, MAX_FUNCTION = 450, 90
+FORBIDDEN = ("pickle.load", "torch.load(", "NotImplementedError", "TODO", "FIXME")
+ALLOWED = {
+    "NotImplementedError": (),
+}
+
+
+def sources() -> Iterator[Path]:
+    """Every Python source of the packages and the harness, tests left out."""
+    for base in [*sorted(ROOT.glob("packages/*/src")), ROOT / "testing" / "src"]:
+        yield from sorted(base.rglob("*.py"))
+
+
+def size_complaints(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    name = path.relative_to(ROOT)
+    if (lines := text.count("\n")) > MAX_MODULE:
+        yield f"{name}: {lines} lines; is a noun missing?"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = (node.end_lineno or node.lineno) - node.lineno
+            if size > MAX_FUNCTION:
+                yield f"{name}:{node.lineno}: {node.name} has {size} lines"
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in FORBIDDEN:
+            if word in line:
+                yield f"{name}:{number}: {word} is not used in this project"
+
+
+def api_complaints(update: bool) -> Iterator[str]:
+    folder = ROOT / "ci" / "api"
+    folder.mkdir(exist_ok=True)
+    packages = [
+        path.name
+        for base in [*sorted(ROOT.glob("packages/*/src")), ROOT / "testing" / "src"]
+        for path in base.iterdir()
+        if (path / "py.typed").exists()
+    ]
+    for package in packages:
+        module = importlib.import_module(package)
+        names = sorted(module.__all__)
+        broken = [name for name in names if not hasattr(module, name)]
+        if broken:
+            yield f"{package}: {', '.join(broken)} in __all__ cannot be imported"
+        record = folder / f"{package}.txt"
+        text = "\n".join(names) + "\n"
+        if update:
+            record.write_text(text)
+        elif not record.exists() or record.read_text() != text:
+            before = set(record.read_text().split()) if record.exists() else set()
+            yield f"{package}: public names changed ({sorted(before ^ set(names))}); run: hatch run house --update"
+
+
+if __name__ == "__main__":
+    update = "--update" in sys.argv
+    complaints = [text for path in sources() for text in size_complaints(path)]
+    complaints += api_complaints(update)
+    print("\n".join(complaints) or "sizes and public names are as recorded")
+    sys.exit(bool(complaints))

@@ -1,0 +1,5 @@
+"""``python -m accel``."""
+
+from accel.cli import main
+
+main()

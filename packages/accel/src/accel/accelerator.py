@@ -1,0 +1,412 @@
+"""The front door: one object around a training loop, whose parts do the work."""
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel import accumulation
+from accel.clock import GradientAccumulationPlugin, StepClock
+from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
+from accel.facets.data import DataFacet
+from accel.facets.process import ProcessFacet
+from accel.facets.settings import SettingsFacet
+from accel.handlers import ProjectConfiguration
+from accel.optimizer import PreparedOptimizer
+from accel.preparation import kind_of
+from accel.scheduler import PreparedScheduler, SchedulerSteps
+from accel.setup import Parts, dynamo_of, open_parts
+from accel.train_state import Stateful
+from accel_state.errors import ConfigError, PrepareError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from accel_backends import BackendConfig, TorchDynamoPlugin
+    from accel_data import LoaderOptions
+    from accel_precision import AutocastKwargs, PrecisionPolicy
+    from accel_state import DataShard, ParallelismConfig
+
+
+@final
+class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
+    """Runs an ordinary PyTorch training loop on whatever it was launched on.
+
+    Every argument has a default, a flag of ``accel launch`` and an environment variable where that makes sense; what
+    is given here wins. Nothing is shared between two Accelerators but the process group, of which torch has one.
+
+    Args:
+        device_placement: move prepared models and batches to this process's device.
+        split_batches: a loader's batch size is the global one (also in ``dataloader_config``).
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or dtypes by role such as
+            ``"params=fp32,compute=bf16,reduce=fp32,output=fp32"``, or a ``PrecisionPolicy``.
+        gradient_accumulation_steps: micro-batches of one optimizer step.
+        cpu: stay on the CPU even where there is an accelerator.
+        dataloader_config: how loaders are sharded.
+        rng_types: generators that every pass of a loader first sets to the main process's state.
+        project_dir: the project's folder, unless ``project_config`` has one.
+        project_config: names and number of checkpoints.
+        gradient_accumulation_plugin: accumulation in detail, instead of the number of steps.
+        step_scheduler_with_optimizer: schedulers move only when their optimizer does.
+        kwargs_handlers: options of the parts: ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
+            ``AutocastKwargs``, ``InitProcessGroupKwargs``, fp8 recipes.
+        dynamo_backend: compile prepared models with this torch.compile backend.
+        dynamo_plugin: compilation in detail.
+        parallelism_config: degrees of data, tensor, context and pipeline parallelism.
+        strategy: name of the backend, or its configuration; None chooses by topology and device.
+        scheduler_steps: ``"per_step"`` moves a schedule once per optimizer step, ``"per_process"`` once per process.
+        debug: verify every collective on all ranks before it runs.
+
+    Raises:
+        ConfigError: a setting cannot work, alone or with the others.
+        SessionError: the other processes cannot be reached.
+    """
+
+    def __init__(  # noqa: PLR0913  (the signature that users know)
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: "str | PrecisionPolicy | None" = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: "LoaderOptions | None" = None,
+        rng_types: Sequence[str] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[object] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: "TorchDynamoPlugin | None" = None,
+        parallelism_config: "ParallelismConfig | None" = None,
+        *,
+        strategy: "str | BackendConfig | None" = None,
+        scheduler_steps: SchedulerSteps = "per_step",
+        debug: bool | None = None,
+    ) -> None:
+        parts: Parts = open_parts(
+            {
+                "mixed_precision": mixed_precision,
+                "gradient_accumulation_steps": gradient_accumulation_steps,
+                "cpu": cpu,
+                "debug": debug,
+                "project_dir": None if project_dir is None else os.fspath(project_dir),
+                "backend": strategy,
+            },
+            accumulation=gradient_accumulation_plugin,
+            handlers=kwargs_handlers,
+            loading=(dataloader_config, split_batches),
+            parallelism=parallelism_config,
+            project=project_config,
+        )
+        self.config = parts.config
+        self.session = parts.session
+        self.policy = parts.policy
+        self.backend = parts.backend
+        self.choice = parts.choice
+        self.parallelism_config = parts.parallelism
+        self.dataloader_config = parts.loading
+        self.project_configuration = parts.project
+        self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin)
+        self.clock = StepClock(parts.accumulation)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = tuple(rng_types or ())
+        if scheduler_steps not in ("per_step", "per_process"):
+            raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
+        self._scheduler_repeats = self.session.world_size if scheduler_steps == "per_process" else 1
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Stateful] = []
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    # ------------------------------------------------------------------------------------------------ prepare
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Makes models, optimizers, schedulers and loaders work with the backend, and returns them in the same order.
+
+        Models and optimizers of one call belong together, so give them together. What is none of these kinds is
+        returned as it is, and so are optimizers, schedulers and loaders that are prepared already.
+
+        Args:
+            args: the objects; with a single one, that one is returned and not a tuple.
+            device_placement: for each object, whether to move it (None: as the Accelerator was told).
+
+        Raises:
+            PrepareError: a model was prepared before, an optimizer holds parameters of no prepared model, or the
+                number of placements is not that of the objects.
+        """
+        if device_placement is None:
+            device_placement = [None] * len(args)
+        elif len(device_placement) != len(args):
+            raise PrepareError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        kinds = [kind_of(item) for item in args]
+        results = list(args)
+        self._prepare_bundle(results, kinds, device_placement)
+        for position, (item, kind) in enumerate(zip(args, kinds, strict=True)):
+            if kind == "loader":
+                results[position] = self.prepare_data_loader(item, device_placement=device_placement[position])
+        for item, kind in zip(results, kinds, strict=True):
+            if kind == "prepared":
+                self._adopt(item)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares one model; with ``evaluation_mode`` it is placed and gets the precision, but is not synchronised."""
+        if not evaluation_mode:
+            prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
+            return prepared
+        results: list[Any] = [model]
+        self._prepare_bundle(results, ["model"], [device_placement], training=False)
+        placed: nn.Module = results[0]
+        return placed
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Prepares one optimizer, whose model is prepared already."""
+        prepared: PreparedOptimizer = self.prepare(optimizer, device_placement=[device_placement])
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepares one scheduler."""
+        prepared: PreparedScheduler = self.prepare(scheduler)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: "DataLoader[Any]",
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Prepares one loader: this process's share of the samples, on its device."""
+        loader = self._prepare_loader(
+            data_loader, on_device=self._places(device_placement), slice_fn=slice_fn_for_dispatch
+        )
+        if not any(loader is other for other in self._dataloaders):
+            self._dataloaders.append(loader)
+        return loader
+
+    def _prepare_bundle(
+        self, results: list[Any], kinds: Sequence[str], placement: Sequence[bool | None], *, training: bool = True
+    ) -> None:
+        """Prepares models, their optimizers and schedulers in place, as one bundle."""
+        from accel_backends import Bundle
+
+        where = {
+            kind: [position for position, one in enumerate(kinds) if one == kind]
+            for kind in ("model", "optimizer", "scheduler")
+        }
+        if not any(where.values()):
+            return
+        bundle = self.backend.prepare(
+            Bundle(
+                models=[results[position] for position in where["model"]],
+                optimizers=[results[position] for position in where["optimizer"]],
+                schedulers=[results[position] for position in where["scheduler"]],
+                place=tuple(self._places(placement[position]) for position in where["model"]),
+                training=training,
+            )
+        )
+        for position, prepared in zip(where["model"], bundle.models, strict=True):
+            model = prepared if self.dynamo_plugin is None else self.backend.compile(prepared, self.dynamo_plugin)
+            results[position] = model
+            self._models.append(model)
+        for position, optimizer in zip(where["optimizer"], bundle.optimizers, strict=True):
+            results[position] = PreparedOptimizer(optimizer, self.clock, self.backend)
+            self._optimizers.append(results[position])
+        for position, scheduler in zip(where["scheduler"], bundle.schedulers, strict=True):
+            results[position] = self._wrap_scheduler(scheduler)
+            self._schedulers.append(results[position])
+
+    def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Binds a scheduler to the prepared optimizer that it drives (all of them, where it does not say which)."""
+        driven = getattr(scheduler, "optimizer", None)
+        bound = [one for one in self._optimizers if one is driven or one.optimizer is driven]
+        return PreparedScheduler(
+            scheduler,
+            bound or self._optimizers,
+            self.clock,
+            follow_optimizer=self.step_scheduler_with_optimizer,
+            repeats=1 if self.split_batches else self._scheduler_repeats,
+        )
+
+    def _adopt(self, item: Any) -> None:
+        """Registers something that is prepared already, unless it is registered."""
+        known: list[Any] = self._optimizers if isinstance(item, PreparedOptimizer) else self._schedulers
+        if not any(item is other for other in known):
+            known.append(item)
+
+    def _places(self, device_placement: bool | None) -> bool:
+        return self.device_placement if device_placement is None else device_placement
+
+    # --------------------------------------------------------------------------------------------------- step
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Enters the next micro-batch: gradients of ``models`` are reduced, and steps taken, when the window ends.
+
+        Give each loss of a loop with several (a GAN's) a block of its own with the models it trains.
+        """
+        return _MicroBatch(self, models)
+
+    def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
+        """Computes gradients, scaled so that all micro-batches on all ranks make the gradient of one big batch.
+
+        Without ``weight``, ``loss`` is the mean of its micro-batch. With it, ``loss`` is a sum and ``weight`` what it
+        sums over (tokens, samples; 0 is fine): the window's gradient is then the sum of all losses over the sum of
+        all weights, whatever each micro-batch and rank holds. ``kwargs`` go to ``loss.backward``.
+
+        Raises:
+            BackendError: the loss is no scalar, or has no graph.
+        """
+        clock, backend = self.clock, self.backend
+        if backend.scaler is not None:
+            backend.update_scaler()  # of the step before, once all of its optimizers have stepped
+        if weight is not None:
+            window = clock.window
+            scale = accumulation.weighted_scale(window, backend.gradient_average)
+            backend.backward(loss * scale, **kwargs)
+            accumulation.add_weight(window, weight, loss.device)
+            if clock.due:
+                accumulation.normalise(window, self._accumulated(), collective=backend.gradient_average > 1)
+            return
+        backend.backward(loss, scale=clock.share, **kwargs)
+        if clock.due and clock.correction != 1.0:
+            accumulation.correct_short_window(clock, self._accumulated())
+
+    def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
+        """Which prepared models these are; () for all of them or none in particular."""
+        if len(models) == len(self._models) or not models:
+            return ()
+        return tuple(self._position(model) for model in models)
+
+    def _position(self, model: nn.Module) -> int:
+        for position, prepared in enumerate(self._models):
+            if prepared is model:
+                return position
+        raise PrepareError(f"accumulate was given a {type(model).__name__} that prepare did not return")
+
+    def _accumulated(self) -> list[nn.Module]:
+        """The models whose window is current."""
+        key = self.clock.key
+        return [self._models[position] for position in key] if key else self._models
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward keeps this rank's gradients of ``model`` to itself."""
+        return self.backend.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward reduces the gradients even though the forward ran under ``no_sync``."""
+        return self.backend.trigger_sync(model)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+        Acts only when a step is due; before, the norm of what has been accumulated is returned and nothing changes.
+        """
+        if not self.clock.due:
+            return self.backend.clip_grad_norm(parameters, math.inf, norm_type)
+        if self.backend.scaler is not None:
+            self.unscale_gradients()
+        return self.backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limits every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
+        if self.clock.due:
+            self.unscale_gradients()
+            self.backend.clip_grad_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides the loss scale out of the gradients, once, of the given or all prepared optimizers."""
+        chosen = self._optimizers if optimizer is None else optimizer
+        chosen = chosen if isinstance(chosen, list | tuple) else [chosen]
+        self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
+
+    def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
+        """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
+        return self.backend.autocast(autocast_handler)
+
+    # ---------------------------------------------------------------------------------------------------- end
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own model inside of a prepared one.
+
+        It still computes in the policy's precision when called, unless ``keep_fp32_wrapper`` is off: then its class is
+        its own again, for good.
+        """
+        own = self.backend.unwrap(model, keep_torch_compile=keep_torch_compile)
+        if not keep_fp32_wrapper:
+            from accel_precision import restore_module
+
+            restore_module(self.backend.unwrap(own, keep_torch_compile=False))
+        return own
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers under their own names. To be called on all processes.
+
+        With ``unwrap=False`` the names are those of the wrapped model, as its own ``state_dict`` has them.
+        """
+        return self.backend.model_state(model) if unwrap else model.state_dict()
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Lets go of everything prepared; returns as many None as objects: ``a, b = accelerator.free_memory(a, b)``."""
+        for optimizer in self._optimizers:
+            optimizer.release()
+        self.backend.release(self._models)
+        self._models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._dataloaders.clear()
+        self.clock.reset()
+        from accel_state.memory import release_memory
+
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """Closes what this Accelerator opened: the backend and, if it was opened here, the process group."""
+        self.backend.close()
+        self.session.close()
+
+    @property
+    def data_shard(self) -> "DataShard":
+        """Which share of the samples this process reads; equal for tensor, context and pipeline peers."""
+        return self.parallelism_config.data_shard(self.session.topology)
+
+
+class _MicroBatch:
+    """The block of ``accumulate``: a plain class, because a generator costs three times as much per step."""
+
+    __slots__ = ("_accelerator", "_models", "_stack")
+
+    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        due = accelerator.clock.tick(accelerator._key(self._models))
+        if not due and not accelerator.clock.plugin.sync_each_batch:
+            self._stack = ExitStack()
+            for model in self._models:
+                self._stack.enter_context(accelerator.backend.no_sync(model))
+
+    def __exit__(self, *exc: object) -> None:
+        if self._stack is not None:
+            self._stack.close()

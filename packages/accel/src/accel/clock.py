@@ -1,0 +1,232 @@
+"""Is this micro-batch the one that ends an optimizer step, and what share of that step does it carry?"""
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from accel_state.errors import ConfigError
+
+Key = tuple[int, ...]
+"""Which models a window accumulates for, by their position among the prepared ones; empty: all of them."""
+
+STEPS_KEY = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAccumulationPlugin:
+    """How micro-batches make an optimizer step.
+
+    ``num_steps`` micro-batches form one step. ``sync_with_dataloader`` ends the window with the loader's last batch,
+    ``sync_each_batch`` reduces gradients after every micro-batch (slower, but holds no unreduced gradient), and
+    ``adjust_scheduler`` lets schedulers step once per optimizer step (on) or once per micro-batch (off).
+
+    Raises:
+        ConfigError: ``num_steps`` is not a whole number of at least 1.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {self.num_steps!r}; it counts the micro-batches of one optimizer "
+                "step and must be a whole number of at least 1 (1: no accumulation)"
+            )
+
+
+class WindowFacts(Protocol):
+    """Where a batch stands in an accumulation window that its loader has laid out (elastic global batches)."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def share(self) -> float: ...
+
+
+class ActiveLoader(Protocol):
+    """What the clock asks of the loader that is being iterated, about the batch just delivered."""
+
+    @property
+    def end_of_dataloader(self) -> bool: ...
+    @property
+    def remainder(self) -> int: ...
+    @property
+    def batches_left(self) -> int | None: ...
+    @property
+    def window(self) -> WindowFacts | None: ...
+
+
+class Window:
+    """One accumulation window of one group of models: its position, and the weights given to ``backward``."""
+
+    __slots__ = ("denominator", "position", "size", "step", "weight")
+
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+        self.position = 0
+        self.size = 1
+        self.weight: object = None
+        self.denominator: object = None
+
+    def restart(self, size: int) -> None:
+        """Begins the next window, of ``size`` micro-batches as far as can be known."""
+        self.position = 0
+        self.size = size
+        self.weight = None
+        self.denominator = None
+
+
+@final
+class StepClock:
+    """Counts micro-steps; the optimizer, the scheduler and ``backward`` ask it, the loaders report to it.
+
+    It belongs to one Accelerator, so two of them never disturb each other. Each group of models given to
+    ``accumulate`` has a window of its own: a GAN's two networks, accumulated in turn, each step when theirs is full.
+
+    Attributes:
+        due: the current micro-batch ends an optimizer step. True before the first tick, so that a loop without
+            ``accumulate`` steps every time.
+        share: what the mean loss of the current micro-batch is multiplied with, so that the window's gradients add
+            up to that of one big batch.
+        key: the group of models that is being accumulated for; its window is ``window``.
+        correction: what the gradients must be multiplied with after the last backward of the window, because it
+            turned out shorter than could be known (a stream that ended); 1.0 nearly always.
+    """
+
+    __slots__ = ("_loaders", "_windows", "correction", "due", "key", "plugin", "share", "window")
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.due = True
+        self.share = 1.0 / plugin.num_steps
+        self.correction = 1.0
+        self._loaders: list[weakref.ref[ActiveLoader]] = []
+        self._windows: dict[Key, Window] = {}
+        self.key: Key = ()
+        self.window = self._windows.setdefault((), Window())
+
+    @property
+    def step(self) -> int:
+        """Micro-steps counted in the current group of models since the last end of a loader."""
+        return self.window.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.window.step = value
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self.plugin.num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.plugin = dataclasses.replace(self.plugin, num_steps=value)
+        self.share = 1.0 / value
+
+    @property
+    def open(self) -> bool:
+        """Some group of models holds gradients of a window that has not ended yet."""
+        return any(0 < window.position < window.size for window in self._windows.values())
+
+    def tick(self, key: Key = ()) -> bool:
+        """Enters the next micro-batch of the models ``key``; returns whether it ends their window."""
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = Window()
+        self.window = window
+        self.key = key
+        loader = self.active_loader
+        planned = loader.window if loader is not None else None
+        if planned is not None:
+            return self._tick_planned(window, planned)
+        at_end = loader is not None and self.plugin.sync_with_dataloader and loader.end_of_dataloader
+        if window.position == 0 or window.position >= window.size:
+            window.restart(self._expected(loader, window))
+        window.position += 1
+        if at_end:
+            window.step = 0
+            due = True
+        else:
+            window.step += 1
+            due = window.step % self.plugin.num_steps == 0
+        self.share = 1.0 / window.size
+        self.correction = window.size / window.position if due else 1.0
+        if due:
+            window.size = window.position
+        self.due = due
+        return due
+
+    def _tick_planned(self, window: Window, planned: WindowFacts) -> bool:
+        if planned.index == 0:
+            window.restart(planned.size)
+        window.position = planned.index + 1
+        window.step += 1
+        self.due = window.position == planned.size
+        self.share = planned.share
+        self.correction = 1.0
+        return self.due
+
+    def _expected(self, loader: ActiveLoader | None, window: Window) -> int:
+        """How many micro-batches the window that begins now will hold."""
+        full = self.plugin.num_steps - window.step % self.plugin.num_steps
+        if loader is None or not self.plugin.sync_with_dataloader:
+            return full
+        left = loader.batches_left
+        return full if left is None else min(full, left + 1)
+
+    def began(self, loader: ActiveLoader) -> None:
+        """A prepared loader starts a pass; it is the active one until it ends or another starts inside it."""
+        self._loaders.append(weakref.ref(loader))
+
+    def ended(self, loader: ActiveLoader) -> None:
+        """A pass is over or was abandoned: what was active before it is active again."""
+        for position in range(len(self._loaders) - 1, -1, -1):
+            if self._loaders[position]() is loader:
+                del self._loaders[position]
+                break
+
+    @property
+    def active_loader(self) -> ActiveLoader | None:
+        """The innermost prepared loader being iterated, or None."""
+        while self._loaders:
+            loader = self._loaders[-1]()
+            if loader is not None:
+                return loader
+            self._loaders.pop()
+        return None
+
+    def reset(self) -> None:
+        """Forgets every window, as at the start."""
+        self._windows.clear()
+        self.key = ()
+        self.window = self._windows.setdefault((), Window())
+        self.due = True
+        self.share = 1.0 / self.plugin.num_steps
+        self.correction = 1.0
+
+    def state_dict(self) -> dict[str, object]:
+        """Micro-steps by group of models, JSON only. Positions inside open windows come with their gradients."""
+        steps = {
+            ",".join(map(str, key)): [window.step, window.position, window.size]
+            for key, window in self._windows.items()
+        }
+        return {STEPS_KEY: steps}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continues where ``state_dict`` was taken."""
+        steps = state[STEPS_KEY]
+        assert isinstance(steps, Mapping)
+        self.reset()
+        for text, (step, position, size) in steps.items():
+            key = tuple(int(part) for part in text.split(",") if part)
+            window = self._windows.setdefault(key, Window())
+            window.step, window.position, window.size = step, position, size
+        self.window = self._windows[()]

@@ -1,0 +1,221 @@
+"""An Accelerator's side towards checkpoints: what is saved under which name, where, and how it comes back."""
+
+import os
+from abc import ABC
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel import open_window
+from accel.clock import StepClock
+from accel.handlers import ProjectConfiguration
+from accel.optimizer import PreparedOptimizer
+from accel.scheduler import PreparedScheduler
+from accel.train_state import ModelState, OptimizerState, Stateful, TrainState, check_stateful
+from accel_state.errors import CheckpointError, ConfigError
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_ckpt import Checkpoint, CheckpointDirectory
+
+SaveHook = Callable[[list[nn.Module], list[Any], str], object]
+LoadHook = Callable[[list[nn.Module], str], object]
+MODEL, RNG, FOLDER, LATEST = "model", "rng", "checkpoints", "latest"
+SEED_KEY, VERSION_KEY, USER_KEY = "seed", "accel", "user"
+
+
+class CheckpointFacet(ABC):
+    """Collects the run's state under stable names and hands it to accel_ckpt, which knows how to commit it."""
+
+    session: Session
+    clock: StepClock
+    backend: "Backend"
+    project_configuration: ProjectConfiguration
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _schedulers: list[PreparedScheduler]
+    _dataloaders: list[Any]
+    _custom_objects: list[Stateful]
+    _save_hooks: "OrderedDict[int, SaveHook]"
+    _load_hooks: "OrderedDict[int, LoadHook]"
+
+    def register_for_checkpointing(self, *objects: Stateful) -> None:
+        """Makes ``save_state`` and ``load_state`` include these objects.
+
+        Raises:
+            ConfigError: an object has no ``state_dict`` and ``load_state_dict``; none of them is registered then.
+        """
+        check_stateful(objects)
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Calls ``hook(models, weights, output_dir)`` before saving; weights it takes off the list are not saved."""
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Calls ``hook(models, input_dir)`` before each load; models it drops from the list are not loaded."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, *, metadata: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Saves everything that must resume, and returns the folder, which exists only once it is complete.
+
+        Models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered objects
+        and the random state of every rank; ``metadata`` is the caller's own JSON. To be called on all processes. With
+        automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit.
+
+        Raises:
+            CheckpointError: it cannot be written; checkpoints saved before are intact.
+            ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given.
+        """
+        import accel_ckpt
+        from accel_state import rng
+
+        series = self._series()
+        if series is not None:
+            target = series.path / f"checkpoint_{self.project_configuration.iteration}"
+        elif output_dir is not None:
+            target = Path(output_dir).expanduser()
+        else:
+            raise ConfigError(
+                "save_state needs a folder: give output_dir, or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        state = self._train_state().collect()
+        self._run_save_hooks(state, target)
+        local: dict[str, Any] = {RNG: rng.rng_state()}
+        if self.clock.open:
+            local[open_window.GRADIENTS] = open_window.collect(self._models, self.backend.named_parameters)
+        described = {VERSION_KEY: _version(), SEED_KEY: _seed(), USER_KEY: dict(metadata or {})}
+        accel_ckpt.save(target, state, local=local, metadata=described, group=self.session.group)
+        if series is not None:
+            self.project_configuration.iteration += 1
+            series.prune()
+        return target
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Path:
+        """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
+
+        ``input_dir`` None or ``"latest"`` takes the newest intact checkpoint of the project's automatic ones. Ranks
+        that did not exist when it was saved derive their random state from it. ``strict=False`` tolerates parameters
+        that are missing or left over.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects; in
+                the last case the models here are as before.
+        """
+        checkpoint = self._find(input_dir)
+        models = list(self._models)
+        for hook in list(self._load_hooks.values()):
+            hook(models, str(checkpoint.path))
+        dropped = [model for model in self._models if not any(model is kept for kept in models)]
+        state = self._train_state(strict=strict)
+        ignored = {name for name, part in state.items() if isinstance(part, ModelState) and part.model in dropped}
+        state.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+        for name, part in state.items():
+            if name not in ignored:
+                tensors = isinstance(part, ModelState | OptimizerState)
+                like = part.state_dict() if tensors else None
+                part.load_state_dict(checkpoint.read(name, like=like, strict=False))
+        self._restore_local(checkpoint)
+        self._continue_numbering(checkpoint.path)
+        return Path(checkpoint.path)
+
+    def _train_state(self, *, strict: bool = True) -> TrainState:
+        state = TrainState()
+        state.add(MODEL, [ModelState(self.backend, model, strict) for model in self._models])
+        state.add("optimizer", [OptimizerState(self.backend, o.optimizer, self._models) for o in self._optimizers])
+        state.add("scheduler", self._schedulers)
+        state.add("loader", self._dataloaders)
+        state.add("scaler", [] if self.backend.scaler is None else [self.backend.scaler])
+        state.add("clock", [self.clock])
+        return state.add("custom", self._custom_objects)
+
+    def _run_save_hooks(self, state: dict[str, Any], target: Path) -> None:
+        """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
+        if not self._save_hooks:
+            return
+        names = [name for name, part in self._train_state().items() if isinstance(part, ModelState)]
+        weights = [state[name] for name in names]
+        kept = list(weights)
+        for hook in list(self._save_hooks.values()):
+            hook(self._models, kept, str(target))
+        for name, one in zip(names, weights, strict=True):
+            if not any(one is other for other in kept):
+                del state[name]
+
+    def _restore_local(self, checkpoint: "Checkpoint") -> None:
+        """Random state of this rank, or one derived from the run's; gradients of a window that was open."""
+        from accel_state import rng
+
+        rank = self.session.rank
+        own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
+        if own is not None:
+            rng.set_rng_state(own)
+        else:
+            rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
+        if self.clock.open:
+            saved = [checkpoint.read_local(open_window.GRADIENTS, other) for other in range(checkpoint.world_size)]
+            open_window.restore(
+                self._models,
+                self.backend.named_parameters,
+                saved,
+                rank=rank,
+                world_size=self.session.world_size,
+            )
+
+    def _series(self) -> "CheckpointDirectory | None":
+        """The project's automatic checkpoints, when it has them."""
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            return None
+        if project.project_dir is None:
+            raise ConfigError("automatic_checkpoint_naming needs a project_dir to put the checkpoints in")
+        from accel_ckpt import CheckpointDirectory, keep_all, keep_last
+
+        retention = keep_all() if project.total_limit is None else keep_last(project.total_limit)
+        return CheckpointDirectory(Path(project.project_dir) / FOLDER, retention=retention, group=self.session.group)
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> "Checkpoint":
+        """Opens the checkpoint that ``input_dir`` names, or the newest intact one."""
+        from accel_ckpt import open_checkpoint
+
+        if input_dir is not None and os.fspath(input_dir) != LATEST:
+            return open_checkpoint(Path(input_dir).expanduser(), group=self.session.group)
+        series = self._series()
+        if series is None:
+            raise ConfigError(
+                "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
+            )
+        latest = series.latest()
+        if latest is None:
+            raise CheckpointError(f"there is no intact checkpoint in {series.path}")
+        return latest
+
+    def _continue_numbering(self, path: Path) -> None:
+        """The next automatic checkpoint follows the one that was loaded."""
+        prefix, _, number = Path(path).name.rpartition("_")
+        if self.project_configuration.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
+            self.project_configuration.iteration = int(number) + 1
+
+
+def _seed() -> int:
+    import torch
+
+    return torch.initial_seed()
+
+
+def _version() -> str:
+    from accel._version import __version__
+
+    return __version__

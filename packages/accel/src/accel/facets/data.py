@@ -1,0 +1,85 @@
+"""An Accelerator's side towards the data: loaders, exact metrics, uneven ends."""
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel.clock import StepClock
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from accel_backends import Backend
+    from accel_data import LoaderOptions, PreparedLoader
+
+
+class DataFacet(ABC):
+    """Everything about batches that needs the session, the clock and the loader options together."""
+
+    session: Session
+    clock: StepClock
+    backend: "Backend"
+    dataloader_config: "LoaderOptions"
+    _dataloaders: list[Any]
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers predictions or labels of the batch just computed, without the samples repeated to fill it.
+
+        Tensors (in any nesting) are concatenated along dimension 0; other objects are sent as objects and a list of
+        them counts as rows. Inside a prepared loader's loop the result, over a whole epoch, holds every sample of the
+        dataset exactly once, in the order of the samples; outside of a loop everything is kept.
+        """
+        from accel.metrics import gather_for_metrics
+
+        loader = self.clock.active_loader
+        counts = loader.real_counts if loader is not None else None  # type: ignore[attr-defined]
+        return gather_for_metrics(self.session, input_data, counts, use_gather_object=use_gather_object)
+
+    def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":
+        """A loader like ``dataloader`` whose next pass starts after ``num_batches`` batches, without reading those."""
+        from accel_data import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
+        """Lets ranks with fewer batches than others leave the loop early without the others hanging.
+
+        ``even_batches`` overrides the setting of every prepared map-style loader inside the block; joining happens
+        only where batches are not made even.
+        """
+        even = self.dataloader_config.even_batches if even_batches is None else even_batches
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self._dataloaders:
+                    stack.enter_context(loader.override_even_batches(even_batches))
+            if not even:
+                stack.enter_context(self.backend.join(list(joinables), True))
+            yield
+
+    def _prepare_loader(
+        self,
+        dataloader: "DataLoader[Any]",
+        *,
+        on_device: bool,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> "PreparedLoader":
+        from accel_data import prepare_loader
+
+        return prepare_loader(
+            dataloader,
+            self.data_shard,
+            device=self.session.device.torch if on_device else None,
+            options=self.dataloader_config,
+            observer=self.clock,
+            slice_fn=slice_fn,
+        )
+
+    @property
+    def data_shard(self) -> Any:
+        """Which share of the samples this process reads."""
+        raise AttributeError

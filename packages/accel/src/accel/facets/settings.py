@@ -1,0 +1,143 @@
+"""What an Accelerator was set up with, under the names that its users know."""
+
+import dataclasses
+from abc import ABC
+from typing import TYPE_CHECKING, Any
+
+from accel.clock import StepClock
+from accel.handlers import ProjectConfiguration
+from accel.optimizer import PreparedOptimizer
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel.state import AcceleratorState, GradientState
+    from accel_backends import Backend
+    from accel_data import LoaderOptions
+    from accel_precision import PrecisionPolicy
+    from accel_state import DistributedType, ParallelismConfig
+
+
+class SettingsFacet(ABC):
+    """Read from the parts that own them; only what may change in mid-run can be set."""
+
+    session: Session
+    clock: StepClock
+    backend: "Backend"
+    policy: "PrecisionPolicy"
+    dataloader_config: "LoaderOptions"
+    parallelism_config: "ParallelismConfig"
+    project_configuration: ProjectConfiguration
+    _optimizers: list[PreparedOptimizer]
+
+    @property
+    def state(self) -> "AcceleratorState":
+        """A view of the process and the settings, for code that expects one."""
+        from accel.state import AcceleratorState
+
+        return AcceleratorState(self)
+
+    @property
+    def gradient_state(self) -> "GradientState":
+        """A view of the accumulation clock, for code that expects one."""
+        from accel.state import GradientState
+
+        return GradientState(self.clock)
+
+    @property
+    def distributed_type(self) -> "DistributedType":
+        """How the processes work together, by the name that Accelerate gives it."""
+        from accel.state import distributed_type
+
+        return distributed_type(self.session, self.backend)
+
+    @property
+    def multi_device(self) -> bool:
+        """Several processes, each with an accelerator of its own."""
+        return self.session.world_size > 1 and self.session.device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision policy: no, fp16, bf16, fp8, or the roles that were given."""
+        return self.policy.name
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler, or None where the precision needs none."""
+        return self.backend.scaler
+
+    @property
+    def sync_gradients(self) -> bool:
+        """The current micro-batch ends an optimizer step."""
+        return self.clock.due
+
+    @sync_gradients.setter
+    def sync_gradients(self, due: bool) -> None:
+        self.clock.due = due
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self.clock.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self.clock.num_steps = num_steps
+
+    @property
+    def step(self) -> int:
+        """Micro-steps counted by ``accumulate`` since the loader's last end."""
+        return self.clock.step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Some prepared optimizer left out its last due step because gradients had overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """A loader's batch size is the global one, of which each process takes its part."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """The main process reads for all; None: only for iterable datasets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Samples are repeated so that every process gets equally many, full batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=even)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Shuffling follows ``data_seed`` instead of the loader's own generator."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Batches are copied to the device without waiting for the copy."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Asked for loaders with a state; every prepared loader has one."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> Any:
+        """The project's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatic checkpoint."""
+        return self.project_configuration.iteration

@@ -1,0 +1,102 @@
+"""Options of the process group, the project and the run that belong to no single layer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_backends import DistributedDataParallelKwargs
+    from accel_precision import AutocastKwargs, GradScalerKwargs
+
+
+@dataclass(frozen=True, slots=True)
+class InitProcessGroupKwargs:
+    """How the process group is opened: its backend, where the ranks meet and how long a collective may take."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass(slots=True)
+class ProjectConfiguration:
+    """Where a project keeps its files, and how its checkpoints are named and kept.
+
+    ``logging_dir`` defaults to ``project_dir``. With ``automatic_checkpoint_naming`` the checkpoints of a run are
+    ``<project_dir>/checkpoints/checkpoint_<iteration>`` and at most ``total_limit`` of them are kept; ``iteration``
+    is the number of the next one.
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"total_limit is {self.total_limit}; at least 1 checkpoint has to be kept (None: all)")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Sets the project's folder, and the logging folder to it where that is not set."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """The ``kwargs_handlers`` of an Accelerator, one place for each kind."""
+
+    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    ddp: "DistributedDataParallelKwargs | None" = None
+    scaler: "GradScalerKwargs | None" = None
+    autocast: "AutocastKwargs | None" = None
+    fp8: object | None = None
+
+
+def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
+    """Puts each handler in its place.
+
+    Raises:
+        ConfigError: an object that is no handler, or two of one kind.
+    """
+    if not handlers:
+        return Handlers()
+    from accel_backends import DistributedDataParallelKwargs
+    from accel_precision import (
+        AORecipeKwargs,
+        AutocastKwargs,
+        FP8RecipeKwargs,
+        GradScalerKwargs,
+        TERecipeKwargs,
+    )
+
+    places: tuple[tuple[str, tuple[type, ...]], ...] = (
+        ("process_group", (InitProcessGroupKwargs,)),
+        ("ddp", (DistributedDataParallelKwargs,)),
+        ("scaler", (GradScalerKwargs,)),
+        ("autocast", (AutocastKwargs,)),
+        ("fp8", (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)),
+    )
+    found: dict[str, object] = {}
+    for handler in handlers:
+        name = next((name for name, kinds in places if isinstance(handler, kinds)), None)
+        if name is None:
+            raise ConfigError(
+                f"kwargs_handlers holds a {type(handler).__name__}; it takes {_listed(places)}, one of each at most"
+            )
+        if name in found:
+            raise ConfigError(f"You can only pass one {type(handler).__name__} in kwargs_handlers; got two")
+        found[name] = handler
+    return Handlers(**found)  # type: ignore[arg-type]
+
+
+def _listed(places: Iterable[tuple[str, tuple[type, ...]]]) -> str:
+    return ", ".join(kind.__name__ for _, kinds in places for kind in kinds)

@@ -1,0 +1,144 @@
+"""An optimizer that steps only when the accumulation window ends."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, final
+
+import torch
+from torch.optim import Optimizer
+
+from accel.clock import StepClock
+from accel_state.errors import BackendError
+
+
+class Stepper(Protocol):
+    """The part of a backend that an optimizer needs."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool: ...
+
+
+@final
+class PreparedOptimizer(Optimizer):
+    """The user's optimizer behind the step clock: ``step`` and ``zero_grad`` act only when a step is due.
+
+    It is a ``torch.optim.Optimizer`` for schedulers and type checks, but shares everything with the one it wraps:
+    parameter groups, state and defaults are the inner optimizer's own objects. It pickles and copies as that one.
+
+    Attributes:
+        optimizer: the user's optimizer, its parameters pointing at those of the prepared model.
+        step_was_skipped: the last due step was left out on all ranks because gradients had overflowed.
+    """
+
+    optimizer: Optimizer
+    step_was_skipped: bool
+
+    def __init__(self, optimizer: Optimizer, clock: StepClock, backend: Stepper) -> None:
+        # Optimizer.__init__ would copy the groups and patch this class's step with profiler hooks: not wanted here.
+        self.__dict__.update(optimizer=optimizer, step_was_skipped=False, _clock=clock, _backend=backend)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
+
+        Raises:
+            BackendError: the Accelerator that prepared this optimizer has been freed.
+        """
+        if not self._clock.due:
+            return None
+        if self._backend is None:
+            raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
+        if closure is None:
+            self.step_was_skipped = not self._backend.step(self.optimizer)
+            return None
+        losses: list[Any] = []
+
+        def keeping() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        self.step_was_skipped = not self._backend.step(self.optimizer, keeping)
+        return losses[0] if losses else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients if a step is due; inside an accumulation window they are kept."""
+        if self._clock.due:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def train(self) -> None:
+        """Forwards to optimizers that keep two sets of weights (schedule-free ones); nothing for others."""
+        switch = getattr(self.optimizer, "train", None)
+        if callable(switch):
+            switch()
+
+    def eval(self) -> None:
+        """Forwards to optimizers that keep two sets of weights (schedule-free ones); nothing for others."""
+        switch = getattr(self.optimizer, "eval", None)
+        if callable(switch):
+            switch()
+
+    def release(self) -> None:
+        """Lets go of the backend; stepping afterwards is an error."""
+        self.__dict__["_backend"] = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds the group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's own list."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's own state mapping."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's own defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # only before __init__, as copy and pickle probe
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _identity, (self.optimizer,)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+
+def _identity(optimizer: Optimizer) -> Optimizer:
+    return optimizer
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Every gradient that the optimizers' parameters hold now."""
+    return [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]

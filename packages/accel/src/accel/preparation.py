@@ -1,0 +1,54 @@
+"""What kind of object was given to ``prepare``."""
+
+from functools import singledispatch
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel.optimizer import PreparedOptimizer
+from accel.scheduler import PreparedScheduler
+
+Kind = Literal["model", "optimizer", "scheduler", "loader", "prepared", "other"]
+
+
+@singledispatch
+def kind_of(item: object) -> Kind:
+    """How ``prepare`` treats ``item``; what it does not know passes through untouched.
+
+    A third party teaches it a type of its own with ``kind_of.register``.
+    """
+    steps = all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    return "scheduler" if steps and hasattr(item, "optimizer") else "other"
+
+
+@kind_of.register
+def _(item: nn.Module) -> Kind:
+    return "model"
+
+
+@kind_of.register
+def _(item: Optimizer) -> Kind:
+    return "optimizer"
+
+
+@kind_of.register
+def _(item: LRScheduler) -> Kind:
+    return "scheduler"
+
+
+@kind_of.register(DataLoader)
+def _(item: object) -> Kind:
+    return "loader"
+
+
+@kind_of.register
+def _(item: PreparedOptimizer) -> Kind:
+    return "prepared"
+
+
+@kind_of.register
+def _(item: PreparedScheduler) -> Kind:
+    return "prepared"

@@ -1,0 +1,79 @@
+"""A learning-rate scheduler that moves once per optimizer step."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, final
+
+from accel.clock import StepClock
+from accel.optimizer import PreparedOptimizer
+
+SchedulerSteps = Literal["per_step", "per_process"]
+
+
+class Scheduler(Protocol):
+    """What is asked of a scheduler: torch's, or anything else with these methods."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@final
+class PreparedScheduler:
+    """The user's scheduler behind the step clock: one step per optimizer step, none when that was skipped.
+
+    With ``repeats`` above 1 (``scheduler_steps="per_process"``) every step moves the schedule that many times, as
+    Accelerate does; a schedule written for the number of optimizer steps needs 1.
+
+    Attributes:
+        scheduler: the user's scheduler; every other attribute is looked up there.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        optimizers: Sequence[PreparedOptimizer],
+        clock: StepClock,
+        *,
+        follow_optimizer: bool = True,
+        repeats: int = 1,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = tuple(optimizers)
+        self._clock = clock
+        self._follow = follow_optimizer
+        self._repeats = repeats
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves the schedule if an optimizer step was due and taken; always, where it does not follow the optimizer."""
+        if not self._follow:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._clock.due:
+            if not self._clock.plugin.adjust_scheduler:
+                self.scheduler.step(*args, **kwargs)
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        for _ in range(self._repeats):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is not None and self._repeats > 1 and self.scheduler.last_epoch >= total:  # type: ignore[attr-defined]
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return self.scheduler.get_last_lr()  # type: ignore[attr-defined, no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # only before __init__, as copy and pickle probe
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -1,0 +1,158 @@
+"""Opens the parts of an Accelerator, in the order in which they need each other."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from accel.clock import GradientAccumulationPlugin
+from accel.config import AccelConfig, resolve_config
+from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
+from accel_backends import BackendConfig, Choice, load_backend, select_backend
+from accel_data import LoaderOptions
+from accel_precision import PrecisionPolicy
+from accel_state import ParallelismConfig, Session, Topology
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_backends import Backend, TorchDynamoPlugin
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an Accelerator is made of."""
+
+    config: AccelConfig
+    handlers: Handlers
+    session: Session
+    policy: PrecisionPolicy
+    parallelism: ParallelismConfig
+    choice: Choice
+    backend: "Backend"
+    accumulation: GradientAccumulationPlugin
+    loading: LoaderOptions
+    project: ProjectConfiguration
+
+
+def open_parts(
+    call: Mapping[str, object],
+    *,
+    accumulation: GradientAccumulationPlugin | None,
+    handlers: Sequence[object] | None,
+    loading: tuple[LoaderOptions | None, bool | None],
+    parallelism: ParallelismConfig | None,
+    project: ProjectConfiguration | None,
+) -> Parts:
+    """Resolves the configuration, opens the session and the backend; nothing is opened if a setting cannot work.
+
+    Raises:
+        ConfigError: a setting cannot work, alone or with the others.
+        SessionError: the other processes cannot be reached.
+    """
+    sorted_handlers = sort_handlers(handlers)
+    config = resolve_config(
+        {name: value for name, value in call.items() if isinstance(value, str | int) and name != "mixed_precision"},
+        os.environ,
+    )
+    accumulating = accumulation_of(call["gradient_accumulation_steps"], accumulation, config)
+    loader_options = loading_of(*loading)
+    process_group = sorted_handlers.process_group
+    session = Session.open(
+        cpu=config.cpu,
+        device=config.device,
+        backend=process_group.backend,
+        timeout=process_group.timeout or config.timeout,
+        init_method=process_group.init_method,
+        debug=config.debug,
+    )
+    policy = PrecisionPolicy.parse(
+        call["mixed_precision"] or config.mixed_precision,  # type: ignore[arg-type]
+        device_type=session.device.type,
+        fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
+    )
+    asked = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend or sorted_handlers.ddp
+    choice = select_backend(session.topology, session.device, asked)
+    backend_type = load_backend(choice.name)
+    backend = backend_type(
+        session,
+        policy,
+        asked if isinstance(asked, backend_type.Config) else None,
+        autocast=sorted_handlers.autocast,
+        scaler=sorted_handlers.scaler,
+    )
+    return Parts(
+        config=config,
+        handlers=sorted_handlers,
+        session=session,
+        policy=policy,
+        parallelism=fitting(parallelism, session.topology),
+        choice=choice,
+        backend=backend,
+        accumulation=accumulating,
+        loading=loader_options,
+        project=project_of(project, config.project_dir),
+    )
+
+
+def accumulation_of(
+    steps: object, plugin: GradientAccumulationPlugin | None, config: AccelConfig
+) -> GradientAccumulationPlugin:
+    """The plugin, or one made of the number of steps; both at once are refused unless they agree."""
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps)
+    if steps is not None and steps != plugin.num_steps:
+        raise ConfigError(
+            f"You can only pass one of gradient_accumulation_steps ({steps}) and gradient_accumulation_plugin "
+            f"(num_steps={plugin.num_steps})"
+        )
+    return plugin
+
+
+def loading_of(options: LoaderOptions | None, split_batches: bool | None) -> LoaderOptions:
+    """The loader options, with ``split_batches`` where it was given beside them."""
+    options = options or LoaderOptions()
+    return options if split_batches is None else dataclasses.replace(options, split_batches=split_batches)
+
+
+def project_of(project: ProjectConfiguration | None, folder: str | None) -> ProjectConfiguration:
+    """The project, its folder filled in where it has none."""
+    if project is None:
+        return ProjectConfiguration(folder)
+    if project.project_dir is None and folder is not None:
+        project.set_directories(folder)
+    return project
+
+
+def dynamo_of(backend: object, plugin: "TorchDynamoPlugin | None") -> "TorchDynamoPlugin | None":
+    """The compilation that was asked for, by name or in detail, or None."""
+    if backend is None or plugin is not None:
+        if backend is not None:
+            raise ConfigError("You can only pass one of dynamo_backend and dynamo_plugin")
+        return plugin
+    from accel_backends import TorchDynamoPlugin
+
+    return TorchDynamoPlugin(backend=str(backend))
+
+
+def fitting(parallelism: ParallelismConfig | None, topology: Topology) -> ParallelismConfig:
+    """The degrees of parallelism; those that were not given make every process a data-parallel replica.
+
+    Raises:
+        ConfigError: their product is not the number of processes, or a degree needs a backend that is not there.
+    """
+    if parallelism is None or parallelism.total_size == 1:
+        return ParallelismConfig(dp_replicate_size=topology.world_size)
+    if parallelism.total_size != topology.world_size:
+        raise ConfigError(
+            f"{parallelism} makes {parallelism.total_size} processes, which does not match num_processes="
+            f"{topology.world_size}"
+        )
+    other = [name for name in ("dp_shard", "tp", "cp", "sp", "pp") if getattr(parallelism, f"{name}_size", 1) > 1]
+    if other:
+        raise ConfigError(
+            f"{parallelism} asks for {', '.join(f'{name}_size' for name in other)}, for which no backend is installed; "
+            f"nearest: dp_replicate_size={topology.world_size}"
+        )
+    return parallelism

@@ -1,0 +1,186 @@
+"""The process and its settings under the names of ``accelerate.state``: views, not singletons."""
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from accel.clock import GradientAccumulationPlugin, StepClock
+from accel_state.enums import DistributedType
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel.facets.settings import SettingsFacet
+    from accel_backends import Backend
+
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+
+
+def distributed_type(session: Session, backend: "Backend | None" = None) -> DistributedType:
+    """How the processes work together, by the name that Accelerate gives it."""
+    named = getattr(backend, "distributed_type", None)
+    if named is not None:
+        return DistributedType(named)
+    if session.world_size == 1:
+        return DistributedType.NO
+    kind = "GPU" if session.device.type == "cuda" else session.device.type.upper()
+    return DistributedType(f"MULTI_{kind}")
+
+
+class _ProcessView:
+    """What PartialState and AcceleratorState say of the process."""
+
+    def __init__(self, session: Session, backend: "Backend | None") -> None:
+        self.session = session
+        self._backend = backend
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.session.device.torch
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this run."""
+        return self.session.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self.session.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self.session.local_rank
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return distributed_type(self.session, self._backend)
+
+    @property
+    def backend(self) -> str | None:
+        """The process group's backend, or None without a group."""
+        return self.session.backend
+
+    @property
+    def initialized(self) -> bool:
+        """Always: a view has a session from the start."""
+        return True
+
+    def destroy_process_group(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
+        """Destroys ``group``, or ends this session (and with the last one the default group, if accel opened it)."""
+        if group is None:
+            self.session.close()
+        else:
+            torch.distributed.destroy_process_group(group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "session":  # only before __init__, as copy and pickle probe
+            raise AttributeError(name)
+        return getattr(self.session, name)
+
+    def __repr__(self) -> str:
+        kind = self.distributed_type
+        return (
+            f"Distributed environment: {kind}{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+@final
+class PartialState(_ProcessView):
+    """The process-wide session: the open one, or a new one.
+
+    torch has one process group per process, so this is the one place where asking twice gives the same thing. Keyword
+    arguments are those of :meth:`accel_state.Session.open`.
+    """
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        session = Session.current() if not options else None
+        if session is None or (cpu and session.device.type != "cpu"):
+            session = Session.open(cpu=cpu, **options)
+        super().__init__(session, None)
+
+
+@final
+class AcceleratorState(_ProcessView):
+    """A view of one Accelerator's process and settings; made by ``accelerator.state``."""
+
+    def __init__(self, accelerator: "SettingsFacet") -> None:
+        super().__init__(accelerator.session, accelerator.backend)
+        self._accelerator = accelerator
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision policy."""
+        return self._accelerator.mixed_precision
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+
+@final
+class GradientState:
+    """A view of one Accelerator's accumulation clock; made by ``accelerator.gradient_state``."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    @property
+    def sync_gradients(self) -> bool:
+        """The current micro-batch ends an optimizer step."""
+        return self._clock.due
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._clock.num_steps
+
+    @property
+    def plugin(self) -> GradientAccumulationPlugin:
+        """How micro-batches make a step."""
+        return self._clock.plugin
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Schedulers step once per optimizer step."""
+        return self._clock.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """A window ends with its loader."""
+        return self._clock.plugin.sync_with_dataloader
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader being iterated, or None."""
+        return self._clock.active_loader
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Some prepared loader is being iterated."""
+        return self._clock.active_loader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """The active loader has delivered its last batch."""
+        loader = self._clock.active_loader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of the active loader's last global batch; -1 outside of a loop or where nobody can know."""
+        loader = self._clock.active_loader
+        return -1 if loader is None else loader.remainder
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self._clock.due = sync_gradients
+
+
+def is_initialized() -> bool:
+    """A session is open in this process."""
+    return Session.current() is not None

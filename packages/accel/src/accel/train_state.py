@@ -1,0 +1,122 @@
+"""Names for everything that must resume, and how each is taken out and put back."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+
+import torch
+from torch import nn
+
+from accel_state.errors import CheckpointMismatchError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_backends import Backend
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved and loaded: its state is nested dicts and lists of tensors and JSON values."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A prepared model under the names of its own parameters and buffers, whatever wraps it."""
+
+    backend: "Backend"
+    model: nn.Module
+    strict: bool = True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.backend.model_state(self.model))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.backend.load_model_state(self.model, state, strict=self.strict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A prepared optimizer under parameter names, so that it loads into any backend at any world size."""
+
+    backend: "Backend"
+    optimizer: "Optimizer"
+    models: Sequence[nn.Module]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.backend.optimizer_state(self.optimizer, self.models))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.backend.load_optimizer_state(self.optimizer, self.models, state)
+
+
+@final
+class TrainState(Mapping[str, Stateful]):
+    """The parts of a run by name: ``model``, ``model_1``, ``optimizer``, ``scheduler``, ``loader``, ``custom``, ...
+
+    Parts are numbered in the order in which they were prepared or registered; the first has no number.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Stateful] = {}
+
+    def add(self, kind: str, parts: Sequence[Stateful]) -> "TrainState":
+        """Names ``parts`` after their kind and position."""
+        for position, part in enumerate(parts):
+            self._parts[kind if position == 0 else f"{kind}_{position}"] = part
+        return self
+
+    def collect(self) -> dict[str, Any]:
+        """The state of every part, models first."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def check_names(self, saved: Sequence[str], *, ignored: Collection[str] = ()) -> None:
+        """Raises unless the checkpoint holds exactly the parts that are here, ``ignored`` ones left out.
+
+        Raises:
+            CheckpointMismatchError: names of what the checkpoint lacks and of what nothing here takes.
+        """
+        missing = sorted(set(self._parts) - set(saved) - set(ignored))
+        unexpected = sorted(set(saved) - set(self._parts))
+        if missing or unexpected:
+            parts = []
+            if missing:
+                parts.append(f"it holds no {', '.join(missing)}")
+            if unexpected:
+                parts.append(f"nothing here takes its {', '.join(unexpected)}")
+            raise CheckpointMismatchError(
+                f"the checkpoint belongs to another run: {'; '.join(parts)}. Prepare and register the same objects, "
+                "in the same order, as when it was saved"
+            )
+
+    def __getitem__(self, name: str) -> Stateful:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def check_stateful(objects: Sequence[object]) -> None:
+    """Refuses objects that cannot be saved, when they are registered rather than when they are saved.
+
+    Raises:
+        ConfigError: lists every object without ``state_dict`` and ``load_state_dict``.
+    """
+    bad = [
+        f"Item at index {index}, {type(item).__module__}.{type(item).__qualname__}"
+        for index, item in enumerate(objects)
+        if not isinstance(item, Stateful)
+    ]
+    if bad:
+        raise ConfigError(
+            "objects registered for checkpointing need `state_dict` and `load_state_dict`; these have not: "
+            + "; ".join(bad)
+        )

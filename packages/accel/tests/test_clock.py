@@ -1,0 +1,143 @@
+"""The accumulation clock, with loaders that are plain data."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.clock import GradientAccumulationPlugin, StepClock
+from accel_state.errors import ConfigError
+
+
+@dataclass
+class Planned:
+    index: int
+    size: int
+    share: float
+
+
+class FakeLoader:
+    """A loader of ``batches`` batches that says what a real one would about the batch just delivered."""
+
+    def __init__(self, batches: int, *, known: bool = True) -> None:
+        self.batches = batches
+        self.known = known
+        self.delivered = 0
+        self.remainder = 0
+        self.window = None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self.delivered == self.batches
+
+    @property
+    def batches_left(self) -> int | None:
+        return self.batches - self.delivered if self.known else None
+
+
+def run(clock: StepClock, loader: FakeLoader) -> list[tuple[bool, float, float]]:
+    """One pass: (due, share, correction) of every micro-batch."""
+    seen = []
+    clock.began(loader)
+    for loader.delivered in range(1, loader.batches + 1):
+        clock.tick()
+        seen.append((clock.due, clock.share, clock.correction))
+    clock.ended(loader)
+    return seen
+
+
+def clock_of(num_steps: int, **options: bool) -> StepClock:
+    return StepClock(GradientAccumulationPlugin(num_steps=num_steps, **options))
+
+
+def test_five_batches_in_windows_of_two_sync_as_the_contract_says() -> None:
+    clock, loader, steps = clock_of(2), FakeLoader(5), []
+    clock.began(loader)
+    for loader.delivered in range(1, 6):
+        clock.tick()
+        steps.append((clock.due, clock.step))
+    assert steps == [(False, 1), (True, 2), (False, 3), (True, 4), (True, 0)]
+
+
+@given(batches=st.integers(1, 40), num_steps=st.integers(1, 9), known=st.booleans(), epochs=st.integers(1, 3))
+def test_every_window_weighs_one(batches: int, num_steps: int, known: bool, epochs: int) -> None:
+    clock = clock_of(num_steps)
+    for _ in range(epochs):
+        weight = 0.0
+        windows = []
+        for due, share, correction in run(clock, FakeLoader(batches, known=known)):
+            weight += share
+            if due:
+                windows.append(weight * correction)
+                weight = 0.0
+        assert weight == 0.0, "a window was left open at the end of the loader"
+        assert windows == pytest.approx([1.0] * -(-batches // num_steps))
+
+
+def test_a_short_last_window_is_known_beforehand_for_sized_loaders() -> None:
+    assert [round(share, 6) for _, share, _ in run(clock_of(3), FakeLoader(5))] == [0.333333] * 3 + [0.5] * 2
+
+
+def test_a_short_last_window_of_a_stream_is_corrected() -> None:
+    due, share, correction = run(clock_of(3), FakeLoader(5, known=False))[-1]
+    assert due
+    assert share * 2 * correction == pytest.approx(1.0)
+
+
+def test_windows_cross_epochs_without_sync_with_dataloader() -> None:
+    clock = clock_of(2, sync_with_dataloader=False)
+    assert [due for due, _, _ in run(clock, FakeLoader(3)) + run(clock, FakeLoader(3))] == [False, True] * 3
+
+
+def test_groups_of_models_have_windows_of_their_own() -> None:
+    clock = clock_of(2)
+    dues = [(clock.tick((0,)), clock.tick((1,))) for _ in range(4)]
+    assert dues == [(False, False), (True, True)] * 2
+
+
+def test_an_inner_loop_gives_the_outer_one_back() -> None:
+    clock, outer, inner = clock_of(1), FakeLoader(2), FakeLoader(1)
+    clock.began(outer)
+    clock.began(inner)
+    assert clock.active_loader is inner
+    clock.ended(inner)
+    assert clock.active_loader is outer
+    clock.ended(outer)
+    assert clock.active_loader is None
+
+
+def test_a_dropped_loader_is_not_kept_alive() -> None:
+    clock, loader = clock_of(1), FakeLoader(2)
+    clock.began(loader)
+    del loader
+    assert clock.active_loader is None
+
+
+def test_planned_windows_of_the_loader_are_followed() -> None:
+    clock, loader = clock_of(4), FakeLoader(4)
+    clock.began(loader)
+    seen = []
+    for index, size, share in ((0, 2, 0.5), (1, 2, 0.7), (0, 1, 1.0)):
+        loader.window = Planned(index, size, share)
+        seen.append((clock.tick(), clock.share))
+    assert seen == [(False, 0.5), (True, 0.7), (True, 1.0)]
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5])
+def test_a_restored_clock_goes_on_where_it_was(ticks: int) -> None:
+    clock = clock_of(3)
+    for _ in range(ticks):
+        clock.tick()
+    other = clock_of(3)
+    other.load_state_dict(clock.state_dict())
+    assert other.open == clock.open
+    assert [(other.tick(), other.share, other.step) for _ in range(7)] == [
+        (clock.tick(), clock.share, clock.step) for _ in range(7)
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 1.5, True, "2"])
+def test_a_number_of_steps_that_cannot_be_is_refused(num_steps: object) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        GradientAccumulationPlugin(num_steps=num_steps)  # type: ignore[arg-type]
