@@ -24,9 +24,8 @@ Converter = Callable[[Any], Any]
 
 
 class _Swapped:
-    """First base of every class made here."""
+    """First base of every class made here; without ``__slots__``, which would change the layout of instances."""
 
-    __slots__ = ()
     _accel_original: ClassVar[type[nn.Module]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -39,7 +38,9 @@ class _Swapped:
             return reduced
         original = _original(swapped)
         function, arguments = reduced[0], tuple(original if part is swapped else part for part in reduced[1])
-        if function is copyreg.__newobj__:  # pickle would compare the class in the arguments with the instance's
+        if (
+            function is cast(Any, copyreg).__newobj__
+        ):  # pickle would compare the class in the arguments with the instance's
             function = original.__new__
         return (original if function is swapped else function, arguments, *reduced[2:])
 

@@ -1,0 +1,364 @@
+"""Everything that differs between one device and many: the one seam."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.bundle import Bundle, check_bundle
+from accel_backends.capabilities import Capabilities
+from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite
+from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
+from accel_backends.config import BackendConfig
+from accel_backends.names import innermost, named_parameters
+from accel_backends.rebind import rebind, state_to_device
+from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_precision.autocast import autocast_module, cast_parameters, restore_module
+from accel_precision.options import AutocastKwargs, GradScalerKwargs
+from accel_precision.policy import PrecisionPolicy
+from accel_precision.scaler import LossScaler, make_scaler
+from accel_state.errors import BackendError, PrepareError
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Backend(ABC):
+    """How models are placed, synchronised and stepped.
+
+    The defaults mean "as on one device", so a backend overrides what it does otherwise and a method added here breaks
+    none. Concrete backends are final, one level deep, and found by entry points (group ``accel.backends``).
+
+    Attributes:
+        name: its entry point's name.
+        Config: the class of its options.
+        capabilities: what it can do.
+        scaler: the loss scale of fp16; None where there is none or the backend has its own.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[BackendConfig]] = BackendConfig
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(
+        self,
+        session: "Session",
+        policy: PrecisionPolicy,
+        config: BackendConfig | None = None,
+        *,
+        autocast: AutocastKwargs | None = None,
+        scaler: GradScalerKwargs | None = None,
+    ) -> None:
+        """Opens the backend on a session.
+
+        Raises:
+            BackendError: a device, precision or number of processes that the backend cannot do, with the nearest that
+                it can; or options of another backend.
+        """
+        config = self.Config() if config is None else config
+        if not isinstance(config, self.Config):
+            raise BackendError(f"backend {self.name!r} takes {self.Config.__name__}, and got {type(config).__name__}")
+        reason = self.capabilities.refusal(self.name, policy, session.device.type, session.world_size)
+        if reason is not None:
+            raise BackendError(reason)
+        self.session = session
+        self.policy = policy
+        self.config = config
+        self.autocast_options = autocast or AutocastKwargs()
+        self.device: torch.device = session.device.torch
+        self.scaler: LossScaler | None = self.make_scaler(scaler)
+        self._prepared: WeakSet[nn.Module] = WeakSet()
+        self._owned: set[int] = set()
+        self._root: tuple[Any, ...] | None = None
+
+    # Preparing
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Makes a bundle ready for training: same order and lengths, optimizers bound to the parameters that result.
+
+        Collective: every rank prepares the same, and if one cannot, all raise.
+
+        Raises:
+            PrepareError: see ``check_bundle``.
+        """
+        problem: Exception | None = None
+        try:
+            if len(bundle.models) > 1 and not self.capabilities.several_models:
+                raise PrepareError(
+                    f"backend {self.name!r} prepares one model in a call, and got {len(bundle.models)}; call "
+                    "prepare for each"
+                )
+            check_bundle(bundle, prepared=self._prepared, owned=self._owned)
+        except PrepareError as error:
+            problem = error
+        self._agree(problem)
+        return self.bind(bundle)
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """Prepares a checked bundle. Default: each model placed, given its precision and wrapped, then one rebind."""
+        originals = [innermost(model) for model in bundle.models]
+        before = [named_parameters(model) for model in bundle.models]
+        models = []
+        for model, placed in zip(bundle.models, bundle.placed, strict=True):
+            model = self.apply_precision(self.place(model) if placed else model)
+            models.append(self.prepare_model(model) if bundle.training else model)
+        for old, model in zip(before, models, strict=True):
+            new = named_parameters(model)
+            if any(new.get(name) is not parameter for name, parameter in old.items()):
+                for optimizer in bundle.optimizers:
+                    rebind(optimizer, old, new, convert=self.convert_state)
+        for optimizer in bundle.optimizers:
+            state_to_device(optimizer)
+        for original, model in zip(originals, models, strict=True):
+            self._prepared.update((original, innermost(model)))
+            self._owned.update(id(parameter) for parameter in model.parameters())
+        return replace(bundle, models=models)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Moves a model to where it trains. Default: the session's device."""
+        return model.to(self.device)
+
+    def apply_precision(self, model: nn.Module) -> nn.Module:
+        """Gives a model the dtypes of the policy. Default: parameters, buffers, fp8 layers, autocast around calls."""
+        model = cast_parameters(model, self.policy)
+        if self.policy.fp8 is not None:
+            from accel_precision.facts import DeviceFacts
+            from accel_precision.fp8 import load_converter
+
+            facts = DeviceFacts.probe(self.device.type)
+            converter = load_converter(self.policy.fp8, facts, sharded=self.capabilities.sharded)
+            model = converter.convert(model)
+        return autocast_module(model, self.policy, self.device.type, self.autocast_options)
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Wraps one placed model for training, or returns it as it is."""
+
+    def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
+        """A value of the optimizer's state, made fit for a parameter that replaces its old one. Default: as is."""
+        return value
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """Compiles a prepared model. Default: repeated blocks in place, or the whole behind torch's wrapper."""
+        return compile_model(model, plugin)
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Forgets prepared models and gives them their own class back, so that they can be prepared anew."""
+        for model in models:
+            inner = innermost(model)
+            restore_module(inner)
+            self._prepared.discard(inner)
+            self._owned.difference_update(id(parameter) for parameter in inner.parameters())
+        self._root = None
+
+    def close(self) -> None:
+        """Lets go of everything. Default: nothing is held but what ``release`` forgets."""
+        self.release(list(self._prepared))
+        self._owned.clear()
+
+    # A step
+
+    @property
+    def gradient_average(self) -> int:
+        """Over how many ranks gradients are averaged. Default: 1."""
+        return 1
+
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The policy's autocast for computations outside a model's forward."""
+        return self.policy.autocast_context(self.device.type, options or self.autocast_options)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Within it, backward leaves gradients of ``model`` unsynchronised. Default: nothing to leave out."""
+        return _NOTHING
+
+    def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Within it, backward synchronises although forward ran under ``no_sync``. Default: nothing to synchronise."""
+        return _NOTHING
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """Computes the gradients of ``scale`` times ``loss``, times the loss scale of fp16.
+
+        ``kwargs`` go to ``torch.Tensor.backward``. A factor enters as the gradient at the root, which is the same and
+        saves the product.
+
+        Raises:
+            BackendError: a loss that is no scalar or has no graph.
+        """
+        scaler = self.scaler
+        if scaler is not None:
+            scale *= scaler.current
+        try:
+            if scale == 1.0:
+                loss.backward(**kwargs)
+            elif kwargs or loss.dtype.itemsize < 4:
+                (loss.float() if loss.dtype.itemsize < 4 else loss).mul(scale).backward(**kwargs)
+            else:
+                loss.backward(self._root_gradient(loss, scale))
+        except (RuntimeError, AttributeError) as error:
+            self._explain_backward(loss, kwargs, error)
+            raise
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Takes the loss scale out of gradients, once for each optimizer in a step. Default: if there is a scaler."""
+        if self.scaler is not None:
+            for optimizer in optimizers:
+                self.scaler.unscale(optimizer)
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clips unscaled gradients to a joint norm over all ranks and returns that norm, see ``clip.clip_grad_norm``.
+
+        Raises:
+            BackendError: parameters of no prepared model.
+        """
+        parameters = self._own(parameters)
+        return clip_grad_norm(
+            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, names=self._names_by_id
+        )
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limits unscaled gradients element by element.
+
+        Raises:
+            BackendError: parameters of no prepared model.
+        """
+        clip_grad_value(self._own(parameters), clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Updates parameters; False if the step was left out on all ranks because gradients overflowed."""
+        if self.scaler is not None:
+            return self.scaler.step(optimizer, closure)
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def update_scaler(self) -> None:
+        """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler."""
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Clears gradients. Default: the optimizer does."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
+        """Names of parameters whose gradients hold nan or inf here, for a message; waits for the device."""
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        return nonfinite(parameters, self._names_by_id)
+
+    def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
+        """Within it, ranks may run out of batches at different times. Default: nothing waits for another rank."""
+        return _NOTHING
+
+    def average_parameters(self, model: nn.Module) -> None:
+        """Makes parameters the mean over ranks (local SGD). Default: there is one copy."""
+
+    # States
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state under its own names, see ``states``; sharded tensors stay sharded."""
+        return model_state(model)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads a state of any backend and world size.
+
+        Raises:
+            CheckpointMismatchError: it is another model's.
+        """
+        load_model_state(model, state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """The optimizer's state by parameter names, see ``states``."""
+        return optimizer_state(optimizer, models)
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads a state of any backend and world size.
+
+        Raises:
+            CheckpointMismatchError: it is that of other parameters.
+        """
+        load_optimizer_state(optimizer, models, state)
+
+    def scaler_state(self) -> dict[str, float | int] | None:
+        """The state of the loss scale; None without one."""
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def load_scaler_state(self, state: Mapping[str, float | int]) -> None:
+        """Restores the loss scale; a state for a run that scales nothing is left unused."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state)
+
+    def unwrap(self, model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
+        """The user's own module, still compiled if it was and ``keep_torch_compile``; idempotent."""
+        return unwrap(model, keep_torch_compile=keep_torch_compile)
+
+    def make_scaler(self, options: GradScalerKwargs | None) -> LossScaler | None:
+        """The loss scaler of the policy. Default: overflow on any rank of the session counts for all."""
+        return make_scaler(self.policy, options, reduce=self._sum_over_ranks if self.session.world_size > 1 else None)
+
+    # Helpers of the above
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor, group=self.session.group)
+
+    def _agree(self, problem: Exception | None) -> None:
+        if self.session.world_size > 1:
+            from accel_state.collectives import agree
+
+            agree(problem, group=self.session.group)
+        if problem is not None:
+            raise problem
+
+    def _root_gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        key = (scale, loss.dtype, loss.device, loss.shape)
+        if self._root is None or self._root[0] != key:
+            if loss.numel() != 1:
+                raise RuntimeError("not a scalar")  # explained by backward
+            self._root = (key, torch.full_like(loss, scale, requires_grad=False))
+        root: torch.Tensor = self._root[1]
+        return root
+
+    def _explain_backward(self, loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise BackendError(f"backward got a {type(loss).__name__}; expected the loss as a tensor") from error
+        if loss.numel() != 1 and "gradient" not in kwargs:
+            raise BackendError(
+                f"backward got a loss of shape {tuple(loss.shape)}; expected one number: take its mean() or sum(), or "
+                "pass gradient="
+            ) from error
+        if not loss.requires_grad:
+            raise BackendError(
+                "backward got a loss without a graph: nothing that requires gradients went into it. Was it computed "
+                "under no_grad, detached, or are all parameters frozen?"
+            ) from error
+
+    def _own(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._owned.issuperset(map(id, parameters)):
+            foreign = [p for p in parameters if id(p) not in self._owned]
+            raise BackendError(
+                f"{len(foreign)} of {len(parameters)} parameters to clip belong to no prepared model, the first of "
+                f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"
+            )
+        return parameters
+
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(p): name for model in self._prepared for name, p in named_parameters(model).items()}

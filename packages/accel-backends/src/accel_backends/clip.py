@@ -1,0 +1,171 @@
+"""Clips gradients by their norm over all ranks, or by value, in one way for replicated tensors and DTensors."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from accel_state.errors import BackendError
+
+Names = Callable[[], Mapping[int, str]]
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    names: Names | None = None,
+) -> torch.Tensor:
+    """Scales gradients down so that their joint norm is at most ``max_norm``, and returns that norm before scaling.
+
+    It is the norm of the model's whole gradient, wherever its parts are: plain tensors count once, since every rank
+    holds the same, and the parts of DTensors are summed over the mesh dimensions that shard them. Norms of several
+    meshes and of plain tensors are joined. Nothing is read back from the device.
+
+    Args:
+        max_norm: the largest norm allowed; ``inf`` only measures.
+        norm_type: any p > 0, or ``inf``.
+        error_if_nonfinite: raise instead of scaling if the norm is nan or infinite (waits for the device).
+        names: gives parameter names by ``id``, for that error.
+
+    Returns:
+        A scalar on the device of the first gradient, 0 without gradients.
+
+    Raises:
+        BackendError: a norm that is not positive, or a non-finite norm, with the names of the parameters at fault.
+    """
+    if not norm_type > 0.0:
+        raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+    kept = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
+    gradients = _gradients(kept)
+    if not gradients:
+        return torch.tensor(0.0)
+    with torch.no_grad():
+        total = total_norm(gradients, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            culprits = nonfinite(kept, names)
+            raise BackendError(
+                f"the gradient norm (p={norm_type:g}) is {float(total)}; gradients with nan or inf: "
+                f"{culprits or 'none here'}"
+            )
+        if max_norm != math.inf:
+            _scale(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limits every element of the gradients to ``[-clip_value, clip_value]``, in place."""
+    if not clip_value >= 0.0:
+        raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
+    with torch.no_grad():
+        for group in _by_place(_gradients(_listed(parameters))).values():
+            torch._foreach_clamp_min_(group, -clip_value)
+            torch._foreach_clamp_max_(group, clip_value)
+
+
+def total_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of all gradients together, as a scalar on the first one's device."""
+    if not any(_is_sharded(gradient) for gradient in gradients):
+        return _joined(_norms(gradients, norm_type), norm_type, gradients[0].device)
+    plain = [gradient for gradient in gradients if not _is_sharded(gradient)]
+    meshes: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if _is_sharded(gradient):
+            whole, dims = _reducible(gradient)
+            meshes.setdefault((whole.device_mesh, dims), []).append(whole.to_local())
+    device = next(iter(meshes.values()))[0].device
+    parts = _norms(plain, norm_type) if plain else []
+    for (mesh, dims), group in meshes.items():
+        filled = [local for local in group if local.numel()]
+        zero = torch.zeros((), device=group[0].device, dtype=group[0].dtype)
+        own = _joined(_norms(filled, norm_type), norm_type, group[0].device) if filled else zero
+        parts.append(_over_mesh(own, mesh, dims, norm_type))
+    return _joined(parts, norm_type, device)
+
+
+def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
+    """The names of the parameters whose gradients, as far as they are here, hold nan or inf; the first ten."""
+    known = names() if names is not None else {}
+    found = []
+    for position, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is not None and not bool(torch.isfinite(_local(gradient)).all()):
+            found.append(known.get(id(parameter), f"parameter {position}"))
+    return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+
+
+def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that there are; sparse ones coalesced in place, so that each index has one value to scale."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+        found.append(gradient)
+    return found
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "to_local"):
+        return cast(torch.Tensor, tensor.to_local())
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def _by_place(gradients: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = _local(gradient)
+        groups.setdefault((local.device, local.dtype), []).append(local)
+    return groups
+
+
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    norms: list[torch.Tensor] = []
+    for group in _by_place(gradients).values():
+        norms.extend(torch._foreach_norm(group, norm_type))
+    return norms
+
+
+def _joined(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
+
+
+def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
+    """The gradient without partial sums, and the mesh dimensions over which its elements are spread."""
+    if any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
+    return gradient, tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+
+
+def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
+    """The norm over all parts, from the norm of the part that is here."""
+    import torch.distributed as dist
+
+    largest = norm_type == math.inf
+    part = norm.clone() if largest else norm**norm_type
+    for dim in dims:
+        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return part if largest else part ** (1.0 / norm_type)
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for (device, _), group in _by_place(gradients).items():
+        torch._foreach_mul_(group, factor if factor.device == device else factor.to(device))

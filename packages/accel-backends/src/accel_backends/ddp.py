@@ -1,0 +1,200 @@
+"""A whole model on every rank, gradients averaged over ranks by DistributedDataParallel."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_backends.averaging import average_tensors
+from accel_backends.base import _NOTHING, Backend
+from accel_backends.capabilities import Capabilities
+from accel_backends.config import BackendConfig
+from accel_backends.hooks import DDPCommunicationHookType, hook_name, reduce_in, register_comm_hook
+from accel_backends.names import named_parameters, wrapped_name
+from accel_precision.policy import dtype_name
+from accel_state.errors import ConfigError, PrepareError
+
+
+@dataclass(slots=True)
+class DDPConfig(BackendConfig):
+    """Options of DistributedDataParallel, under its own names, and of how gradients travel.
+
+    Attributes:
+        dim: dimension along which batches are spread (torch's own, without use here).
+        broadcast_buffers: give buffers of rank 0 to all before each forward.
+        bucket_cap_mb: size of the buckets in which gradients are sent, MiB.
+        find_unused_parameters: look in each forward for parameters that get no gradient; slower, needed if there are.
+        check_reduction: accepted, without effect in torch.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of them.
+        static_graph: promise that every step runs the same graph.
+        comm_hook: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
+        comm_wrapper: "no", "fp16" or "bf16": the dtype around a PowerSGD hook.
+        comm_state_option: options of ``PowerSGDState``.
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; wins if given.
+        init_sync: check that parameters agree in shape and give those of rank 0 to all when wrapping.
+        sync_batch_norm: compute batch statistics over all ranks.
+    """
+
+    backend: ClassVar[str] = "ddp"
+    needs_ranks: ClassVar[bool] = True
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+    forward_sync_buffers: bool | None = None
+    init_sync: bool = True
+    sync_batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        hook, wrapper = hook_name(self.comm_hook), hook_name(self.comm_wrapper, "comm_wrapper")
+        if wrapper != "no" and hook in ("no", wrapper):
+            raise ConfigError(f"comm_wrapper={wrapper!r} around comm_hook={hook!r}: use comm_hook={wrapper!r} alone")
+        if self.comm_state_option and "power_sgd" not in hook:
+            raise ConfigError(f"comm_state_option is for comm_hook 'power_sgd' or 'batched_power_sgd', not {hook!r}")
+        if not self.bucket_cap_mb > 0:
+            raise ConfigError(f"bucket_cap_mb is {self.bucket_cap_mb}; expected a size in MiB above 0")
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``DistributedDataParallel``, by the names that the installed torch has."""
+        arguments: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                "dim",
+                "bucket_cap_mb",
+                "find_unused_parameters",
+                "gradient_as_bucket_view",
+                "static_graph",
+                "init_sync",
+            )
+        }
+        sync = self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
+        newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        arguments["forward_sync_buffers" if newer else "broadcast_buffers"] = sync
+        return arguments
+
+    def register_comm_hook(self, model: DistributedDataParallel, group: Any = None) -> None:
+        """Registers the configured hook on a DDP model; nothing for ``"no"``."""
+        hook, wrapper = hook_name(self.comm_hook), hook_name(self.comm_wrapper, "comm_wrapper")
+        register_comm_hook(model, hook, wrapper, self.comm_state_option, group=group)
+
+
+DistributedDataParallelKwargs = DDPConfig
+
+
+@final
+class DDPBackend(Backend):
+    """Wraps models that train in DistributedDataParallel; frozen ones stay bare, for they have nothing to average."""
+
+    name: ClassVar[str] = "ddp"
+    Config: ClassVar[type[BackendConfig]] = DDPConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(uneven_inputs=True)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model in DDP, or itself if it is frozen, wrapped by the user already, or there is one rank only.
+
+        Raises:
+            PrepareError: parameters that are sharded already (DTensors).
+        """
+        bare = not any(parameter.requires_grad for parameter in model.parameters())
+        if bare or self.session.world_size == 1 or find_ddp(model) is not None:
+            return model
+        _check_whole(model)
+        config = cast(DDPConfig, self.config)
+        if config.sync_batch_norm:
+            from accel_backends.batch_norm import convert_sync_batch_norm
+
+            model = convert_sync_batch_norm(model, self.session.group)
+        device_ids = None if self.device.type == "cpu" else [self.device]
+        wrapped = DistributedDataParallel(
+            model, device_ids=device_ids, process_group=self.session.group, **config.arguments()
+        )
+        self._register_hook(wrapped, config)
+        return wrapped
+
+    @property
+    def gradient_average(self) -> int:
+        """All ranks of the session."""
+        return self.session.world_size
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """DDP's own: gradients add up here until a backward outside of it sends them."""
+        wrapped = find_ddp(model)
+        return _NOTHING if wrapped is None else wrapped.no_sync()
+
+    def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Prepares DDP's reducer for a backward whose forward ran under ``no_sync``."""
+        wrapped = find_ddp(model)
+        return _NOTHING if wrapped is None else _synchronising(wrapped)
+
+    def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
+        """torch's Join over the DDP models: ranks that are out of batches shadow the collectives of the others."""
+        wrapped = [found for model in models if (found := find_ddp(model)) is not None]
+        if not wrapped:
+            return _NOTHING
+        from torch.distributed.algorithms.join import Join
+
+        return Join(cast(Any, wrapped), enable=enable)
+
+    def average_parameters(self, model: nn.Module) -> None:
+        """One all-reduce for each dtype of the parameters that train."""
+        tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+        average_tensors(tensors, self.session.group)
+
+    def _register_hook(self, wrapped: DistributedDataParallel, config: DDPConfig) -> None:
+        """The configured hook, or one that sums in the policy's dtype where gradients have another."""
+        config.register_comm_hook(wrapped, self.session.group)
+        wanted = self.policy.reduce
+        dtypes = {parameter.dtype for parameter in wrapped.parameters() if parameter.requires_grad}
+        if wanted is None or dtypes == {wanted}:
+            return
+        if hook_name(config.comm_hook) != "no":
+            raise ConfigError(
+                f"precision {self.policy.name!r} reduces gradients in {dtype_name(wanted)}, and comm_hook="
+                f"{hook_name(config.comm_hook)!r} in another way; give one of them"
+            )
+        wrapped.register_comm_hook(self.session.group, reduce_in(wanted))
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper around a model, inside others (torch.compile) or not; None without one."""
+    while not isinstance(model, DistributedDataParallel):
+        name = wrapped_name(model)
+        if name is None:
+            return None
+        model = cast(nn.Module, model._modules[name])
+    return model
+
+
+@contextmanager
+def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = True
+    # What DDP.forward does when it knows that the next backward is to synchronise; there is no public name for it.
+    if torch.is_grad_enabled() and not before:
+        model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, parameter in named_parameters(model).items():
+        if hasattr(parameter, "device_mesh"):
+            raise PrepareError(
+                f"{name} is a DTensor on {parameter.device_mesh}, and backend 'ddp' keeps whole parameters on every "
+                "rank; use a backend that composes with sharded ones (fsdp)"
+            )

@@ -1,0 +1,63 @@
+"""Which backend a run uses, and why."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from accel_backends.config import BackendConfig
+
+if TYPE_CHECKING:
+    from accel_state.device import Device
+    from accel_state.topology import Topology
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What selection may know of the models: numbers and flags, no modules.
+
+    ``trainable`` parameters and ``sharded`` ones (DTensors already) are counted; None where models are not known yet.
+    """
+
+    trainable: int | None = None
+    sharded: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend's name, and the reasons for it in the order in which they were found."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"backend {self.name}: {'; '.join(self.reasons)}"
+
+
+def select_backend(
+    topology: "Topology",
+    device: "Device",
+    config: BackendConfig | str | None = None,
+    facts: ModelFacts | None = None,
+) -> Choice:
+    """Chooses from where the run is and what was asked for; pure.
+
+    A config's class names its backend, and a string names one; without either it is ``single`` for one process,
+    ``ddp`` for several, ``xla`` on XLA devices. Whether the backend is installed and able is checked when it is
+    loaded and opened.
+    """
+    if isinstance(config, str):
+        return Choice(config, (f"strategy {config!r} was asked for",))
+    here = "one process" if topology.world_size == 1 else f"{topology.world_size} processes"
+    if config is not None and config.backend:
+        given = f"{type(config).__name__} was given"
+        if topology.world_size == 1 and config.needs_ranks:
+            return Choice("single", (given, f"but there is {here}, with which its backend has nothing to do"))
+        return Choice(config.backend, (given,))
+    if device.type == "xla":
+        return Choice("xla", (f"the device is {device.type}",))
+    if topology.world_size == 1:
+        return Choice("single", (here, f"device {device.type}"))
+    if facts is not None and facts.trainable == 0:
+        return Choice("ddp", (here, "no parameter is trained, so models stay bare"))
+    return Choice("ddp", (here, f"device {device.type}", "nothing asked for sharding, so each holds the whole model"))

@@ -1,0 +1,187 @@
+"""States of models and optimizers under the names that their author gave, free of wrappers, world size and backend.
+
+A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's is
+``{"state": {name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from accel_backends.names import first_names, innermost, named_parameters, raw_prefixes
+from accel_state.errors import CheckpointMismatchError, PrepareError
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The model's ``state_dict`` under its own names. Tensors share memory with the model."""
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    state: dict[str, Any] = {}
+    for raw, value in model.state_dict().items():
+        state.setdefault(_stored_name(raw, stored, prefixes), value)
+    return state
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Loads what ``model_state`` gave, into this or any other wrapping of the same model.
+
+    Nothing is loaded unless everything fits. A tied tensor may be given under any of its names.
+
+    Returns:
+        The names that were missing and those that the model does not have; both empty if ``strict``.
+
+    Raises:
+        CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
+    """
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    own = model.state_dict()
+    wanted = {raw: _stored_name(raw, stored, prefixes) for raw in own}
+    aliases = {_plain_name(raw, prefixes): name for raw, name in wanted.items()}
+    given = {aliases.get(name, name): value for name, value in state.items()}
+    missing = list(dict.fromkeys(name for name in wanted.values() if name not in given))
+    unexpected = [name for name in given if name not in set(wanted.values())]
+    if strict and (missing or unexpected):
+        raise CheckpointMismatchError(_differences(type(model).__name__, missing, unexpected, list(aliases)))
+    misshapen = [
+        f"{name} is {tuple(given[name].shape)} here and {tuple(value.shape)} in the model"
+        for raw, name in wanted.items()
+        if name in given and _shapes_differ(value := own[raw], given[name])
+    ]
+    if misshapen:
+        raise CheckpointMismatchError(f"state of another {type(model).__name__}: {_few(misshapen)}")
+    model.load_state_dict({raw: given[name] for raw, name in wanted.items() if name in given}, strict=False)
+    return missing, unexpected
+
+
+def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` with parameters by name instead of by number.
+
+    If the optimizer updates parameters of several of the models, each name starts with its model's position (``0.``).
+
+    Raises:
+        PrepareError: the optimizer updates a parameter that belongs to none of the models.
+    """
+    names = optimizer_names(optimizer, models)
+    packed = optimizer.state_dict()
+    return {
+        STATE: {names[index]: dict(values) for index, values in packed[STATE].items()},
+        GROUPS: [{**group, PARAMS: [names[index] for index in group[PARAMS]]} for group in packed[GROUPS]],
+    }
+
+
+def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+    """Loads what ``optimizer_state`` gave, into an optimizer with the same parameters in the same groups.
+
+    Groups are found by the parameters in them, so their order does not matter. Tensors keep the dtype that they were
+    saved in, where torch would convert them to the parameter's.
+
+    Raises:
+        CheckpointMismatchError: the parameters or their grouping differ.
+    """
+    names = optimizer_names(optimizer, models)
+    index_of = {name: index for index, name in enumerate(names)}
+    saved = {frozenset(group[PARAMS]): group for group in state[GROUPS]}
+    kind = type(optimizer).__name__
+    unknown = sorted(set(state[STATE]) - set(index_of))
+    groups: list[dict[str, Any]] = []
+    start = 0
+    for position, group in enumerate(optimizer.param_groups):
+        here = names[start : start + len(group[PARAMS])]
+        start += len(here)
+        match = saved.get(frozenset(here))
+        if match is None or unknown or len(saved) != len(optimizer.param_groups):
+            there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
+            missing = sorted(set(names) - set(there))
+            reason = _differences(kind, missing, sorted({*unknown, *there} - set(names)), names)
+            if not missing and set(there) == set(names):
+                reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
+            raise CheckpointMismatchError(reason)
+        options = {key: value for key, value in match.items() if key != PARAMS}
+        groups.append({**options, PARAMS: [index_of[name] for name in here]})
+    values_of = {index_of[name]: dict(values) for name, values in state[STATE].items()}
+    optimizer.load_state_dict({STATE: values_of, GROUPS: groups})
+    _keep_dtypes(optimizer, values_of)
+
+
+def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """The name of every parameter of the optimizer, in the order of its groups.
+
+    Raises:
+        PrepareError: a parameter belongs to none of the models.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    ids = {id(parameter) for parameter in held}
+    by_model = [{id(p): name for name, p in named_parameters(model).items()} for model in models]
+    users = [index for index, known in enumerate(by_model) if ids & known.keys()]
+    names: dict[int, str] = {}
+    for index in reversed(users):
+        prefix = f"{index}." if len(users) > 1 else ""
+        names |= {key: prefix + name for key, name in by_model[index].items()}
+    foreign = foreign_parameters(optimizer, names.keys())
+    if foreign:
+        raise PrepareError(
+            f"{type(optimizer).__name__} updates parameters of none of the prepared models: {_few(foreign)}"
+        )
+    return [names[id(parameter)] for parameter in held]
+
+
+def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any] | Any") -> list[str]:
+    """Descriptions of the optimizer's parameters whose ``id`` is not in ``known``."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        labels = group.get("param_names")
+        for position, parameter in enumerate(group[PARAMS]):
+            if id(parameter) not in known:
+                label = f"{labels[position]!r}, " if labels else ""
+                found.append(f"group {number} parameter {position} ({label}shape {tuple(parameter.shape)})")
+    return found
+
+
+def _stored_name(raw: str, stored: Mapping[str, str], prefixes: Mapping[str, str]) -> str:
+    return stored[raw] if raw in stored else _plain_name(raw, prefixes)
+
+
+def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
+    """A name without wrappers; what is no parameter or buffer (``_extra_state``) goes by the module that holds it."""
+    prefix, dot, leaf = raw.rpartition(".")
+    return prefixes.get(prefix + dot, prefix + dot) + leaf
+
+
+def _shapes_differ(own: Any, given: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return False
+    return not isinstance(given, torch.Tensor) or own.shape != given.shape
+
+
+def _differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
+    parts = [f"state of another {kind}"]
+    if missing:
+        parts.append(f"it lacks {_few(missing)}")
+    if unexpected:
+        near = get_close_matches(unexpected[0], known, n=1)
+        parts.append(f"it holds unknown {_few(unexpected)}{f' (nearest: {near[0]})' if near else ''}")
+    return ": ".join((parts[0], "; ".join(parts[1:])))
+
+
+def _few(items: Sequence[str], most: int = 5) -> str:
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undoes the conversion of saved tensors to the parameters' dtype, which loses bits of fp32 states."""
+    held = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    for index, values in saved.items():
+        state = optimizer.state[held[index]]
+        for key, value in values.items():
+            now = state.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                state[key] = value.to(now.device, copy=True)
