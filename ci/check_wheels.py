@@ -71,7 +71,7 @@ def check(name: str, table: dict[str, tuple[Path, dict[str, object]]], wheels: P
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *paths], check=True
     )
     module = name.replace("-", "_")
-    code = f"import {module} as m; [getattr(m, n) for n in m.__all__]; print('{name}', m.__version__, len(m.__all__), 'names')"
+    code = f"import {module} as m; print('{name}', m.__version__, len([getattr(m, n) for n in m.__all__]), 'names')"
     subprocess.run([str(folder / "bin" / "python"), "-I", "-c", code], check=True)
 
 

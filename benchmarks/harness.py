@@ -1,0 +1,91 @@
+"""Measures variants in turn, so that a machine that slows down slows all of them, and reports medians."""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Rounds = dict[str, list[float]]
+"""Seconds of each round by variant; the same position in each list was measured in the same round."""
+
+
+def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 1) -> Rounds:
+    """Times every variant once a round, in an order that turns from round to round."""
+    names = list(variants)
+    times: Rounds = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        for position in range(len(names)):
+            name = names[(position + number) % len(names)]
+            gc.collect()
+            gc.disable()
+            started = time.perf_counter()
+            variants[name]()
+            elapsed = time.perf_counter() - started
+            gc.enable()
+            if number >= 0:
+                times[name].append(elapsed)
+    return times
+
+
+def ratio(times: Rounds, name: str, base: str) -> float:
+    """Median over the rounds of ``name``'s time over ``base``'s."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+def added(times: Rounds, name: str, base: str, *, per: int = 1) -> float:
+    """Median over the rounds of what ``name`` took longer than ``base``, in microseconds for each of ``per`` parts."""
+    return statistics.median(a - b for a, b in zip(times[name], times[base], strict=True)) / per * 1e6
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark, for people and for programs."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        """Adds a row; its keys are columns."""
+        self.rows.append(row)
+
+    def show(self, path: Path | None = None) -> None:
+        """Prints the table; writes the rows and what they were measured with to ``path``."""
+        import torch
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.title)
+        for column in self.columns:
+            table.add_column(column.replace("_", " "), justify="left" if column == self.columns[0] else "right")
+        for row in self.rows:
+            table.add_row(*(_text(row.get(column)) for column in self.columns))
+        Console(width=130).print(table)
+        if path is not None:
+            machine = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"title": self.title, **machine, "rows": self.rows}, indent=2) + "\n")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--peers", action="store_true", help="measure Accelerate and Lightning Fabric too")
+    options.add_argument("--rounds", type=int, default=15, help="rounds, of which medians are taken")
+    options.add_argument("--quick", action="store_true", help="a short run that shows that it works")
+    options.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
+    return options

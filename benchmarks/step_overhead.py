@@ -1,0 +1,54 @@
+"""Microseconds that a training step costs more than the same step written by hand in PyTorch."""
+
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Report, added, interleave, parser
+from benchmarks.loops import CASES, Case, variants
+
+
+def measure(case: Case, ranks: int, *, peers: bool, rounds: int, steps: int) -> dict[str, Any]:
+    """One row: the raw step's time and what each other way adds to it, as one rank sees it."""
+    torch.set_num_threads(1)
+    loops = {name: make(case, ranks) for name, make in variants(peers)}
+
+    def run(step: Any) -> Any:
+        def many() -> None:
+            for _ in range(steps):
+                step()
+
+        return many
+
+    times = interleave({name: run(step) for name, step in loops.items()}, rounds, warmup=2)
+    row: dict[str, Any] = {"case": case.name, "ranks": ranks}
+    row["raw_us"] = statistics.median(times["raw"]) / steps * 1e6
+    for name in loops:
+        if name != "raw":
+            row[f"{name}_adds_us"] = added(times, name, "raw", per=steps)
+            row[f"{name}_ratio"] = statistics.median(a / b for a, b in zip(times[name], times["raw"], strict=True))
+    return row
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes to measure with")
+    args = options.parse_args()
+    rounds, steps = (3, 50) if args.quick else (args.rounds, 400)
+    names = [name for name, _ in variants(args.peers) if name != "raw"]
+    columns = ["case", "ranks", "raw_us", *(f"{name}_{what}" for name in names for what in ("adds_us", "ratio"))]
+    report = Report("What a step costs beyond raw PyTorch (goal: 15 µs plain, 20 µs with one of the others)", columns)
+    from accel_testing import RankPool
+
+    for ranks in args.ranks:
+        for case in CASES:
+            # A process of its own for each case: Accelerate keeps its settings for the life of a process.
+            with RankPool(ranks) as pool:
+                rows = pool.run(measure, case, ranks, peers=args.peers, rounds=rounds, steps=steps)
+            report.add(**rows[0])
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()
