@@ -1,0 +1,194 @@
+"""Nested tensors shared with the other processes, in as few collectives as their devices and dtypes allow.
+
+Every function is a collective: all processes of the group call it with the same structure, shapes and dtypes (pad
+first where shapes differ). Without a group, or in a group of one, each returns what it was given.
+"""
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.nested import tensor_leaves, unflatten
+from accel_state.objects import agree as agree
+from accel_state.objects import all_gather_object as all_gather_object
+from accel_state.objects import broadcast_object_list as broadcast_object_list
+from accel_state.objects import check_rank
+from accel_state.objects import gather_object as gather_object
+from accel_state.packing import (
+    as_bytes,
+    by_dtype,
+    gathered_shape,
+    join,
+    pack,
+    per_device,
+    split_owned,
+    unpack,
+    unpack_rows,
+)
+from accel_state.padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_state.padding import pad_across_processes as pad_across_processes
+from accel_state.padding import pad_input_tensors as pad_input_tensors
+from accel_state.peers import resolve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
+    """``tensor`` with every leaf of all ranks joined along dim 0, on every rank: ``[n, ...]`` becomes ``[W * n, ...]``.
+
+    A leaf without dimensions becomes ``[W]``. Results carry no gradient. One collective moves all leaves of a device.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        CollectiveMismatchError: the ranks gave different things (found out only with ``verify``).
+    """
+    group = resolve(group)
+    if group is None:
+        return tensor
+    world = group
+    leaves, structure = tensor_leaves(tensor, "gather")
+    if not leaves:
+        return tensor
+    with torch.no_grad():
+        if len(leaves) == 1:
+            return unflatten([_gather_one(leaves[0], world)], structure)
+        return unflatten(per_device(leaves, lambda mine: _gather_packed(mine, world)), structure)
+
+
+def _gather_one(leaf: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+    flat = as_bytes(join([leaf]))
+    result = leaf.new_empty(gathered_shape(leaf, group.size()))
+    if flat.numel():
+        all_gather_flat(as_bytes(result.view(-1)), flat, group)
+    return result
+
+
+def _gather_packed(leaves: list[torch.Tensor], group: "ProcessGroup") -> list[torch.Tensor]:
+    packed = pack(leaves)
+    rows = packed.buffer.new_empty(group.size(), packed.buffer.numel())
+    if packed.buffer.numel():
+        all_gather_flat(rows.view(-1), packed.buffer, group)
+    return unpack_rows(rows, packed)
+
+
+def all_gather_flat(output: torch.Tensor, flat: torch.Tensor, group: "ProcessGroup") -> None:
+    """One all-gather of a 1-d tensor into one that is as many times longer as the group has ranks."""
+    import torch.distributed as dist
+
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    run(output, flat, group=group)
+
+
+def broadcast(
+    tensor: Any, from_process: int = 0, *, group: "ProcessGroup | None" = None, verify: bool | None = None
+) -> Any:
+    """``tensor`` with every leaf overwritten, in place, by that of rank ``from_process`` of the group.
+
+    Returns ``tensor`` itself. One collective moves all leaves of a device. Raises as :func:`gather` does.
+    """
+    group = resolve(group)
+    if group is None:
+        return tensor
+    check_rank(from_process, group)
+    world = group
+    leaves, _ = tensor_leaves(tensor, "broadcast")
+    if leaves:
+        with torch.no_grad():
+            per_device(leaves, lambda mine: _broadcast_packed(mine, from_process, world))
+    return tensor
+
+
+def _broadcast_packed(leaves: list[torch.Tensor], source: int, group: "ProcessGroup") -> list[torch.Tensor]:
+    import torch.distributed as dist
+
+    packed = pack(leaves)
+    if packed.buffer.numel() == 0:
+        return leaves
+    dist.broadcast(packed.buffer, group=group, group_src=source)
+    if group.rank() != source:
+        for leaf, received in zip(leaves, unpack(packed), strict=True):
+            if received.data_ptr() != leaf.data_ptr():  # a single contiguous leaf is its own buffer
+                leaf.copy_(received)
+    return leaves
+
+
+def reduce(
+    tensor: Any,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    *,
+    group: "ProcessGroup | None" = None,
+    verify: bool | None = None,
+) -> Any:
+    """``tensor`` with every leaf reduced over the ranks ("mean", "sum", "max", "min") and multiplied by ``scale``.
+
+    The input is not changed. One collective per device and dtype. Integers and booleans become
+    floating point in a mean or by a scale; the sum of booleans counts them (int64); all else keeps its dtype.
+
+    Raises:
+        ValueError: another reduction, or the maximum or minimum of complex numbers.
+        TypeError: a leaf is no tensor.
+        CollectiveMismatchError: the ranks gave different things (found out only with ``verify``).
+    """
+    if reduction not in _REDUCTIONS:
+        near = get_close_matches(str(reduction), _REDUCTIONS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}{hint}")
+    leaves, structure = tensor_leaves(tensor, "reduce")
+    if reduction in ("max", "min") and any([leaf.is_complex() for leaf in leaves]):
+        raise ValueError(f"complex numbers have no order, hence no {reduction}; reduce their abs() or their parts")
+    world = resolve(group)
+    if not leaves:
+        return tensor
+    with torch.no_grad():
+        return unflatten(per_device(leaves, lambda mine: _reduce_packed(mine, reduction, scale, world)), structure)
+
+
+def _reduce_packed(
+    leaves: list[torch.Tensor], reduction: str, scale: float, group: "ProcessGroup | None"
+) -> list[torch.Tensor]:
+    import torch.distributed as dist
+
+    op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
+    running = []
+    for dtype, indices in by_dtype(leaves).items():
+        same = [leaves[index] for index in indices]
+        flat = join(same).to(wire_dtype(dtype, reduction), copy=len(same) == 1)
+        # Started one after the other and waited for together, so that their latencies overlap.
+        work = dist.all_reduce(flat, op, group=group, async_op=True) if group is not None and flat.numel() else None
+        running.append((dtype, indices, same, flat, work))
+    results: dict[int, torch.Tensor] = {}
+    for dtype, indices, same, flat, work in running:
+        if work is not None:
+            work.wait()
+        whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
+        results.update(zip(indices, split_owned(whole, same), strict=True))
+    return [results[index] for index in range(len(leaves))]
+
+
+def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
+    """The dtype in which ``dtype`` is reduced: one that all backends can add, and that a mean does not overflow."""
+    if dtype == torch.bool:
+        return torch.uint8 if reduction in ("max", "min") else torch.int64
+    if dtype.is_complex:
+        return dtype
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize == 1 else dtype
+    if reduction == "mean":
+        return torch.int64
+    return {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
+
+
+def _finish(flat: torch.Tensor, dtype: torch.dtype, reduction: str, scale: float, world_size: int) -> torch.Tensor:
+    """The reduced buffer divided (for a mean), scaled, and in the dtype of the result."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if reduction == "mean":
+        flat = flat / world_size if exact else flat.div_(world_size)
+    if scale != 1.0:
+        flat = flat * scale
+    counted = dtype == torch.bool and reduction == "sum"
+    return flat if exact and (counted or flat.is_floating_point()) else flat.to(dtype)

@@ -1,0 +1,79 @@
+"""Python objects, and failures, shared with the other processes.
+
+Objects travel pickled, and only between the live processes of one group; nothing pickled is ever stored.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import CollectiveError
+from accel_state.peers import resolve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None) -> list[Any]:
+    """``obj`` of every rank, in order of rank, on every rank; a list of one without a group."""
+    group = resolve(group)
+    if group is None:
+        return [obj]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, obj, group=group)
+    return found
+
+
+def gather_object(object: Iterable[Any], *, group: "ProcessGroup | None" = None) -> Any:
+    """The lists of all ranks joined in order of rank, on every rank; without a group the argument itself.
+
+    Raises TypeError for what is not a list of things (a dict, a string): ``all_gather_object`` takes one object a rank.
+    """
+    if isinstance(object, (Mapping, str, bytes)) or not isinstance(object, Iterable):
+        raise TypeError(
+            f"gather_object joins the lists of all processes, but got {type(object)}; put it into a list, or use "
+            "all_gather_object for one object of each process"
+        )
+    group = resolve(group)
+    if group is None:
+        return object
+    return [item for items in all_gather_object(list(object), group=group) for item in items]
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, group: "ProcessGroup | None" = None
+) -> list[Any]:
+    """``object_list`` with its items replaced, in place, by those of rank ``from_process`` of the group.
+
+    Every rank must give a list of the same length.
+    """
+    group = resolve(group)
+    if group is None:
+        return object_list
+    import torch.distributed as dist
+
+    check_rank(from_process, group)
+    dist.broadcast_object_list(object_list, group=group, group_src=from_process)
+    return object_list
+
+
+def agree(error: Exception | None, *, group: "ProcessGroup | None" = None) -> None:
+    """Lets no rank go on alone: when any rank brings an error, every rank raises.
+
+    A collective, for work that can fail on one rank only. A rank that brings an error raises that one; the others
+    raise CollectiveError naming the ranks and what they said, so that nobody waits for a peer that has given up.
+    """
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    told = all_gather_object(said, group=group)
+    if error is not None:
+        raise error
+    failed = {rank: message for rank, message in enumerate(told) if message is not None}
+    if failed:
+        raise CollectiveError("; ".join(f"process {rank} failed with {message}" for rank, message in failed.items()))
+
+
+def check_rank(rank: int, group: "ProcessGroup") -> None:
+    """Raises ValueError unless ``rank`` is one of the group's."""
+    if not 0 <= rank < group.size():
+        raise ValueError(f"from_process={rank} is not a process of this group; expected 0 to {group.size() - 1}")

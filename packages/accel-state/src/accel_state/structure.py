@@ -1,0 +1,264 @@
+"""What a nested value consists of: its containers, and the leaves inside them.
+
+A *container* is a dict or any other ``Mapping``, a list, a tuple, a namedtuple, or an instance of a dataclass;
+subclasses count, and are rebuilt as what they were. Everything else is a *leaf*, including ``None``, strings, sets,
+modules and dataclass types.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeGuard, final
+
+import torch
+
+_SEQUENCES = (list, tuple)
+
+
+def is_torch_tensor(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor (parameters and other subclasses are)."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: object) -> bool:
+    """Whether this is an instance of a ``collections.namedtuple`` or ``typing.NamedTuple`` class, or of a subclass."""
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+
+
+def is_dataclass_instance(data: object) -> bool:
+    """Whether this is an instance of a dataclass; the class itself is not, nor is a module that happens to be one."""
+    return is_dataclass(data) and not isinstance(data, (type, torch.nn.Module))
+
+
+def is_container(data: object) -> bool:
+    """Whether the functions of this package look inside ``data`` for leaves."""
+    return isinstance(data, (list, tuple, Mapping)) or is_dataclass_instance(data)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """A sequence of ``obj``'s type holding the items of ``generator``; a namedtuple takes them by position."""
+    if type(obj) is list:
+        return list(generator)
+    if type(obj) is tuple:
+        return tuple(generator)
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
+
+
+def rebuild_mapping(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of ``data``'s type with other ``values`` under the same keys.
+
+    A type that cannot be built from a dict alone is copied and its items are set, which keeps what else it holds (a
+    ``defaultdict`` keeps its factory).
+    """
+    cls = type(data)
+    if cls is dict:
+        return values
+    if isinstance(data, defaultdict):
+        return _copy_with_items(data, values)
+    try:
+        return cls(**values) if is_dataclass_instance(data) else cls(values)  # type: ignore[call-arg]
+    except TypeError:
+        return _copy_with_items(data, values)
+
+
+def _copy_with_items(data: Any, values: dict[Any, Any]) -> Any:
+    clone = copy.copy(data)
+    for key, value in values.items():
+        clone[key] = value
+    return clone
+
+
+def rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
+    """A copy of a dataclass instance with other field values, in the order of its fields.
+
+    ``__init__`` and ``__post_init__`` do not run again: they may derive, register or refuse, and the instance is the
+    same one as far as its class can tell.
+    """
+    named = dict(zip(field_names(data), values, strict=True))
+    if torch.compiler.is_compiling():  # the compiler traces the constructor, but not the copy of a frozen instance
+        return type(data)(**named)
+    clone = copy.copy(data)
+    for name, value in named.items():
+        object.__setattr__(clone, name, value)
+    return clone
+
+
+def field_names(data: Any) -> tuple[str, ...]:
+    """The names of the fields a dataclass instance has a value for, in order of declaration."""
+    return tuple(one.name for one in fields(data) if hasattr(data, one.name))
+
+
+def rebuild(data: Any, keys: Iterable[Any], values: Iterable[Any]) -> Any:
+    """A container like ``data`` with these ``values``; ``keys`` name them where the container is a mapping."""
+    if isinstance(data, Mapping):
+        return rebuild_mapping(data, dict(zip(keys, values, strict=True)))
+    if isinstance(data, _SEQUENCES):
+        return honor_type(data, values)
+    return rebuild_dataclass(data, values)
+
+
+def children(data: Any) -> Iterable[tuple[Any, Any]] | None:
+    """``(key, value)`` of each child of a container, in its own order; None for a leaf."""
+    if isinstance(data, Mapping):
+        return data.items()
+    if isinstance(data, _SEQUENCES):
+        return enumerate(data)
+    if is_dataclass_instance(data):
+        return [(name, getattr(data, name)) for name in field_names(data)]
+    return None
+
+
+def map_leaves(fn: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``data`` with ``fn`` applied to each leaf, in fresh containers of the same types.
+
+    ``is_leaf`` may stop at a container and have it treated as one leaf.
+    """
+    if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
+        return fn(data)
+    parts = children(data)
+    if parts is None:
+        return fn(data)
+    keys, values = [], []
+    for key, value in parts:
+        keys.append(key)
+        values.append(map_leaves(fn, value, is_leaf=is_leaf))
+    return rebuild(data, keys, values)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The containers of a nested value without its leaves.
+
+    Two structures are equal when their containers are of the same types, with the same keys and in the same nesting;
+    the order in which a mapping was filled does not matter, because ``flatten`` visits it by sorted key. ``like`` is
+    the container that ``unflatten`` imitates; it keeps its leaves alive, so a structure is something to hold briefly.
+    """
+
+    kind: type | None
+    keys: tuple[Any, ...] = ()
+    parts: tuple["Structure", ...] = ()
+    like: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves ``unflatten`` needs."""
+        return 1 if self.kind is None else sum(part.num_leaves for part in self.parts)
+
+
+LEAF = Structure(None)
+
+
+def flatten(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves of ``data`` in a canonical order, and the structure that ``unflatten`` puts them back into.
+
+    Mappings are visited by sorted key where their keys can be sorted, so that processes which filled a dict in
+    different orders still agree which leaf is which.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(data, leaves, is_leaf)
+
+
+def _flatten(data: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Structure:
+    if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
+        leaves.append(data)
+        return LEAF
+    if isinstance(data, Mapping):
+        keys = canonical_order(data)
+        parts = tuple([_flatten(data[key], leaves, is_leaf) for key in keys])
+        return Structure(type(data), keys, parts, data)
+    if isinstance(data, _SEQUENCES):
+        return Structure(type(data), (), tuple([_flatten(value, leaves, is_leaf) for value in data]), data)
+    if is_dataclass_instance(data):
+        names = field_names(data)
+        parts = tuple([_flatten(getattr(data, name), leaves, is_leaf) for name in names])
+        return Structure(type(data), names, parts, data)
+    leaves.append(data)
+    return LEAF
+
+
+def canonical_order(data: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """The keys of a mapping sorted, or as they are where they do not compare (no process can sort them then)."""
+    try:
+        return tuple(sorted(data))
+    except TypeError:
+        return tuple(data)
+
+
+def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
+    """The inverse of ``flatten``: a nested value with this structure and these leaves.
+
+    Raises ValueError when the number of leaves is not the one the structure has places for.
+    """
+    given = list(leaves)
+    if len(given) != structure.num_leaves:
+        raise ValueError(f"{len(given)} leaves given for a structure with {structure.num_leaves} places")
+    return _unflatten(iter(given), structure)
+
+
+def _unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
+    if structure.kind is None:
+        return next(leaves)  # type: ignore[call-overload]
+    values = [_unflatten(leaves, part) for part in structure.parts]
+    like = structure.like
+    if structure.kind is dict:
+        built = dict(zip(structure.keys, values, strict=True))
+        return built if structure.keys == tuple(like) else {key: built[key] for key in like}
+    if isinstance(like, Mapping):
+        built = dict(zip(structure.keys, values, strict=True))
+        return rebuild_mapping(like, {key: built[key] for key in like})
+    return rebuild(like, structure.keys, values)
+
+
+def walk(data: Any, path: str = "") -> Generator[tuple[str, Any], None, None]:
+    """Each leaf with where it is, written as one would index it (``['labels'][0].mask``), in ``flatten``'s order."""
+    if isinstance(data, Mapping):
+        for key in canonical_order(data):
+            yield from walk(data[key], f"{path}[{key!r}]")
+    elif isinstance(data, _SEQUENCES):
+        names = data._fields if is_namedtuple(data) else None  # type: ignore[union-attr]
+        for index, value in enumerate(data):
+            yield from walk(value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
+    elif is_dataclass_instance(data):
+        for name in field_names(data):
+            yield from walk(getattr(data, name), f"{path}.{name}")
+    else:
+        yield path, data
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``data`` with ``func(leaf, *args, **kwargs)`` in place of each leaf that ``test_type`` accepts.
+
+    Other leaves stay as they are, or raise TypeError when ``error_on_other_type``.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise unsupported_leaf(leaf, _name(func), _name(test_type))
+        return leaf
+
+    return map_leaves(apply, data, is_leaf=test_type)
+
+
+def unsupported_leaf(leaf: object, operation: str, predicate: str = "is_torch_tensor") -> TypeError:
+    """The error for a leaf that an operation on tensors met."""
+    return TypeError(
+        f"Unsupported types ({type(leaf)}) passed to `{operation}`. Only nested list/tuple/dicts of objects that are "
+        f"valid for `{predicate}` should be passed."
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__name__", fn))
