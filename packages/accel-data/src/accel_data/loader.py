@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from accel_data.cursor import EPOCH_KEY, SAMPLES_KEY, Cursor, Window
+from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
 from accel_data.source import Pass, Source
 from accel_state.errors import DataStateError
@@ -72,15 +72,20 @@ class PreparedLoader:
         if observer is not None:
             observer.began(self)
         try:
-            following = next(batches, _END)
-            while following is not _END:
-                batch = following if placer is None else placer.start(following)
+            current = next(batches, _END)
+            if placer is not None and current is not _END:
+                current = placer.start(current)
+            while current is not _END:
                 following = next(batches, _END)
                 if following is _END:
                     run.at_end = True
+                elif placer is not None:
+                    # Its copy runs beside the step that computes on the current batch.
+                    following = placer.start(following)
                 run.delivered += 1
                 self._last = run
-                yield batch if placer is None else batch.take()
+                yield current if placer is None else current.take()  # type: ignore[attr-defined]
+                current = following
             complete = True
         finally:
             self._finish(run, complete)
@@ -100,6 +105,171 @@ class PreparedLoader:
             return
         self._skipping = False
         epoch = run.step(run.delivered).cursor.epoch
-        is_empty = run.delivered == 0 and self._source.length(Cursor(epoch)) == 0
-        self._next = Cursor(epoch if is_empty else epoch + 1)
+        # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one.
+        self._next = Cursor(epoch if self._source.total_dataset_length == 0 else epoch + 1)
         self._live = None
+
+    def __len__(self) -> int:
+        """Batches of one epoch on this rank (of what is left of it, for a loader made by ``skip_first_batches``).
+
+        Raises:
+            TypeError: nobody can know, as for an iterable dataset without a length.
+        """
+        length = self._source.length(self._next if self._skipping else Cursor(self.epoch))
+        if length is None:
+            raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no length")
+        return length
+
+    @property
+    def position(self) -> Cursor:
+        """Epoch, and samples of it delivered on all ranks together."""
+        if self._live is None:
+            return self._next
+        return self._live.step(self._live.delivered).cursor
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being read, or the next to be read."""
+        return self.position.epoch
+
+    @property
+    def iteration(self) -> int:
+        """The same as ``epoch``: how many epochs were read to their end, unless ``set_epoch`` says otherwise."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.set_epoch(value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next pass. The epoch it is in already keeps its position: a resumed one goes on."""
+        if epoch == self.epoch:
+            return
+        self._live, self._skipping = None, False
+        self._next = Cursor(epoch)
+
+    def skip(self, batches: int) -> None:
+        """Lets the next pass start ``batches`` batches later, without reading them."""
+        if batches < 0:
+            raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
+        self._live = None
+        self._next = self._source.skip(self._next, batches)
+        self._skipping = True
+
+    def skipped(self, batches: int) -> "PreparedLoader":
+        """A loader with the same source, placement and observer, whose next pass starts ``batches`` batches later."""
+        other = PreparedLoader(self._source, options=self.options, placer=self._placer, observer=self._observer)
+        other._next = Cursor(self.epoch)
+        other.skip(batches)
+        return other
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """The batch delivered last is the last of its pass on this rank."""
+        return self._last is not None and self._last.at_end
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last step of the pass over all ranks: -1 unknown, 0 the last step is full."""
+        return -1 if self._last is None else self._last.remainder
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches still to come in this pass; None when only its end will tell."""
+        run = self._last
+        if run is None:
+            return None
+        if run.at_end:
+            return 0
+        return None if run.length is None else run.length - run.delivered
+
+    @property
+    def real_counts(self) -> tuple[int, ...] | None:
+        """By data rank, how many rows of the batch delivered last are not repeated; see ``Step.real_counts``."""
+        return None if self._last is None else self._last.step(self._last.delivered).real_counts
+
+    @property
+    def window(self) -> Window | None:
+        """The place of the batch delivered last in its global batch, with ``global_batch_size`` only."""
+        return None if self._last is None else self._last.step(self._last.delivered).window
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        return self._source.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of one epoch; raises ``TypeError`` when unknown."""
+        length = self._source.total_dataset_length
+        if length is None:
+            raise TypeError(f"the number of samples is unknown: {type(self.dataset).__name__} has no length")
+        return length
+
+    @property
+    def base_dataloader(self) -> "DataLoader[Any]":
+        """The user's DataLoader with our sampler in the place of its own."""
+        return self._source.dataloader
+
+    @contextmanager
+    def override_even_batches(self, even_batches: bool) -> Iterator[None]:
+        """Passes that begin inside the block fill up their last step, or do not, whatever the options say."""
+        before = self._source.even_batches
+        self._source.even_batches = even_batches
+        try:
+            yield
+        finally:
+            self._source.even_batches = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch delivered last, as JSON values; the same on every rank.
+
+        Only an opaque iterable dataset adds a part that is this rank's own, under ``"private"``.
+        """
+        live = self._live
+        step = None if live is None else live.step(live.delivered)
+        state: dict[str, Any] = {
+            VERSION_KEY: STATE_VERSION,
+            **(self._next if step is None else step.cursor).state_dict(),
+            SOURCE_KEY: self._source.record(),
+        }
+        if step is not None and step.private is not None:
+            state[PRIVATE_KEY] = dict(step.private)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Lets the next pass start at a saved position, whatever the number of ranks, workers and the batch size were.
+
+        Raises:
+            DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.
+        """
+        version = state_dict.get(VERSION_KEY)
+        if not isinstance(version, int) or version > STATE_VERSION:
+            raise DataStateError(
+                f"the loader's state has version {version!r}; this accel-data reads versions up to {STATE_VERSION}: "
+                "resume with the version that wrote it, or a newer one"
+            )
+        cursor = Cursor.from_state(state_dict)
+        self._source.restore(state_dict.get(SOURCE_KEY) or {}, cursor, state_dict.get(PRIVATE_KEY))
+        self._live, self._skipping = None, False
+        self._next = cursor
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """The class of the user's DataLoader, so that ``isinstance`` says yes to both."""
+        return type(self._source.dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source.dataloader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {**self.__dict__, "_next": self.position, "_live": None, "_last": None, "_observer": None}
+        return _rebuilt, (state,)
+
+
+def _rebuilt(state: dict[str, Any]) -> PreparedLoader:
+    loader = object.__new__(PreparedLoader)
+    loader.__dict__.update(state)
+    return loader

@@ -1,0 +1,109 @@
+"""Random numbers as pure functions of a key and a position.
+
+Everything is computed in 64-bit integers that wrap, so the same numbers come out of every machine, torch version and
+device: a sample order saved as (seed, epoch) means the same order for ever.
+"""
+
+from typing import final
+
+import torch
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+_ROUNDS = 6
+
+
+def derive_key(seed: int, *parts: int) -> int:
+    """A 64-bit key from a seed and whatever it is for; different parts give unrelated keys.
+
+    The finaliser is that of SplitMix64 (Steele, Lea, Flood 2014), applied once for each part.
+    """
+    word = _finalise(seed & _WORD)
+    for part in parts:
+        word = _finalise(word ^ _finalise((part & _WORD) + _GOLDEN))
+    return word
+
+
+def _finalise(word: int) -> int:
+    word = (word + _GOLDEN) & _WORD
+    word = ((word ^ (word >> 30)) * _MIX_A) & _WORD
+    word = ((word ^ (word >> 27)) * _MIX_B) & _WORD
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same bits, which is what torch computes in."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def random_words(positions: torch.Tensor, key: int) -> torch.Tensor:
+    """A random int64 (all 64 bits) for each int64 position: SplitMix64's output at that position of its stream."""
+    words = positions * _signed(_GOLDEN)
+    words += _signed(key)
+    words ^= (words >> 30) & ((1 << 34) - 1)
+    words *= _signed(_MIX_A)
+    words ^= (words >> 27) & ((1 << 37) - 1)
+    words *= _signed(_MIX_B)
+    words ^= (words >> 31) & ((1 << 33) - 1)
+    return words
+
+
+def random_below(positions: torch.Tensor, key: int, bound: int) -> torch.Tensor:
+    """A random int64 in ``range(bound)`` for each position; the bias is below ``bound`` / 2**63."""
+    return (random_words(positions, key) & ((1 << 63) - 1)) % bound
+
+
+def random_unit(positions: torch.Tensor, key: int) -> torch.Tensor:
+    """A random float64 in [0, 1) with 53 random bits for each position."""
+    return ((random_words(positions, key) >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def sorted_permutation(size: int, key: int) -> torch.Tensor:
+    """A permutation of ``range(size)`` as an int64 tensor: the positions, sorted by their random words."""
+    return torch.argsort(random_words(torch.arange(size), key), stable=True)
+
+
+@final
+class Bijection:
+    """A permutation of ``range(size)`` that is computed where it is looked at, and never stored.
+
+    An alternating Feistel network over the smallest number of bits that holds ``size`` (Luby, Rackoff 1988), with
+    cycle walking back into the range (Black, Rogaway 2002): fewer than two evaluations on average.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        self.size = size
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = bits // 2
+        self._low_mask = (1 << self._low_bits) - 1
+        self._high_mask = (1 << (bits - self._low_bits)) - 1
+        self._keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The images of ``positions`` (int64, each in ``range(size)``), as a tensor of the same shape."""
+        images = self._encrypt(positions)
+        outside = images >= self.size
+        while outside.any():
+            images[outside] = self._encrypt(images[outside])
+            outside = images >= self.size
+        return images
+
+    def _encrypt(self, words: torch.Tensor) -> torch.Tensor:
+        low, high = words & self._low_mask, words >> self._low_bits
+        for number in range(0, _ROUNDS, 2):
+            high ^= _round(low, self._keys[number], self._high_mask)
+            low ^= _round(high, self._keys[number + 1], self._low_mask)
+        return high.bitwise_left_shift_(self._low_bits).bitwise_or_(low)
+
+
+def _round(half: torch.Tensor, key: int, mask: int) -> torch.Tensor:
+    """Pseudo-random bits from one half; the middle bits of two multiplications depend on every bit of it."""
+    word = half + key
+    word *= _signed(_MIX_A)
+    word ^= word >> 32
+    word *= _signed(_MIX_B)
+    word >>= 32
+    word &= mask
+    return word
