@@ -26,6 +26,29 @@ if TYPE_CHECKING:
     from accel_state.device import DeviceKind as DeviceKind
     from accel_state.device import DeviceMemory as DeviceMemory
     from accel_state.device import count_devices as count_devices
+    from accel_state.enums import BaseEnum as BaseEnum
+    from accel_state.enums import ComputeEnvironment as ComputeEnvironment
+    from accel_state.enums import CustomDtype as CustomDtype
+    from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_state.enums import DistributedType as DistributedType
+    from accel_state.enums import DynamoBackend as DynamoBackend
+    from accel_state.enums import FP8BackendType as FP8BackendType
+    from accel_state.enums import LoggerType as LoggerType
+    from accel_state.enums import PrecisionType as PrecisionType
+    from accel_state.enums import RNGType as RNGType
+    from accel_state.enums import SageMakerDistributedType as SageMakerDistributedType
+    from accel_state.environment import CPUInformation as CPUInformation
+    from accel_state.environment import are_libraries_initialized as are_libraries_initialized
+    from accel_state.environment import clear_environment as clear_environment
+    from accel_state.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+    from accel_state.environment import get_cpu_distributed_information as get_cpu_distributed_information
+    from accel_state.environment import get_current_device_type as get_current_device_type
+    from accel_state.environment import get_int_from_env as get_int_from_env
+    from accel_state.environment import parse_choice_from_env as parse_choice_from_env
+    from accel_state.environment import parse_flag_from_env as parse_flag_from_env
+    from accel_state.environment import patch_environment as patch_environment
+    from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
+    from accel_state.environment import str_to_bool as str_to_bool
     from accel_state.errors import AccelError as AccelError
     from accel_state.errors import BackendError as BackendError
     from accel_state.errors import CheckpointCorruptError as CheckpointCorruptError
@@ -40,6 +63,18 @@ if TYPE_CHECKING:
     from accel_state.errors import PrepareError as PrepareError
     from accel_state.errors import SessionError as SessionError
     from accel_state.errors import TopologyError as TopologyError
+    from accel_state.hardware import check_cuda_fp8_capability as check_cuda_fp8_capability
+    from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+    from accel_state.hardware import get_driver_version as get_driver_version
+    from accel_state.hardware import get_gpu_info as get_gpu_info
+    from accel_state.hardware import override_numa_affinity as override_numa_affinity
+    from accel_state.hardware import set_numa_affinity as set_numa_affinity
+    from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
+    from accel_state.logging import get_logger as get_logger
+    from accel_state.memory import clear_device_cache as clear_device_cache
+    from accel_state.memory import find_executable_batch_size as find_executable_batch_size
+    from accel_state.memory import release_memory as release_memory
+    from accel_state.memory import should_reduce_batch_size as should_reduce_batch_size
     from accel_state.nested import Structure as Structure
     from accel_state.nested import TensorInformation as TensorInformation
     from accel_state.nested import concatenate as concatenate
@@ -64,9 +99,21 @@ if TYPE_CHECKING:
     from accel_state.nested import slice_tensors as slice_tensors
     from accel_state.nested import unflatten as unflatten
     from accel_state.nested import walk as walk
+    from accel_state.parallel_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from accel_state.parallel_options import TorchContextParallelConfig as TorchContextParallelConfig
+    from accel_state.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from accel_state.parallelism import MESH_AXES as MESH_AXES
+    from accel_state.parallelism import DataShard as DataShard
+    from accel_state.parallelism import ParallelismConfig as ParallelismConfig
+    from accel_state.progress import tqdm as tqdm
     from accel_state.session import Session as Session
+    from accel_state.session import current_topology as current_topology
     from accel_state.topology import ClusterReader as ClusterReader
     from accel_state.topology import Topology as Topology
+    from accel_state.versions import Version as Version
+    from accel_state.versions import compare_versions as compare_versions
+    from accel_state.versions import installed_version as installed_version
+    from accel_state.versions import is_torch_version as is_torch_version
 
 
 _EXPORTS = {
@@ -135,10 +182,72 @@ _EXPORTS = {
         "DeviceMemory",
         "count_devices",
     ),
-    "accel_state.session": ("Session",),
+    "accel_state.session": ("Session", "current_topology"),
     "accel_state.topology": (
         "ClusterReader",
         "Topology",
+    ),
+    "accel_state.enums": (
+        "BaseEnum",
+        "ComputeEnvironment",
+        "CustomDtype",
+        "DDPCommunicationHookType",
+        "DistributedType",
+        "DynamoBackend",
+        "FP8BackendType",
+        "LoggerType",
+        "PrecisionType",
+        "RNGType",
+        "SageMakerDistributedType",
+    ),
+    "accel_state.environment": (
+        "CPUInformation",
+        "are_libraries_initialized",
+        "clear_environment",
+        "convert_dict_to_env_variables",
+        "get_cpu_distributed_information",
+        "get_current_device_type",
+        "get_int_from_env",
+        "parse_choice_from_env",
+        "parse_flag_from_env",
+        "patch_environment",
+        "purge_accelerate_environment",
+        "str_to_bool",
+    ),
+    "accel_state.hardware": (
+        "check_cuda_fp8_capability",
+        "check_cuda_p2p_ib_support",
+        "get_driver_version",
+        "get_gpu_info",
+        "override_numa_affinity",
+        "set_numa_affinity",
+    ),
+    "accel_state.logging": (
+        "MultiProcessAdapter",
+        "get_logger",
+    ),
+    "accel_state.memory": (
+        "clear_device_cache",
+        "find_executable_batch_size",
+        "release_memory",
+        "should_reduce_batch_size",
+    ),
+    "accel_state.parallel_options": (
+        "DeepSpeedSequenceParallelConfig",
+        "TorchContextParallelConfig",
+        "TorchTensorParallelConfig",
+    ),
+    "accel_state.parallelism": (
+        "MESH_AXES",
+        "DataShard",
+        "ParallelismConfig",
+    ),
+    "accel_state.progress": ("tqdm",),
+    "accel_state.versions": (
+        "Version",
+        "compare_versions",
+        "installed_version",
+        "is_torch_version",
     ),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -1,4 +1,22 @@
-"""Reading and, for a while, changing environment variables."""
+"""Reading and, for a while, changing environment variables.
+
+Everything here reads or writes ``os.environ`` by purpose; the rest of accel is handed a mapping.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+_LOG = logging.getLogger(__name__)
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+T = TypeVar("T")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -8,8 +26,162 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         ValueError: anything else.
     """
     word = value.strip().lower()
-    if word in {"y", "yes", "t", "true", "on", "1"}:
-        return True if to_bool else 1
-    if word in {"n", "no", "f", "false", "off", "0"}:
-        return False if to_bool else 0
-    raise ValueError(f"invalid truth value {value!r}; expected one of yes, true, on, 1, no, false, off, 0")
+    if word not in _TRUE | _FALSE:
+        raise ValueError(f"invalid truth value {value!r}; expected one of yes, true, on, 1, no, false, off, 0")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first of the variables that holds a number >= 0, else ``default``.
+
+    Raises:
+        ValueError: a variable holds something that is no whole number.
+    """
+    values = (int(os.environ.get(key, "-1")) for key in env_keys)
+    return next((value for value in values if value >= 0), default)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The variable as a truth value.
+
+    Raises:
+        ValueError: the variable holds no truth value.
+    """
+    value = os.environ.get(key)
+    return default if value is None else bool(str_to_bool(value))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The variable's text."""
+    return os.environ.get(key, default)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """A block in which the environment is empty; afterwards it is as it was, whatever the block set."""
+    with _restored():
+        os.environ.clear()
+        yield
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """A block in which the variables, in upper case, hold ``str`` of the values; afterwards what they held before."""
+    names = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _restored(prefix: str = "") -> Iterator[None]:
+    before = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(prefix) and name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorates a function, or every ``test*`` method of a class, to leave all ``ACCELERATE_*`` variables as they were.
+
+    Subclasses of a decorated class inherit the promise for the tests that they add.
+    """
+    purged: T = _purged_class(func_or_cls) if inspect.isclass(func_or_cls) else _purged_function(func_or_cls)
+    return purged
+
+
+def _purged_function(function: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with _restored("ACCELERATE_"):
+                return await function(*args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _restored("ACCELERATE_"):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _purged_class(cls: Any) -> Any:
+    def wrap_tests(owner: Any) -> None:
+        for name, value in list(vars(owner).items()):
+            if name.startswith("test") and inspect.isfunction(value):
+                setattr(owner, name, _purged_function(value))
+
+    wrap_tests(cls)
+    own = vars(cls).get("__init_subclass__")
+
+    def init_subclass(subclass: Any, /, **kwargs: Any) -> None:
+        if own is None:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, subclass)(**kwargs)
+        wrap_tests(subclass)
+
+    cls.__init_subclass__ = classmethod(init_subclass)
+    return cls
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """``KEY=value`` lines, each ending in a newline; an entry that a shell would misread is dropped with a warning."""
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not any(char in ";\n<> " for char in name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            _LOG.warning("left out %s=%r: empty, or with a space, newline, ';', '<' or '>'", name, value)
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that are imported already."""
+    return [name for name in library_names if name in sys.modules]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CPUInformation:
+    """Place of this process among CPU processes."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """The same facts as ``Topology.from_env(os.environ)``, in the form that Accelerate gives them.
+
+    Raises:
+        TopologyError: a launcher's variables contradict each other.
+    """
+    from accel_state.topology import Topology
+
+    here = Topology.from_env(os.environ)
+    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Type of this machine's accelerator and the family of several of them; ("cuda", "MULTI_GPU") without one."""
+    from accel_state.device import DEVICE_KINDS, count_devices
+
+    for kind in DEVICE_KINDS.values():
+        if kind.type not in {"xla", "cpu", "mps"} and count_devices(kind.type) > 0:
+            return kind.type, kind.family
+    return "cuda", "MULTI_GPU"

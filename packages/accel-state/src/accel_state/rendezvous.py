@@ -2,9 +2,12 @@
 
 import logging
 import os
+import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from queue import Empty, Queue
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -35,14 +38,17 @@ def connect(
     deadline = time.monotonic() + timeout.total_seconds()
     where = describe(topology, init_method)
     while True:
-        store = _open(topology, init_method, deadline=deadline, where=where, env=env)
         try:
-            return _join(store, topology, deadline=deadline, where=where, env=env)
+            store = _open(topology, init_method, deadline=deadline, env=env)
+            joined = _join(store, topology, deadline=deadline, where=where, env=env)
         except _StoreLost as lost:
             # Rank 0 of a session that is just closing may still serve the same port.
             if time.monotonic() >= deadline:
                 raise SessionError(f"rank {topology.rank} lost the store at {where}: {lost}") from lost
             time.sleep(0.2)
+        else:
+            joined.set_timeout(timeout)
+            return joined
 
 
 def describe(topology: Topology, init_method: "str | Store | None") -> str:
@@ -69,9 +75,7 @@ class _StoreLost(RuntimeError):
     """The store went away while we waited on it; connecting again may help."""
 
 
-def _open(
-    topology: Topology, init_method: "str | Store | None", *, deadline: float, where: str, env: Mapping[str, str]
-) -> "Store":
+def _open(topology: Topology, init_method: "str | Store | None", *, deadline: float, env: Mapping[str, str]) -> "Store":
     if init_method is not None and not isinstance(init_method, str):
         return init_method
     parts = urlsplit(init_method or "env://")
@@ -102,31 +106,77 @@ def _file_store(path: str, topology: Topology) -> "Store":
 def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology: Topology) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    if not serves:
+        _await_listener(host, port, deadline=deadline, topology=topology)
+    left = max(1.0, deadline - time.monotonic())
+
+    def build() -> "Store":
+        return TCPStore(
+            host,
+            port,
+            is_master=serves,
+            timeout=timedelta(seconds=left),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    try:
+        # torch waits without end for a listener that never answers, so the waiting is done here.
+        return build() if serves else _within(build, left)
+    except TimeoutError as error:
+        raise SessionError(
+            f"rank {topology.rank}: something listens at {host}:{port} but does not answer as rank 0's store; "
+            "choose another port"
+        ) from error
+    except RuntimeError as error:
+        if serves:
+            raise SessionError(
+                f"rank 0 cannot listen on port {port} (for {host}:{port}); another process has it, or it is not "
+                f"allowed: choose another port. {_first_line(error)}"
+            ) from error
+        raise _StoreLost(_first_line(error)) from error
+
+
+def _await_listener(host: str, port: int, *, deadline: float, topology: Topology) -> None:
+    """Returns when something listens at ``host:port``; torch's own waiting prints a stack trace at each attempt."""
+    pause, report = 0.02, time.monotonic() + _REPORT_EVERY
     while True:
-        left = max(1.0, deadline - time.monotonic())
-        patience = left if serves else min(left, _REPORT_EVERY)
         try:
-            return TCPStore(
-                host,
-                port,
-                is_master=serves,
-                timeout=timedelta(seconds=patience),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
-            if serves:
-                raise SessionError(
-                    f"rank 0 cannot listen on port {port} (for {host}:{port}); another process has it, or it is not "
-                    f"allowed: choose another port. {_first_line(error)}"
-                ) from error
-            if time.monotonic() + 0.1 >= deadline:
-                raise SessionError(
-                    f"rank {topology.rank} found no store of rank 0 at {host}:{port}; is the address right, is rank 0 "
-                    f"running, is the port open? {_first_line(error)}"
-                ) from error
-            _LOG.warning("rank %d still waits for rank 0 at %s:%d", topology.rank, host, port)
-            time.sleep(0.1)
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
+            return
+        except OSError as error:
+            reason = error
+        now = time.monotonic()
+        if now >= deadline:
+            raise SessionError(
+                f"rank {topology.rank} found no rank 0 at {host}:{port} ({reason}); is the address right, is rank 0 "
+                "running, is the port open?"
+            ) from reason
+        if now >= report:
+            _LOG.warning("rank %d still waits for rank 0 at %s:%d (%s)", topology.rank, host, port, reason)
+            report = now + _REPORT_EVERY
+        time.sleep(min(pause, deadline - now))
+        pause = min(2 * pause, 0.5)
+
+
+def _within(build: "Callable[[], Store]", patience: float) -> "Store":
+    """``build()`` in a thread, given up after ``patience`` seconds with a TimeoutError."""
+    outcome: Queue[Store | BaseException] = Queue()
+
+    def run() -> None:
+        try:
+            outcome.put(build())
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=run, name="accel-store", daemon=True).start()
+    try:
+        result = outcome.get(timeout=patience)
+    except Empty:
+        raise TimeoutError from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _join(store: "Store", topology: Topology, *, deadline: float, where: str, env: Mapping[str, str]) -> "Store":
@@ -147,30 +197,30 @@ def _join(store: "Store", topology: Topology, *, deadline: float, where: str, en
             f"rank {topology.rank} waited in vain at {where} for {_ranks(missing)} of {topology.world_size}; "
             "did they start, with the same address and number of processes?"
         )
-    left = max(1.0, deadline - time.monotonic())
-    store.set_timeout(timedelta(seconds=left))
     return inner
 
 
 def _wait_for_all(store: "Store", topology: Topology, *, deadline: float, where: str) -> list[int]:
-    """Waits until rank 0 has seen every rank; returns the ranks that did not come before ``deadline``."""
-    from torch.distributed import DistStoreError
+    """Waits until rank 0 has seen every rank; returns the ranks that did not come before ``deadline``.
 
+    It asks rather than waits in the store: the answer then looks alike for every kind of store.
+    """
     ranks = range(topology.world_size)
     keys = [f"here/{rank}" for rank in ranks] if topology.rank == 0 else ["all_here"]
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait(keys, timedelta(seconds=max(0.01, min(left, _REPORT_EVERY))))
-        except DistStoreError:
-            missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-            if left <= _REPORT_EVERY:
-                return missing or [0]
-            _LOG.warning("rank %d still waits at %s for %s", topology.rank, where, _ranks(missing or [0]))
-        else:
-            if topology.rank == 0:
-                store.set("all_here", "1")
-            return []
+    pause, report = 0.002, time.monotonic() + _REPORT_EVERY
+    while not store.check(keys):
+        now = time.monotonic()
+        if now >= min(deadline, report):
+            missing = [rank for rank in ranks if not store.check([f"here/{rank}"])] or [0]
+            if now >= deadline:
+                return missing
+            _LOG.warning("rank %d still waits at %s for %s", topology.rank, where, _ranks(missing))
+            report = now + _REPORT_EVERY
+        time.sleep(min(pause, max(0.0, deadline - now)))
+        pause = min(1.5 * pause, 0.25)
+    if topology.rank == 0:
+        store.set("all_here", "1")
+    return []
 
 
 def _ranks(ranks: list[int]) -> str:

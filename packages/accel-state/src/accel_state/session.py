@@ -3,7 +3,7 @@
 import builtins
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -294,9 +294,9 @@ class Session:
         """Every tensor in ``tree`` concatenated over the ranks along its first dimension, on every rank."""
         from accel_state.collectives import gather
 
-        return gather(tree, group=self._live_group())
+        return gather(tree, group=self._live_group(), verify=self._debug)
 
-    def gather_object(self, objects: Sequence[Any]) -> list[Any]:
+    def gather_object(self, objects: Iterable[Any]) -> Any:
         """The lists of all ranks joined in order of rank, on every rank."""
         from accel_state.collectives import gather_object
 
@@ -306,7 +306,7 @@ class Session:
         """Rank ``from_process``'s tensors, on every rank."""
         from accel_state.collectives import broadcast
 
-        return broadcast(tree, from_process, group=self._live_group())
+        return broadcast(tree, from_process, group=self._live_group(), verify=self._debug)
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """Rank ``from_process``'s objects, on every rank."""
@@ -318,7 +318,7 @@ class Session:
         """Every tensor in ``tree`` reduced over the ranks ("sum", "mean", "max", "min") and times ``scale``."""
         from accel_state.collectives import reduce
 
-        return reduce(tree, reduction, scale, group=self._live_group())
+        return reduce(tree, reduction, scale, group=self._live_group(), verify=self._debug)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
@@ -330,6 +330,16 @@ class Session:
         if self._closed and self.use_distributed:
             raise SessionError(f"{self!r} cannot reach the other processes any more")
         return self._group if self.use_distributed else None
+
+
+def current_topology(env: Mapping[str, str] | None = None) -> Topology:
+    """The topology of :meth:`Session.current`, else what ``env`` (``os.environ`` by default) says.
+
+    Raises:
+        TopologyError: no session is open and the launcher's variables contradict each other.
+    """
+    session = Session.current()
+    return Topology.from_env(os.environ if env is None else env) if session is None else session.topology
 
 
 def _register(session: Session) -> None:

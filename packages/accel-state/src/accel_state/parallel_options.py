@@ -1,0 +1,81 @@
+"""Options of one axis of parallelism each."""
+
+import os
+from dataclasses import dataclass
+from typing import Final, final
+
+from accel_state.errors import ConfigError
+
+PREFIX: Final = "PARALLELISM_CONFIG"
+
+
+@final
+@dataclass(frozen=True)
+class TorchTensorParallelConfig:
+    """Options of tensor parallelism. ``enable_async_tp`` overlaps its collectives with compiled matrix products."""
+
+    enable_async_tp: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class TorchContextParallelConfig:
+    """Options of context parallelism: how keys and values travel, ``"allgather"`` or ``"alltoall"``.
+
+    ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather").
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        strategy = self.cp_comm_strategy or os.environ.get(f"{PREFIX}_CP_COMM_STRATEGY") or "allgather"
+        if strategy not in {"allgather", "alltoall"}:
+            raise ConfigError(f"Invalid cp_comm_strategy: {strategy}; expected 'allgather' or 'alltoall'")
+        object.__setattr__(self, "cp_comm_strategy", strategy)
+
+
+@final
+@dataclass(frozen=True)
+class DeepSpeedSequenceParallelConfig:
+    """Options of DeepSpeed's sequence parallelism: sequence length in tokens, whether it varies, and the attention.
+
+    What is None is read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``..._SP_SEQ_LENGTH_IS_VARIABLE`` (default true)
+    and ``..._SP_ATTN_IMPLEMENTATION``.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        from accel_state.environment import str_to_bool
+
+        length = self.sp_seq_length
+        if length is None and (text := os.environ.get(f"{PREFIX}_SP_SEQ_LENGTH")):
+            length = whole_number(f"{PREFIX}_SP_SEQ_LENGTH", text)
+        varies = self.sp_seq_length_is_variable
+        if varies is None:
+            varies = bool(str_to_bool(os.environ.get(f"{PREFIX}_SP_SEQ_LENGTH_IS_VARIABLE") or "true"))
+        attention = self.sp_attn_implementation or os.environ.get(f"{PREFIX}_SP_ATTN_IMPLEMENTATION")
+        if not varies and length is None:
+            raise ConfigError("sp_seq_length is needed when sp_seq_length_is_variable is false")
+        if attention is not None and not _is_flash_attention(attention):
+            raise ConfigError(
+                f"Invalid sp_attn_implementation: {attention}; expected flash_attention_2, flash_attention_3, sdpa or "
+                "a kernel of the Hub such as 'kernels-community/flash-attn2'"
+            )
+        object.__setattr__(self, "sp_seq_length", length)
+        object.__setattr__(self, "sp_seq_length_is_variable", varies)
+        object.__setattr__(self, "sp_attn_implementation", attention)
+
+
+def _is_flash_attention(name: str) -> bool:
+    return name in {"flash_attention_2", "flash_attention_3", "sdpa"} or ("/" in name and "flash-attn" in name)
+
+
+def whole_number(variable: str, text: str) -> int:
+    """``text`` as a number; a ConfigError that names ``variable`` when it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} is not a whole number") from None

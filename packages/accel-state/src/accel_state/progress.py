@@ -1,0 +1,26 @@
+"""A progress bar that shows once per node."""
+
+from typing import Any
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """``tqdm.auto.tqdm``, disabled on all but the first process of each node unless ``main_process_only=False``.
+
+    An explicit ``disable=True`` is kept.
+
+    Raises:
+        ImportError: tqdm is not installed.
+        ValueError: the first positional argument is a bool, as an old signature had it.
+    """
+    if args and isinstance(args[0], bool):
+        raise ValueError(
+            f"the first argument of tqdm is what to iterate over, not {args[0]!r}; say main_process_only={args[0]}"
+        )
+    try:
+        from tqdm.auto import tqdm as bar
+    except ImportError as error:
+        raise ImportError("accel_state.tqdm needs the package tqdm: pip install tqdm") from error
+    from accel_state.session import current_topology
+
+    hidden = main_process_only and not current_topology().is_local_main
+    return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
