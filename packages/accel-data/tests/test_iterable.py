@@ -120,8 +120,8 @@ def test_a_stream_left_anywhere_goes_on_with_any_number_of_shards(data, n, optio
 
 
 def test_the_last_group_says_how_much_of_it_is_real():
-    assert read(10, batch_size=4, shards=2)[0][1] == Part([8, 9, 0, 1], 2, 2)
-    assert read(10, batch_size=4, shards=2)[1][1] == Part([2, 3, 4, 5], 0, 2)
+    assert read(10, batch_size=4, shards=2)[0][1] == Part([8, 9, 0, 1], 2, 2, 10)
+    assert read(10, batch_size=4, shards=2)[1][1] == Part([2, 3, 4, 5], 0, 2, 10)
 
 
 @pytest.mark.parametrize(("workers", "n"), [(0, 10), (1, 10), (2, 10), (2, 37), (2, 3)])

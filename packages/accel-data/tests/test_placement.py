@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from accel_data.placement import AsIs, Direct, SideStream, must_move, place, placer_for
+from accel_data.placement import AsIs, Direct, SideStream, placer_for
+from accel_state.nested import find_device
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -52,23 +53,21 @@ def test_what_is_in_place_is_handed_on_as_the_same_object(batch, placer):
 
 @pytest.mark.parametrize("batch", BATCHES[:-1], ids=lambda batch: type(batch).__name__)
 def test_every_tensor_moves_and_containers_keep_their_type(batch):
-    placed = place(batch, META)
+    placed = Direct(META).start(batch).take()
     assert type(placed) is type(batch)
-    assert must_move(batch, META)
-    assert not must_move(placed, META)
+    assert find_device(placed) == META
+    assert Direct(META).start(placed).take() is placed
 
 
 def test_other_leaves_are_untouched():
     name = "a name"
-    placed = place({"x": torch.ones(1), "name": name, "n": 3}, META)
+    placed = Direct(META).start({"x": torch.ones(1), "name": name, "n": 3}).take()
     assert placed["name"] is name
     assert placed["n"] == 3
 
 
 def test_objects_that_can_move_are_asked_to():
-    assert place([Movable(CPU)], META)[0].device == META
-    kept = [Movable(META)]
-    assert place(kept, META) is kept
+    assert Direct(META).start([Movable(CPU)]).take()[0].device == META
 
 
 @pytest.mark.parametrize("placer", [AsIs(), Direct(CPU, non_blocking=True), SideStream(torch.device("cuda", 0))])

@@ -65,6 +65,8 @@ class Part(NamedTuple):
     """How many of ``elements``, from the front, are not padding."""
     group_real: int
     """How many elements of the stream the whole group holds, over all shards."""
+    stop: int
+    """How many elements of the stream come before the next group, skipped ones included."""
 
 
 def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[Part]:
@@ -77,27 +79,29 @@ def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[P
     size = stride.group_size
     first = list(islice(elements, min(skip, size)))
     _drop(elements, skip - len(first))
+    stop = skip
     for turn in count():
         group = list(islice(elements, size))
         first += group[: size - len(first)]
+        stop += len(group)
         if turn % stride.workers == stride.worker:
-            part = _part(group, first, stride)
+            part = _part(group, first, stride, stop)
             if part is not None:
                 yield part
         if len(group) < size:
             return
 
 
-def _part(group: list[Any], first: list[Any], stride: Stride) -> Part | None:
+def _part(group: list[Any], first: list[Any], stride: Stride, stop: int) -> Part | None:
     """This shard's slice of a group, completed or dropped when the stream ended inside the group."""
     start = stride.index * stride.batch_size
     kept = group[start : start + stride.batch_size]
     if len(group) == stride.group_size:
-        return Part(kept, len(kept), len(group))
+        return Part(kept, len(kept), len(group), stop)
     if not group or stride.drop_last or not (kept or stride.even):
         return None
     filling = range(start + len(kept) - len(group), start + stride.batch_size - len(group)) if stride.even else ()
-    return Part(kept + [first[i % len(first)] for i in filling], len(kept), len(group))
+    return Part(kept + [first[i % len(first)] for i in filling], len(kept), len(group), stop)
 
 
 def _drop(elements: Iterator[Any], number: int) -> None:

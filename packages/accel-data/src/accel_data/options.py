@@ -27,6 +27,9 @@ class LoaderOptions:
         sharding: "index" interleaves batches over ranks, "node" gives each of ``num_nodes`` nodes one contiguous
             range of the dataset, and a function decides by itself.
         num_nodes: nodes that hold a part of the dataset each, for ``sharding="node"``.
+        already_sharded: an iterable dataset yields this rank's part only (found out by itself where it can be).
+        exact_streams: never ask an iterable dataset to shard itself. Every rank then reads all of it, and a position
+            in it holds for any number of ranks.
 
     Raises:
         ConfigError: two choices exclude each other.
@@ -42,6 +45,8 @@ class LoaderOptions:
     global_batch_size: int | None = None
     sharding: Literal["index", "node"] | ShardFunction = "index"
     num_nodes: int = 1
+    already_sharded: bool = False
+    exact_streams: bool = False
 
     def __post_init__(self) -> None:
         size = self.global_batch_size

@@ -1,10 +1,11 @@
 """How a batch reaches the device of the step, started while the step before it still computes."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, final
 
 import torch
+
+from accel_state.nested import map_leaves, send_to_device
 
 
 class Placed(Protocol):
@@ -46,24 +47,6 @@ def has_streams(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type and device.type not in ("cpu", "mps")
 
 
-def place(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """``batch`` with every tensor, and every object that has ``.to``, on ``device``; strings and the rest untouched.
-
-    Containers keep their types. The same object comes back when nothing has to move.
-    """
-    if not must_move(batch, device):
-        return batch
-    from accel_state.nested import map_leaves
-
-    return map_leaves(lambda leaf: _to(leaf, device, non_blocking), batch, is_leaf=_movable)
-
-
-def must_move(batch: Any, device: torch.device) -> bool:
-    """Whether any leaf of ``batch`` is somewhere else than on ``device`` (an index of None means the current one)."""
-    here = _indexed(device)
-    return any(_indexed(where) != here if where is not None else True for where in _places(batch))
-
-
 @final
 class AsIs:
     """Leaves batches where they are: the user places them, or there is one device only."""
@@ -81,8 +64,8 @@ class Direct:
         self.device, self.non_blocking = device, non_blocking
 
     def start(self, batch: Any) -> Placed:
-        """Moves what has to move."""
-        return _Arrived(place(batch, self.device, non_blocking=self.non_blocking))
+        """Moves what has to move; a batch that is in place is handed on as the same object."""
+        return _Arrived(send_to_device(batch, self.device, self.non_blocking))
 
 
 @final
@@ -108,10 +91,6 @@ class SideStream:
 
     def start(self, batch: Any) -> Placed:
         """Queues the copies of ``batch``; only pinning, where the loader has not done so, costs host time."""
-        if not must_move(batch, self.device):
-            return _Arrived(batch)
-        from accel_state.nested import map_leaves
-
         # Made on first use: a loader may be built, pickled or forked before the device may be touched.
         stream = self._stream = self._stream or torch.Stream(self.device)
         copies: list[torch.Tensor] = []
@@ -126,8 +105,10 @@ class SideStream:
 
         sources: list[torch.Tensor] = []
         with stream:
-            copied = map_leaves(copy, batch, is_leaf=_movable)
+            copied = map_leaves(copy, batch, is_leaf=_moves_itself)
             event = stream.record_event()
+        if not copies:
+            return _Arrived(send_to_device(batch, self.device))
         return _InFlight(copied, copies, (sources, event, self.device))
 
     def __getstate__(self) -> dict[str, object]:
@@ -161,49 +142,13 @@ class _InFlight:
         sources.clear()
         # Leaves of other kinds (sparse, nested, subclasses, objects with .to) move here, on the current stream: not all
         # of them can be recorded on a stream.
-        return place(self._batch, device)
+        return send_to_device(self._batch, device)
 
 
 def _is_plain(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_nested
 
 
-def _movable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None))
-
-
-def _to(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
-    if not _movable(leaf):
-        return leaf
-    try:
-        return leaf.to(device, non_blocking=non_blocking)
-    except TypeError:
-        # Batch classes of other libraries often take the device only.
-        return leaf.to(device)
-
-
-def _places(batch: Any) -> Iterator[torch.device | None]:
-    """Where the movable leaves are; None for an object that has ``.to`` but does not say."""
-    if isinstance(batch, torch.Tensor):
-        yield batch.device
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _places(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _places(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _places(getattr(batch, field.name))
-    elif _movable(batch):
-        device = getattr(batch, "device", None)
-        yield device if isinstance(device, torch.device) else None
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``device`` with the index torch means when none is given, so that ``cuda`` equals ``cuda:0`` where it is."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.index is None and has_streams(device):
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return torch.device(device.type, device.index or 0)
+def _moves_itself(leaf: Any) -> bool:
+    # Mappings that can move (tokenizer outputs) are entered: their tensors are plain and may overlap.
+    return isinstance(leaf, torch.Tensor) or (callable(getattr(leaf, "to", None)) and not isinstance(leaf, Mapping))

@@ -1,0 +1,227 @@
+"""The side of an iterable dataset that runs where it is read: in the process of a loader's worker, or in the rank's."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from accel_data.iterable import Part, Stride, forward_epoch, parts, reseed_generator
+from accel_data.iterable_traits import is_seekable
+from accel_state.errors import DataError
+
+_SNAPSHOT_SHARE = 0.05
+"""Taking snapshots of a dataset's state may cost this share of the time; between them positions are counted."""
+
+
+class Snapshot(NamedTuple):
+    """What the dataset itself needs to go on behind element ``at`` of the stream of its reader."""
+
+    at: int
+    state: Any
+
+
+class Delivered(NamedTuple):
+    """One collated batch and what the rank has to know about it.
+
+    A named tuple, so that workers' queues and torch's pinning thread take it apart like any batch.
+    """
+
+    batch: Any
+    part: tuple[int, int, int]
+    """``real``, ``group_real`` and ``stop`` of its ``Part``."""
+    worker: int
+    splits_itself: bool
+    """The dataset asked which worker reads it, so each worker's stream is a part of the rank's."""
+    snapshot: Snapshot | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the readers of one epoch begin; valid for that epoch only, later ones begin at the front.
+
+    ``positions`` counts elements of the stream: one entry when all workers read the same stream, one for each worker
+    when the dataset splits itself. ``turn`` is the worker whose batch comes next then.
+    """
+
+    epoch: int = 0
+    positions: tuple[int, ...] = (0,)
+    snapshots: tuple[Snapshot | None, ...] = (None,)
+    turn: int = 0
+
+
+@final
+class StreamReader(IterableDataset[Delivered]):
+    """Reads a user's dataset for one rank and yields whole collated batches.
+
+    It takes the place of the dataset in the user's loader, whose own batching is switched off; ``collate`` is the
+    user's. Batches leave the workers together with the position behind them, so a position never counts what a worker
+    has read ahead.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], stride: Stride, collate: Callable[[Any], Any], *, batched: bool, shared: bool
+    ) -> None:
+        """``batched``: the loader makes batches of samples. ``shared``: workers outlive an epoch (persistent)."""
+        self.dataset, self.stride, self.collate, self.batched = dataset, stride, collate, batched
+        self.start = Start()
+        # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        if shared:
+            self._epoch.share_memory_()
+
+    def begin(self, start: Start) -> None:
+        """Chooses the epoch and the position at which the next iteration begins."""
+        self.start = start
+        self._epoch.fill_(start.epoch)
+        forward_epoch(self.dataset, start.epoch)
+
+    def __iter__(self) -> Iterator[Delivered]:
+        epoch = int(self._epoch)
+        start = self.start if self.start.epoch == epoch else Start(epoch)
+        info = get_worker_info()
+        reseed_generator(self.dataset, epoch)
+        if info is None:
+            return self._deliver(start, 0, 1, None)
+        witness = _Witness.of(info, start)
+        forward_epoch(self.dataset, epoch)
+        return self._deliver(start, witness.number, witness.count, witness)
+
+    def _deliver(self, start: Start, worker: int, workers: int, witness: "_Witness | None") -> Iterator[Delivered]:
+        position = _of_worker(start.positions, worker, 0)
+        snapshot = _of_worker(start.snapshots, worker, None)
+        in_dataset = is_seekable(self.dataset)
+        if snapshot is not None and in_dataset:
+            self.dataset.load_state_dict(snapshot.state)  # type: ignore[attr-defined]
+        iterator = iter(self.dataset)
+        stream: Any = self.dataset if in_dataset else iterator
+        if snapshot is not None and not is_seekable(stream):
+            snapshot = None  # of an earlier version of the dataset: the position tells how far to read instead
+        elif snapshot is not None and not in_dataset:
+            stream.load_state_dict(snapshot.state)
+        # A generator only runs when it is asked: the first element tells whether the dataset looked at its worker.
+        first = list(islice(iterator, 1))
+        splits = witness is not None and witness.asked
+        stride = self.stride if splits else replace(self.stride, worker=worker, workers=workers)
+        begun = snapshot.at if snapshot is not None else 0
+        camera = _Camera(stream)
+        for part in parts(chain(first, iterator), stride, skip=position - begun):
+            if witness is not None and witness.asked is not splits:
+                raise DataError(
+                    f"{type(self.dataset).__name__} asked which worker reads it only after its first element, when the "
+                    "stream was already divided; ask at the beginning of __iter__"
+                )
+            stop = begun + part.stop
+            yield Delivered(
+                self._collated(part, witness), (part.real, part.group_real, stop), worker, splits, camera.take(stop)
+            )
+
+    def _collated(self, part: Part, witness: "_Witness | None") -> Any:
+        if witness is not None:
+            witness.listening = False
+        batch = self.collate(part.elements if self.batched else part.elements[0])
+        if witness is not None:
+            witness.listening = True
+        return batch
+
+
+@final
+class WorkerInit:
+    """The user's ``worker_init_fn``, shown the user's dataset instead of the reader that took its place.
+
+    Splitting ``get_worker_info().dataset`` there is the other documented way to divide a dataset over workers.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None, reader: StreamReader) -> None:
+        self.init, self.reader = init, reader
+
+    def __call__(self, worker: int) -> None:
+        reader = self.reader
+        witness = _Witness(get_worker_info(), reader.dataset)
+        witness.turned(reader.start)
+        torch_worker._worker_info = witness  # type: ignore[assignment]
+        if self.init is not None:
+            self.init(witness.number)
+        # A function that only seeds also reads the number of its worker; one that divides has to touch the dataset.
+        witness.asked = witness.divided = witness.asked and witness.touched
+
+
+@final
+class _Witness:
+    """Stands in for torch's ``WorkerInfo`` in a worker and notices when the dataset divides itself by it.
+
+    A dataset that ignores its worker would be read once by every worker and each sample be delivered several times; one
+    that divides itself must not be divided again. Nothing but watching tells them apart.
+
+    The number it tells is turned: torch takes the first batch of a pass from worker 0, and after a resume that has to
+    be the one whose turn it was.
+    """
+
+    def __init__(self, info: Any, dataset: Any) -> None:
+        self._info, self._dataset = info, dataset
+        self.number: int = info.id
+        self.count: int = info.num_workers
+        self.asked = self.touched = self.divided = False
+        self.listening = True
+
+    @classmethod
+    def of(cls, info: Any, start: Start) -> "_Witness":
+        """The one that ``WorkerInit`` left, ready for another pass."""
+        assert isinstance(info, _Witness), "the loader's worker_init_fn was replaced after the loader was prepared"
+        info.asked = info.divided
+        return info.turned(start)
+
+    def turned(self, start: Start) -> "_Witness":
+        """Takes the number that is due at ``start``."""
+        self.number = (self._info.id + start.turn) % self.count
+        return self
+
+    @property
+    def id(self) -> int:
+        """The number of the worker; whoever asks is taken to divide by it."""
+        self.asked = self.asked or self.listening
+        return self.number
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are; asking counts as for ``id``."""
+        self.asked = self.asked or self.listening
+        return self.count
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset in this worker."""
+        self.touched = True
+        return self._dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
+@final
+class _Camera:
+    """Takes a snapshot as often as is cheap."""
+
+    def __init__(self, stream: object) -> None:
+        self._stream: Any = stream if is_seekable(stream) else None
+        self._next = 0.0
+
+    def take(self, at: int) -> Snapshot | None:
+        began = time.perf_counter()
+        if self._stream is None or began < self._next:
+            return None
+        snapshot = Snapshot(at, self._stream.state_dict())
+        ended = time.perf_counter()
+        self._next = ended + (ended - began) / _SNAPSHOT_SHARE
+        return snapshot
+
+
+def _of_worker(entries: tuple[Any, ...], worker: int, default: Any) -> Any:
+    if len(entries) == 1:
+        return entries[0]
+    return entries[worker] if worker < len(entries) else default

@@ -1,0 +1,407 @@
+"""Iterable datasets behind a prepared loader: who reads what, and that a resumed stream goes on where it was left."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accel_data.cursor import Cursor
+from accel_data.iterable_source import Readers, StreamSource, resume
+from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream
+from accel_data.loader import PreparedLoader
+from accel_data.options import LoaderOptions
+from accel_state.errors import ConfigError, DataError, DataStateError
+from accel_state.parallelism import DataShard
+
+pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
+
+
+class Numbers(IterableDataset):
+    """Knows nothing of ranks and workers."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Sized(Numbers):
+    def __len__(self):
+        return self.n
+
+
+class Seekable(Numbers):
+    """Can say where it is, and counts what it really reads."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.position = self.reads = 0
+
+    def __iter__(self):
+        while self.position < self.n:
+            self.position += 1
+            self.reads += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Shardable(Numbers):
+    """Files of five elements that can be dealt out, like ``datasets`` does."""
+
+    def __init__(self, files, shards=None, **marks):
+        super().__init__(0)
+        self.files = files
+        self.num_shards = len(files) if shards is None else shards
+        self.__dict__.update(marks)
+
+    def shard(self, num_shards, index, contiguous=True):
+        return Shardable(self.files[index::num_shards])
+
+    def __iter__(self):
+        return (element for file in self.files for element in range(file * 5, file * 5 + 5))
+
+
+class WorkerAware(Numbers):
+    """Divides itself among workers, as torch's documentation shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(self.n) if info is None else range(info.id, self.n, info.num_workers))
+
+
+class LateAsker(Numbers):
+    def __iter__(self):
+        yield 0
+        yield get_worker_info().id
+
+
+class Epochs(Numbers):
+    def __init__(self, n):
+        super().__init__(n)
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(self.epoch * 100, self.epoch * 100 + self.n))
+
+
+def prepared(dataset, rank=0, ranks=1, *, options=None, **kwargs):
+    loader = DataLoader(dataset, **({"batch_size": 2} | kwargs))
+    options = options or LoaderOptions()
+    return PreparedLoader(StreamSource(loader, DataShard(rank, ranks), options), options=options)
+
+
+def listed(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def everyone(dataset, ranks, **kwargs):
+    return [listed(prepared(dataset, rank, ranks, **kwargs)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_each_rank_gets_its_part_in_the_same_order_for_any_number_of_workers(workers):
+    assert everyone(Numbers(10), 2, batch_size=4, num_workers=workers) == [
+        [[0, 1, 2, 3], [8, 9, 0, 1]],
+        [[4, 5, 6, 7], [2, 3, 4, 5]],
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_rank_reads_each_sample_once_and_ends_with_a_short_batch(workers):
+    assert listed(prepared(Numbers(5), num_workers=workers)) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dataset_that_divides_itself_is_not_divided_again(workers):
+    first, second = everyone(WorkerAware(24), 2, num_workers=workers)
+    assert sorted(i for batch in first + second for i in batch) == list(range(24))
+    assert len(first) == len(second) == 6
+
+
+def test_dividing_in_worker_init_fn_is_seen_too():
+    class Range(IterableDataset):
+        start, step = 0, 1
+
+        def __iter__(self):
+            return iter(range(self.start, 12, self.step))
+
+    def init(worker):
+        info = get_worker_info()
+        info.dataset.start, info.dataset.step = info.id, info.num_workers
+
+    batches = listed(prepared(Range(), num_workers=2, worker_init_fn=init))
+    assert batches == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
+
+
+def test_seeding_in_worker_init_fn_is_no_dividing():
+    def init(worker):
+        torch.manual_seed(get_worker_info().id + get_worker_info().seed % 7)
+
+    assert listed(prepared(Numbers(6), num_workers=2, worker_init_fn=init)) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_asking_too_late_is_an_error_not_a_loss():
+    with pytest.raises(DataError, match="LateAsker asked which worker"):
+        listed(prepared(LateAsker(4), batch_size=1, num_workers=2))
+
+
+def test_a_dataset_that_can_is_asked_to_shard():
+    loader = prepared(Shardable([0, 1, 2, 3]), 1, 2, batch_size=5)
+    assert listed(loader) == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
+    assert isinstance(loader.dataset, Shardable)
+    assert loader.dataset.files == [1, 3]
+
+
+@pytest.mark.parametrize("marks", [{"_distributed": object()}, {"already_sharded": True}])
+def test_a_dataset_that_was_sharded_is_left_alone(marks):
+    assert everyone(Shardable([0, 1], **marks), 2, batch_size=5) == [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]] * 2
+
+
+def test_the_user_can_say_that_it_is_sharded():
+    options = LoaderOptions(already_sharded=True)
+    assert everyone(Numbers(4), 2, options=options) == [[[0, 1], [2, 3]]] * 2
+
+
+def test_batches_made_by_the_dataset_are_dealt_out_whole():
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return iter([torch.tensor([i]) for i in range(4)])
+
+    assert everyone(Batches(), 2, batch_size=None) == [[[0], [2]], [[1], [3]]]
+
+
+@pytest.mark.parametrize(
+    ("traits", "options", "mode", "amplification"),
+    [
+        (StreamTraits(), {"shards": 1}, "stride", 1),
+        (StreamTraits(), {"shards": 1, "workers": 3}, "stride", 3),
+        (StreamTraits(), {"shards": 4, "workers": 3}, "stride", 12),
+        (StreamTraits(can_shard=True), {"shards": 4, "workers": 3}, "native", 1),
+        (StreamTraits(can_shard=True, num_shards=4), {"shards": 4}, "native", 1),
+        (StreamTraits(can_shard=True, num_shards=3), {"shards": 4}, "stride", 4),
+        (StreamTraits(can_shard=True), {"shards": 4, "exact": True}, "stride", 4),
+        (StreamTraits(can_shard=True, given="it says so"), {"shards": 4}, "given", 1),
+        (StreamTraits(), {"shards": 4, "already_sharded": True}, "given", 1),
+    ],
+)
+def test_the_way_of_reading_follows_from_what_the_dataset_can_do(traits, options, mode, amplification):
+    reading = choose_reading(traits, **options)
+    assert (reading.mode, reading.amplification) == (mode, amplification)
+
+
+def test_exact_streams_of_a_dataset_that_was_split_are_refused():
+    with pytest.raises(ConfigError, match="it was split by node"):
+        choose_reading(StreamTraits(given="it was split by node"), shards=2, exact=True)
+
+
+def test_a_shard_method_of_another_kind_is_not_asked():
+    class Other(Numbers):
+        def shard(self, path):
+            return path
+
+    assert inspect_stream(Other(3)) == StreamTraits()
+    assert inspect_stream(Seekable(3)) == StreamTraits(seekable=True)
+    assert inspect_stream(Shardable([1, 2])) == StreamTraits(can_shard=True, num_shards=2)
+
+
+@pytest.mark.filterwarnings("default:every reader of")
+def test_read_amplification_is_said_once_with_its_numbers():
+    with pytest.warns(RuntimeWarning, match=r"3 ranks x 2 workers = 6 times"):
+        loader = prepared(Numbers(4), 0, 3, num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(Numbers(4), 1, 3, num_workers=2)
+        prepared(Numbers(4))
+        prepared(Shardable([1, 2]), 0, 2)
+        listed(loader)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
+def test_the_epoch_reaches_the_dataset_where_it_is_read(workers, persistent):
+    loader = prepared(Epochs(2), num_workers=workers, persistent_workers=persistent)
+    assert [listed(loader), listed(loader)] == [[[0, 1]], [[100, 101]]]
+    loader.set_epoch(5)
+    assert listed(loader) == [[500, 501]]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("n", [0, 3, 8, 10])
+def test_the_length_of_a_sized_dataset_is_what_is_delivered(n, even, drop, split):
+    options = LoaderOptions(even_batches=even, split_batches=split)
+    for rank in range(2):
+        loader = prepared(Sized(n), rank, 2, batch_size=4, drop_last=drop, options=options)
+        assert len(loader) == len(listed(loader))
+
+
+def test_an_unsized_dataset_has_no_length():
+    with pytest.raises(TypeError, match="Numbers has no length"):
+        len(prepared(Numbers(3)))
+
+
+def test_the_end_and_the_padding_are_known():
+    loader = prepared(Numbers(10), 1, 2, batch_size=4)
+    seen = [(loader.end_of_dataloader, loader.remainder, loader.real_counts) for _ in loader]
+    assert seen == [(False, -1, None), (True, 2, (2, 0))]
+
+
+def real(loader, batch, rank):
+    counts = loader.real_counts
+    return batch.tolist()[: len(batch) if counts is None else max(counts[rank], 0)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(0, 50))
+def test_a_stream_is_read_once_over_any_chain_of_resumes(data, n):
+    seen, state = [], None
+    for leg in range(4):
+        ranks, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+        dataset = data.draw(st.sampled_from([Numbers, Seekable]))
+        loaders = [prepared(dataset(n), rank, ranks, batch_size=batch) for rank in range(ranks)]
+        iterators = []
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+            iterators.append(iter(loader))
+        steps = data.draw(st.integers(0, 4)) if leg < 3 else n + 1
+        for _ in range(steps):
+            if loaders[0].epoch > 0:
+                break
+            for rank, (loader, iterator) in enumerate(zip(loaders, iterators, strict=True)):
+                got = next(iterator, None)
+                seen += [] if got is None else real(loader, got, rank)
+        states = [loader.state_dict() for loader in loaders]
+        state = states[0]
+        if state["epoch"] > 0:
+            break
+    assert sorted(seen) == list(range(n))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1), (1, 2)])
+@pytest.mark.parametrize("dataset", [Numbers, Seekable])
+def test_workers_may_change_between_save_and_resume(before, after, dataset):
+    loader = prepared(dataset(20), 1, 2, num_workers=before)
+    iterator = iter(loader)
+    got = [next(iterator).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    other = prepared(dataset(20), 1, 2, num_workers=after)
+    other.load_state_dict(state)
+    assert got + listed(other) == [[2, 3], [6, 7], [10, 11], [14, 15], [18, 19]]
+
+
+def test_a_seekable_dataset_is_not_read_again_from_the_front():
+    loader = prepared(Seekable(1000))
+    iterator = iter(loader)
+    for _ in range(450):
+        next(iterator)
+    dataset = Seekable(1000)
+    other = prepared(dataset)
+    other.load_state_dict(loader.state_dict())
+    assert next(iter(other)).tolist() == [900, 901]
+    assert dataset.reads < 500
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_a_dataset_that_divides_itself_goes_on_with_the_same_workers(steps):
+    whole = listed(prepared(WorkerAware(20), num_workers=2))
+    loader = prepared(WorkerAware(20), num_workers=2)
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    other = prepared(WorkerAware(20), num_workers=2)
+    other.load_state_dict(loader.state_dict())
+    assert listed(other) == whole[steps:]
+    assert listed(other) == whole
+
+
+def test_a_position_in_native_shards_goes_on_with_the_same_ranks():
+    loader = prepared(Shardable([0, 1, 2, 3]), 1, 2)
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[5, 6], [7, 8]]
+    for private in (True, False):
+        state = loader.state_dict()
+        if not private:
+            del state["private"]
+        other = prepared(Shardable([0, 1, 2, 3]), 1, 2)
+        other.load_state_dict(state)
+        assert listed(other) == [[9, 15], [16, 17], [18, 19]]
+
+
+def test_a_whole_stream_left_on_one_rank_is_finished_as_one_stream():
+    loader = prepared(Shardable([0, 1, 2, 3]))
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    others = [prepared(Shardable([0, 1, 2, 3]), rank, 2, batch_size=4) for rank in range(2)]
+    rest = []
+    for other in others:
+        other.load_state_dict(loader.state_dict())
+        rest.append(listed(other))
+    assert [first + second for first, second in zip(*rest, strict=True)] == [[*range(4, 12)], [*range(12, 20)]]
+    assert listed(others[1]) == [[5, 6, 7, 8], [9, 15, 16, 17], [18, 19, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("record", "private", "here", "words"),
+    [
+        ({"kind": "map"}, None, Readers(1, 0, 0), "'map' loader"),
+        ({"mode": "native", "shards": 4}, None, Readers(2, 0, 0), "resume with 4 ranks"),
+        ({"mode": "given", "shards": 4}, {"shards": 4, "index": 0}, Readers(2, 0, 0), "resume with 4 ranks"),
+        (
+            {"mode": "stride", "splits_itself": True, "shards": 1, "workers": 2},
+            {"shards": 1, "index": 0, "workers": 2},
+            Readers(1, 0, 3),
+            "resume with 1 ranks with 2 workers",
+        ),
+        ({"mode": "native", "shards": 2, "splits_itself": True, "workers": 2}, None, Readers(2, 0, 2), "own state"),
+    ],
+)
+def test_a_position_that_means_nothing_here_is_refused_with_what_works(record, private, here, words):
+    with pytest.raises(DataStateError) as caught:
+        resume(record, Cursor(1, 24), private, here)
+    assert words in str(caught.value)
+    assert "set_epoch" in str(caught.value) or "map" in words
+
+
+def test_another_dataset_length_is_refused_and_nothing_changes():
+    loader = prepared(Sized(20))
+    next(iter(loader))
+    other = prepared(Sized(10))
+    with pytest.raises(DataStateError, match="20 samples; this one has 10"):
+        other.load_state_dict({**loader.state_dict(), "samples": 2})
+    assert listed(other)[0] == [0, 1]
+
+
+def test_skipping_counts_batches_of_every_rank():
+    loader = prepared(Numbers(10), 1, 2)
+    assert listed(loader.skipped(1)) == [[6, 7], [0, 1]]
+
+
+def test_split_batches_needs_a_batch_that_can_be_cut():
+    with pytest.raises(ConfigError, match="round multiple"):
+        prepared(Numbers(3), 0, 2, batch_size=3, options=LoaderOptions(split_batches=True))
+    with pytest.raises(ConfigError, match="needs a batch size"):
+        prepared(Numbers(3), 0, 2, batch_size=None, options=LoaderOptions(split_batches=True))
+
+
+def test_the_user_loader_is_unchanged_and_its_options_are_kept():
+    loader = DataLoader(Numbers(3), batch_size=2, timeout=0, drop_last=True, generator=torch.Generator())
+    options = LoaderOptions()
+    ours = PreparedLoader(StreamSource(loader, DataShard(0, 2), options), options=options)
+    assert isinstance(ours, DataLoader)
+    assert (ours.batch_size, ours.drop_last, ours.generator) == (2, True, loader.generator)
+    assert isinstance(loader.dataset, Numbers)
+    assert [batch.tolist() for batch in loader] == [[0, 1]]
