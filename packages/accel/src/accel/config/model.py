@@ -170,6 +170,10 @@ class AccelConfig:
             launch_only=True,
         ),
     )
+    join_timeout: timedelta = setting(
+        timedelta(minutes=15),
+        Facts("How long to wait for the other machines, at the start and at a restart.", _MACHINES, launch_only=True),
+    )
     module: bool = setting(
         False, Facts("The program is a module, as in python -m.", _PROGRAM, short="-m", launch_only=True)
     )

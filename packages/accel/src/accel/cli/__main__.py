@@ -1,0 +1,5 @@
+"""``python -m accel.cli``."""
+
+from accel.cli import main
+
+main()

@@ -1,0 +1,155 @@
+"""Running a plan that spans several machines: torch elastic's agent over our own processes and meeting point."""
+
+import logging
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, final
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from accel.launch.failure import report
+from accel.launch.interrupts import Interrupts
+from accel.launch.local import attempt_env, interrupted, output_of
+from accel.launch.meeting import Meeting
+from accel.launch.plan import LaunchPlan
+from accel.launch.workers import Workers
+
+_ROLE = "accel"
+
+
+def run_machine(plan: LaunchPlan) -> int:
+    """Runs this machine's part of ``plan`` in step with the others and gives the exit status.
+
+    When processes fail on one machine all machines end theirs and meet again for the next attempt, or end the job
+    together when the restarts are used up.
+
+    Raises:
+        LaunchError: where the machines do not find each other or were given contradicting settings.
+    """
+    _quieten("torch.distributed.elastic")
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="accel_launch_") as scratch:
+        try:
+            return _run_agent(plan, interrupts, Path(scratch))
+        except SignalException:
+            return interrupted(interrupts.received[0], len(plan.processes))
+
+
+def _run_agent(plan: LaunchPlan, interrupts: Interrupts, scratch: Path) -> int:
+    with Meeting(plan, interrupts) as meeting:
+        agent = MachineAgent(plan, meeting=meeting, interrupts=interrupts, scratch=scratch)
+        try:
+            agent.run()
+        except SignalException:
+            meeting.give_up(f"machine {plan.config.machine_rank} was ended by {interrupts.received[0].name}")
+            raise
+        return agent.status
+
+
+@final
+class MachineAgent(SimpleElasticAgent):
+    """Torch elastic's loop of attempts, over processes that we start, watch and end ourselves.
+
+    Its own way with processes knows their ends in tenths of a second and their errors in whole ones, which is too
+    coarse to tell the first failure from those that follow it.
+    """
+
+    def __init__(self, plan: LaunchPlan, *, meeting: Meeting, interrupts: Interrupts, scratch: Path) -> None:
+        config = plan.config
+        super().__init__(
+            WorkerSpec(
+                role=_ROLE,
+                local_world_size=len(plan.processes),
+                rdzv_handler=meeting,
+                entrypoint=plan.processes[0].argv[0],
+                max_restarts=config.max_restarts,
+                # The wait is ours, in _monitor_workers, and ends at once when a process does.
+                monitor_interval=0.0,
+            )
+        )
+        self.status = 0
+        self._plan = plan
+        self._meeting = meeting
+        self._interrupts = interrupts
+        self._scratch = scratch
+        self._workers: Workers | None = None
+        self._grace = config.grace_period.total_seconds()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        attempt = self._meeting.round - 1
+        folder = self._scratch / str(attempt)
+        folder.mkdir()
+        env = attempt_env(self._plan, attempt, self._meeting.get_run_id())
+        self._workers = Workers(folder=folder, output=output_of(self._plan, attempt), interrupts=self._interrupts)
+        self._workers.start(self._plan.processes, env | {"MASTER_PORT": str(worker_group.master_port)})
+        pids = self._workers.pids
+        return {process.local_rank: pids[process.rank] for process in self._plan.processes}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            if workers.running:
+                workers.stop(death_sig, self._grace)
+            workers.close()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        workers = self._workers
+        assert workers is not None
+        workers.wait(self._plan.config.monitor_interval)
+        if self._interrupts.received:
+            raise SignalException("the launcher was asked to end", self._interrupts.received[0])
+        if workers.failed or workers.stuck(self._grace):
+            return self._failed(workers)
+        reason = self._meeting.given_up()
+        if reason is not None:
+            _say(f"{reason}; ending the processes of this machine")
+            return self._end(1)
+        if workers.running:
+            return RunResult(state=WorkerState.HEALTHY)
+        # Machines end together: until then one whose processes are done still takes part in a restart.
+        if not self._meeting.all_done():
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(process.rank for process in self._plan.processes)
+        )
+
+    def _failed(self, workers: Workers) -> RunResult:
+        if workers.running:
+            workers.stop(signal.SIGTERM, self._grace)
+        failures = workers.failures()
+        print(report(failures, self._plan.num_processes), file=sys.stderr, flush=True)
+        left = self._plan.config.max_restarts - (self._meeting.round - 1)
+        if left <= 0:
+            self._meeting.give_up(f"rank {failures[0].exit.rank} failed on machine {self._plan.config.machine_rank}")
+            return self._end(failures[0].status or 1)
+        _say(f"starting all processes on all machines again ({left} more times)")
+        # All machines count the same rounds, whichever of them failed.
+        self._remaining_restarts = left
+        return RunResult(state=WorkerState.FAILED)
+
+    def _end(self, status: int) -> RunResult:
+        self.status = status
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED)
+
+
+def _say(text: str) -> None:
+    print(f"accel launch: {text}", file=sys.stderr, flush=True)
+
+
+def _quieten(prefix: str) -> None:
+    # Each of these loggers sets a level of its own, so the parent's would not do. What they say, we say shorter.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(prefix):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,97 @@
+"""What this machine offers a job, and whether the program is there."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import final
+
+from accel.config.model import AccelConfig
+from accel.config.setting import nearest
+from accel_state.errors import LaunchError
+
+# CUDA (also under WSL), ROCm, Intel graphics, Habana and TPU, Meta.
+_ACCELERATOR_NODES = ("nvidia", "dxg", "kfd", "dri", "accel", "vfio", "hl", "mtia")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the plan needs to know of a machine. ``accelerator`` is torch's device type, None where there is none."""
+
+    python: str
+    num_cores: int
+    accelerator: str | None
+    num_accelerators: int
+
+
+def read_host(config: AccelConfig) -> HostFacts:
+    """Looks at this machine, no closer than ``config`` needs.
+
+    Accelerators are counted through torch, whose import takes longer than all the rest of a launch. So torch is asked
+    only where the count can change the plan (not for ``cpu``, nor for one process that was asked for) and where the
+    machine may have any.
+    """
+    one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
+    kind, count = (None, 0) if config.cpu or one_process else _accelerators()
+    return HostFacts(sys.executable, _num_cores(), kind, count)
+
+
+def check_program(config: AccelConfig, program: Sequence[str]) -> None:
+    """Refuses a program that is not there, before any process starts.
+
+    Raises:
+        LaunchError: naming the program as given and the nearest one that exists.
+    """
+    if not program:
+        raise LaunchError("no program to launch: give a script, or -m and a module, after the flags")
+    target = program[0]
+    if config.no_python:
+        return  # the shell's own search for commands decides, in the process itself
+    if config.module:
+        _check_module(target)
+    elif not Path(target).exists():
+        folder = Path(target).parent
+        siblings = [path.name for path in folder.iterdir() if path.suffix == ".py"] if folder.is_dir() else []
+        close = nearest(Path(target).name, siblings)
+        hint = f"did you mean {folder / close}?" if close else f"looked in {folder.resolve()}"
+        raise LaunchError(f"there is no script {target!r}; {hint}")
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    # Only the top level is looked up: finding a submodule would run its parents here.
+    if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
+        hint = " (with -m, give a module name, not a file)" if name.endswith(".py") else ""
+        raise LaunchError(f"there is no module {top!r} for -m {name}{hint}; looked in {Path.cwd()} and the environment")
+
+
+def _num_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _accelerators() -> tuple[str | None, int]:
+    if sys.platform == "linux" and not _has_accelerator_node() and not _has_foreign_backend():
+        return None, 0
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None, 0
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device.type, torch.accelerator.device_count()
+
+
+def _has_accelerator_node() -> bool:
+    """Whether /dev holds a node that an accelerator known to torch itself would have (not: whether one works)."""
+    return any(name.startswith(_ACCELERATOR_NODES) for name in os.listdir("/dev"))
+
+
+def _has_foreign_backend() -> bool:
+    """Whether a package adds a device type to torch, whose nodes we cannot know."""
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends"))

@@ -1,0 +1,71 @@
+"""Where the output of the processes goes: untouched, or through the launcher with the rank before each line."""
+
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO, final
+
+_CHUNK = 65536
+
+
+@final
+class Output:
+    """Copies what the processes of one attempt print to the launcher's own streams and to one file per rank.
+
+    Used only where a prefix or files are asked for; otherwise the processes write to the launcher's streams directly,
+    and a progress bar still sees a terminal.
+    """
+
+    def __init__(self, *, prefix: bool, folder: Path | None) -> None:
+        self._prefix = prefix
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._logs: dict[int, BinaryIO] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+        """Copies ``source`` until its end, in a thread of its own."""
+        if self._folder is not None and rank not in self._logs:
+            self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb")
+        thread = threading.Thread(target=self._copy, args=(rank, source, sink), name=f"output-{rank}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def note(self, rank: int, text: str) -> None:
+        """Adds to the file of ``rank`` what the process could not print itself."""
+        with self._lock:
+            if rank in self._logs:
+                self._logs[rank].write(text.encode(errors="replace"))
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Waits for what is on its way; a process that outlived its rank may hold a stream open for longer."""
+        for thread in self._threads:
+            thread.join(timeout)
+        with self._lock:
+            for log in self._logs.values():
+                log.close()
+            self._logs.clear()
+
+    def _copy(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+        mark = f"[rank {rank}] ".encode() if self._prefix else b""
+        rest = b""
+        with source:
+            while chunk := os.read(source.fileno(), _CHUNK):
+                with self._lock:
+                    if rank in self._logs:
+                        self._logs[rank].write(chunk)
+                        self._logs[rank].flush()
+                # A progress bar ends its lines with a carriage return.
+                lines = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n") if mark else [chunk]
+                if mark:
+                    *lines, rest = lines
+                self._write(sink, b"".join(mark + line + b"\n" for line in lines) if mark else chunk)
+            if rest:
+                self._write(sink, mark + rest + b"\n")
+
+    def _write(self, sink: BinaryIO, data: bytes) -> None:
+        with self._lock:
+            sink.write(data)
+            sink.flush()

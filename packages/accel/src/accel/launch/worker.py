@@ -1,0 +1,114 @@
+"""What runs in each process that a launcher supervises: it ends with its launcher and leaves its error in a file.
+
+    python -P -m accel.launch.worker {script|module|command} TARGET [ARGS]...
+
+The program runs as the main module, as if Python had started it. An exception that nobody catches is written to the
+file that the launcher named (the format is torch elastic's, so its own tools read it too) and not printed here, so
+that the launcher can print the first one once instead of all of them at the same time.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from types import ModuleType, TracebackType
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+_SIGKILL = 9
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``argv`` (kind, target, arguments) in this process."""
+    kind, target, *arguments = argv
+    end_with_launcher()
+    if kind == "command":
+        _become_command([target, *arguments])
+    import faulthandler
+
+    faulthandler.enable()
+    sys.excepthook = record_exception
+    # Whole lines, so that a crash loses none and those of several ranks do not mix.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = [target, *arguments]
+    {"script": _run_script, "module": _run_module}[kind](target)
+
+
+def end_with_launcher() -> None:
+    """Has the kernel kill this process when its launcher is gone, however that ended (Linux, prctl(2))."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        sys.exit(f"the launcher (process {launcher}) ended before this process began")
+
+
+def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes an exception that ends the process to the launcher's file; prints it where that cannot be done."""
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher, which passed the interrupt on, says so once
+    error.__traceback__ = _program_part(trace)
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    text = "".join(traceback.format_exception(error))
+    try:
+        if not path:
+            raise OSError("no file was named")
+        _write_error(path, traceback.format_exception_only(error)[-1].strip(), text)
+    except OSError:
+        sys.stderr.write(text)
+
+
+def _write_error(path: str, summary: str, text: str) -> None:
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now}
+    staged = f"{path}.{os.getpid()}"
+    with open(staged, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
+    os.replace(staged, path)
+
+
+def _program_part(trace: TracebackType | None) -> TracebackType | None:
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _run_script(path: str) -> None:
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    if os.path.isdir(path):  # a folder with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
+    path = os.path.abspath(path)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    # The module stays in place until the interpreter ends: exit handlers and pickling look for it.
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str) -> None:
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _become_command(argv: list[str]) -> None:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        sys.stderr.write(f"cannot run {argv[0]!r}: {error.strerror}\n")
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""The processes of one attempt on this machine: started together, watched, and ended to the last one."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from accel.launch.failure import Exit, Failure, in_order, read_failure
+from accel.launch.interrupts import Interrupts
+from accel.launch.output import Output
+from accel.launch.plan import ProcessPlan
+from accel.launch.worker import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
+
+# Seconds between two looks where the system cannot tell when a process ends.
+_POLL = 0.05
+# Seconds after which a killed process is given up: it hangs in the kernel, and nothing can end it.
+_UNKILLABLE = 5.0
+
+
+@final
+class Workers:
+    """Processes that begin and end together, each the leader of a session and process group of its own.
+
+    An ended process stays unreaped until ``close``: its id, which is also its group's, then belongs to nobody else
+    while the group is being ended.
+    """
+
+    def __init__(self, *, folder: Path, output: Output | None, interrupts: Interrupts) -> None:
+        self._folder = folder
+        self._output = output
+        self._interrupts = interrupts
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits: dict[int, Exit] = {}
+        self._watches: dict[int, int] = {}
+        self._stopping = False
+
+    def start(self, processes: Sequence[ProcessPlan], attempt: Mapping[str, str]) -> None:
+        """Starts all; ``attempt`` joins the environment of each. If one cannot start, those before it are ended."""
+        for process in processes:
+            env = {**os.environ, **process.env, **attempt}
+            env[ERROR_FILE_VARIABLE] = str(self._error_file(process.rank))
+            env[LAUNCHER_VARIABLE] = str(os.getpid())
+            pipe = None if self._output is None else subprocess.PIPE
+            started = subprocess.Popen(process.argv, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
+            self._processes[process.rank] = started
+            if hasattr(os, "pidfd_open"):
+                self._watches[process.rank] = os.pidfd_open(started.pid)
+            if self._output is not None:
+                assert started.stdout is not None
+                assert started.stderr is not None
+                self._output.follow(process.rank, started.stdout, sys.stdout.buffer)  # type: ignore[arg-type]
+                self._output.follow(process.rank, started.stderr, sys.stderr.buffer)  # type: ignore[arg-type]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self._processes if rank not in self._exits]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a process has ended badly of its own accord."""
+        return any(ended.status != 0 and not ended.stopped for ended in self._exits.values())
+
+    def wait(self, timeout: float) -> None:
+        """Waits until a process ends, a signal comes or ``timeout`` seconds have passed, and notes who has ended."""
+        unwatched = [rank for rank in self.running if rank not in self._watches]
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._interrupts, selectors.EVENT_READ)
+            for rank in self.running:
+                if rank in self._watches:
+                    selector.register(self._watches[rank], selectors.EVENT_READ)
+            selector.select(min(timeout, _POLL) if unwatched else timeout)
+        self._interrupts.drain()
+        for rank in self.running:
+            status = _status(self._processes[rank])
+            if status is not None:
+                pid = self._processes[rank].pid
+                self._exits[rank] = Exit(rank, pid, status, time.time(), stopped=self._stopping)
+
+    def stuck(self, patience: float) -> bool:
+        """Whether a process has written down its error ``patience`` seconds ago and still has not ended.
+
+        It may hang in its exit handlers or in a thread while the other ranks wait for it in a collective.
+        """
+        for rank in self.running:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - self._error_file(rank).stat().st_mtime > patience:
+                    return True
+        return False
+
+    def stop(self, number: signal.Signals, grace: float) -> None:
+        """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal."""
+        self._stopping = True
+        self._signal_groups(number, self.running)
+        asked = len(self._interrupts.received)
+        self._wait_all(grace, lambda: len(self._interrupts.received) == asked)
+        self._signal_groups(signal.SIGKILL, self.running)
+        self._wait_all(_UNKILLABLE, lambda: True)
+
+    def failures(self) -> list[Failure]:
+        """What went wrong, the cause first."""
+        found = (read_failure(ended, self._error_file(rank)) for rank, ended in self._exits.items())
+        return in_order(failure for failure in found if failure is not None)
+
+    def close(self) -> None:
+        """Ends what the processes have left behind in their groups, and takes in the last of their output.
+
+        After a success the rest is asked to end, as it may have something to finish; after a failure it is killed.
+        """
+        if self.running:
+            self.stop(signal.SIGKILL, 0.0)
+        clean = all(ended.status == 0 for ended in self._exits.values())
+        self._signal_groups(signal.SIGTERM if clean else signal.SIGKILL, list(self._processes))
+        for rank in self._exits:
+            self._processes[rank].wait()
+        for watch in self._watches.values():
+            os.close(watch)
+        self._watches.clear()
+        if self._output is not None:
+            for failure in self.failures():
+                self._output.note(failure.exit.rank, failure.trace)
+            self._output.close()
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error_{rank}.json"
+
+    def _wait_all(self, seconds: float, patient: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while self.running and patient() and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+
+    def _signal_groups(self, number: signal.Signals, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._processes[rank].pid, number)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """How ``process`` ended, negative for a signal, or None while it runs; leaves it unreaped where that can be."""
+    if not hasattr(os, "waitid"):
+        return process.poll()
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
