@@ -9,7 +9,6 @@ instance.
 import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +19,7 @@ from accel_precision.errors import PrecisionError
 from accel_precision.options import AutocastKwargs
 from accel_precision.policy import PrecisionPolicy
 
+Context = Callable[[nn.Module], AbstractContextManager[Any]]
 Converter = Callable[[Any], Any]
 
 
@@ -59,14 +59,12 @@ def autocast_module(
     """
     outputs = None if policy.output is None else converter(policy.output)
     if policy.autocast:
-        options = options or AutocastKwargs()
-        context = partial(
-            torch.autocast,
-            device_type,
-            dtype=policy.compute,
-            enabled=options.enabled,
-            cache_enabled=options.cache_enabled,
-        )
+        enabled, cached = (options.enabled, options.cache_enabled) if options is not None else (True, None)
+        compute = policy.compute
+
+        def context(module: nn.Module) -> AbstractContextManager[Any]:
+            return torch.autocast(device_type, compute, enabled, cached)
+
         return call_within(model, context, outputs=outputs)
     if policy.compute is None and outputs is None:
         return model
@@ -75,12 +73,12 @@ def autocast_module(
 
 def call_within(
     model: nn.Module,
-    context: Callable[[], AbstractContextManager[Any]] | None,
+    context: Context | None,
     *,
     inputs: torch.dtype | None = None,
     outputs: Converter | None = None,
 ) -> nn.Module:
-    """The same module, each call of which runs in a context that ``context()`` makes; several nest, the last outermost.
+    """The same module, each call of which runs in a context from ``context(module)``; several nest, the last outermost.
 
     Args:
         inputs: dtype to which floating-point tensors among the arguments are converted.
@@ -140,7 +138,7 @@ def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
 
 def _make_call(
     call: Callable[..., Any],
-    context: Callable[[], AbstractContextManager[Any]] | None,
+    context: Context | None,
     inputs: torch.dtype | None,
     outputs: Converter | None,
 ) -> Callable[..., Any]:
@@ -163,13 +161,13 @@ def _make_call(
     if outputs is None:
 
         def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with context():
+            with context(self):
                 return call(self, *args, **kwargs)
 
         return within
 
     def within_giving(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with context():
+        with context(self):
             result = call(self, *args, **kwargs)
         return outputs(result)
 

@@ -1,0 +1,90 @@
+"""Linear layers that train in float8, by torchao."""
+
+import warnings
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, final
+
+from torch import nn
+
+from accel_precision.errors import PrecisionError
+from accel_precision.facts import DeviceFacts
+from accel_precision.recipes import AORecipeKwargs, Fp8Recipe
+
+MULTIPLE = 16  # what the matrix units want both dimensions of a weight to divide by
+
+
+@final
+class TorchAOConverter:
+    """Replaces linear layers by torchao's ``Float8Linear``; weights and biases stay the same parameters.
+
+    Args:
+        recipe: ``AORecipeKwargs``.
+        facts: without fp8 in hardware, the layers are emulated: same rounding, more time.
+        sharded: FSDP will gather the weights, which torchao can do in 8 bits for the tensorwise recipe.
+
+    Raises:
+        PrecisionError: a recipe of another library, or torchao is missing.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, facts: DeviceFacts, *, sharded: bool = False) -> None:
+        if not isinstance(recipe, AORecipeKwargs):
+            raise PrecisionError(f"torchao takes an AORecipeKwargs, and got {type(recipe).__name__}")
+        if "torchao" not in facts.fp8_libraries:
+            raise PrecisionError(
+                "precision 'fp8' by torchao: it is not installed (pip install torchao); nearest: 'bf16'"
+            )
+        self._recipe = recipe
+        self._facts = facts
+        self._sharded = sharded
+
+    def config(self) -> Any:
+        """The recipe in torchao's own terms, a ``torchao.float8.Float8LinearConfig``."""
+        recipe = self._recipe
+        emulate = not self._facts.fp8 if recipe.emulate is None else recipe.emulate
+        if recipe.config is not None:
+            return replace(recipe.config, emulate=True) if emulate else recipe.config
+        gather = self._sharded and recipe.recipe == "tensorwise"
+        asked = recipe.enable_fsdp_float8_all_gather
+        return replace(
+            import_module("torchao.float8").Float8LinearConfig.from_recipe_name(recipe.recipe),
+            emulate=emulate,
+            pad_inner_dim=True if recipe.pad_inner_dim is None else recipe.pad_inner_dim,
+            enable_fsdp_float8_all_gather=gather if asked is None else asked,
+        )
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """The model with its eligible linear layers replaced, in place unless it is itself one.
+
+        Warns if none was eligible.
+        """
+        float8 = import_module("torchao.float8")
+        done = import_module("torchao.float8.float8_linear").Float8Linear
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        chosen = {
+            name
+            for name, module in linears.items()
+            if not isinstance(module, done) and self._eligible(module, name, list(linears))
+        }
+        if not chosen:
+            warnings.warn(
+                f"none of the {len(linears)} linear layers of {type(model).__name__} computes in fp8: by default the "
+                f"first and the last do not, nor those whose dimensions do not divide by {MULTIPLE}; "
+                "AORecipeKwargs(module_filter_func=...) chooses others",
+                stacklevel=2,
+            )
+            return model
+        converted: nn.Module = float8.convert_to_float8_training(
+            model, config=self.config(), module_filter_fn=lambda module, name: name in chosen
+        )
+        return converted
+
+    def _eligible(self, module: nn.Linear, name: str, names: list[str]) -> bool:
+        if self._recipe.module_filter_func is not None:
+            return self._recipe.module_filter_func(module, name)
+        return type(module) is nn.Linear and name not in (names[0], names[-1]) and divides(module)
+
+
+def divides(module: nn.Linear) -> bool:
+    """Whether both dimensions of the weight suit 8-bit matrix units."""
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
