@@ -93,9 +93,10 @@ def call_within(
         "__doc__": original.__doc__,
         "_accel_original": original,
     }
+    bases = (original,) if issubclass(original, _Swapped) else (_Swapped, original)
+    metaclass: Any = type(original)
     try:
-        metaclass: Any = type(original)
-        model.__class__ = metaclass(original.__name__, (_Swapped, original), namespace)
+        model.__class__ = metaclass(original.__name__, bases, namespace)
     except TypeError as error:
         raise PrecisionError(
             f"{original.__module__}.{original.__qualname__} does not let an instance change its class ({error}), so "
