@@ -93,7 +93,8 @@ def installed_version(distribution: str) -> Version | None:
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
     """Whether ``library_or_version operation requirement_version`` holds, as in ``("torch", ">=", "2.9")``.
 
-    A ``str`` names an installed distribution; anything else (a version object of any library) is read by its text.
+    A plain ``str`` names an installed distribution; anything else is read by its text: a version object of any
+    library, or ``torch.__version__``, which is a subclass of ``str``.
 
     Raises:
         ValueError: ``operation`` is not one of the six, or a version cannot be read.
@@ -101,7 +102,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
     """
     if operation not in _OPERATORS:
         raise ValueError(f"`operation` must be one of {', '.join(_OPERATORS)}; got {operation!r}")
-    if isinstance(library_or_version, str):
+    if type(library_or_version) is str:
         from importlib.metadata import version
 
         have = Version(version(library_or_version))

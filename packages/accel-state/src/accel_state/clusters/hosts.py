@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from accel_state.errors import TopologyError
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_PART = re.compile(r"[^\[\]]*(\[[^\[\]]*\][^\[\]]*)*")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -45,10 +46,10 @@ def _split_outside_brackets(nodelist: str) -> list[str]:
 
 
 def _expand_part(part: str, nodelist: str) -> Iterator[str]:
+    if not _PART.fullmatch(part):
+        raise TopologyError(f"cannot read {part!r} in the node list {nodelist!r}")
     match = _BRACKETS.search(part)
     if match is None:
-        if "[" in part or "]" in part:
-            raise TopologyError(f"cannot read {part!r} in the node list {nodelist!r}")
         yield part
         return
     for item in match[1].split(","):

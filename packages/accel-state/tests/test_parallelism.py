@@ -1,0 +1,188 @@
+"""Degrees of parallelism, the mesh they make, and who reads which samples."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_state import (
+    ConfigError,
+    DataShard,
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    Topology,
+    TopologyError,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+sizes = st.sampled_from([1, 1, 2, 3])
+
+
+@st.composite
+def configs(draw):
+    chosen = {f"{axis}_size": draw(sizes) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")}
+    if chosen["cp_size"] > 1:
+        chosen["sp_size"] = 1
+    if chosen["tp_size"] > 1 or chosen["cp_size"] > 1:
+        chosen["dp_shard_size"] = max(chosen["dp_shard_size"], 2)
+    return ParallelismConfig(**chosen)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp", "cp", "names", "shape"),
+    [
+        (8, 1, 1, 1, ("dp_replicate",), (8,)),
+        (1, 8, 1, 1, ("dp_shard",), (8,)),
+        (2, 4, 1, 1, ("dp_replicate", "dp_shard"), (2, 4)),
+        (1, 4, 2, 1, ("dp_shard", "tp"), (4, 2)),
+        (2, 2, 2, 1, ("dp_replicate", "dp_shard", "tp"), (2, 2, 2)),
+        (1, 1, 8, 1, ("tp",), (8,)),
+        (1, 1, 1, 4, ("cp",), (4,)),
+        (1, 4, 1, 2, ("dp_shard", "cp"), (4, 2)),
+        (1, 2, 2, 2, ("dp_shard", "cp", "tp"), (2, 2, 2)),
+        (2, 2, 2, 2, ("dp_replicate", "dp_shard", "cp", "tp"), (2, 2, 2, 2)),
+    ],
+)
+def test_mesh_has_one_axis_per_degree_above_one(replicate, shard, tp, cp, names, shape):
+    config = ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tp, cp_size=cp)
+    assert config._get_mesh() == (names, shape)
+    assert config.active_mesh_dims == list(names)
+
+
+@given(configs())
+def test_peers_of_one_sample_share_a_shard_and_all_shards_are_read(config):
+    shards = [config.data_shard(Topology.on_one_node(rank, config.total_size)) for rank in range(config.total_size)]
+    assert {shard.index for shard in shards} == set(range(config.data_parallel_size))
+    for rank, shard in enumerate(shards):
+        place = config.coordinates(rank)
+        peers = [
+            other
+            for other in range(config.total_size)
+            if all(config.coordinates(other)[axis] == place[axis] for axis in ("dp_replicate", "dp_shard"))
+        ]
+        assert len(peers) == config.non_data_parallel_size
+        assert all(shards[peer] == shard for peer in peers)
+
+
+@given(configs())
+def test_coordinates_count_like_the_mesh(config):
+    names, shape = config._get_mesh()
+    for rank in range(config.total_size):
+        place, flat = config.coordinates(rank), 0
+        for name, size in zip(names, shape, strict=True):
+            flat = flat * size + place[name]
+        assert flat == rank
+
+
+@given(configs())
+def test_json_comes_back_as_the_same_config(config):
+    assert ParallelismConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_no_degrees_means_that_all_processes_replicate():
+    config = ParallelismConfig().fitted(4)
+    assert config.dp_replicate_size == 4
+    assert ParallelismConfig().data_shard(Topology.on_one_node(3, 4)) == DataShard(3, 4)
+
+
+def test_deepspeed_sequence_parallelism_leaves_the_rest_to_replicate():
+    config = ParallelismConfig(sp_size=2)
+    assert [config.data_shard(Topology.on_one_node(rank, 4)).index for rank in range(4)] == [0, 0, 1, 1]
+    assert config.build_device_mesh("cpu") is None
+
+
+def test_a_product_that_does_not_match_is_refused():
+    with pytest.raises(TopologyError, match="needs 2 processes, which does not match num_processes=3"):
+        ParallelismConfig(tp_size=2).data_shard(Topology.on_one_node(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp_size": 0}, "tp_size=0"),
+        ({"pp_size": -1}, "pp_size=-1"),
+        ({"cp_size": 1.5}, "cp_size=1.5"),
+        ({"dp_shard_size": True}, "dp_shard_size=True"),
+        ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
+        ({"tp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
+        ({"cp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
+        ({"cp_backend": "nope"}, "cp_backend='nope'"),
+        ({"sp_backend": "nope"}, "sp_backend='nope'"),
+        ({"tp_handler": TorchContextParallelConfig()}, "tp_handler must be a TorchTensorParallelConfig"),
+    ],
+)
+def test_impossible_degrees_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelismConfig(**values)
+
+
+def test_sizes_come_from_the_environment_when_not_given(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    assert ParallelismConfig().tp_size == 4
+    assert ParallelismConfig(tp_size=2).tp_size == 2
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "many")
+    with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_TP_SIZE='many'"):
+        ParallelismConfig()
+
+
+def test_used_axes_get_their_default_options():
+    config = ParallelismConfig(tp_size=2, dp_shard_size=2)
+    assert config.tp_handler == TorchTensorParallelConfig()
+    assert config.cp_handler is None
+
+
+def test_names_of_groups_of_axes():
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2, tp_size=2, pp_size=2)
+    assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.non_dp_dim_names == ["pp", "cp", "tp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (32, 4, 8)
+    assert ParallelismConfig(dp_shard_size=2).fsdp_dim_names == ["dp_shard_cp"]
+
+
+def test_the_mesh_is_asked_for_by_type_and_kept():
+    config = ParallelismConfig()
+    with pytest.raises(ConfigError, match="name a device_type"):
+        config.get_device_mesh()
+    assert config.get_device_mesh("cpu") is None
+    assert config.get_device_mesh() is None
+    with pytest.raises(ConfigError, match="built for 'cpu'"):
+        config.get_device_mesh("cuda")
+
+
+@pytest.mark.parametrize("document", [{"tp_sise": 2}, {"whatever": 1}])
+def test_unknown_json_keys_are_named(document):
+    with pytest.raises(ConfigError, match=next(iter(document))):
+        ParallelismConfig.from_json(document)
+
+
+def test_options_read_their_variables(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "128")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", "false")
+    options = DeepSpeedSequenceParallelConfig()
+    assert (options.sp_seq_length, options.sp_seq_length_is_variable) == (128, False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TorchContextParallelConfig("ring"), "^Invalid cp_comm_strategy: ring"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), "Invalid sp_attn_implementation"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False), "sp_seq_length is needed"),
+        (lambda: DataShard(2, 2), "index=2"),
+    ],
+)
+def test_wrong_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_by_any_of_its_names_is_taken(name):
+    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=name).sp_attn_implementation == name
