@@ -1,0 +1,62 @@
+"""The environment variables of rank processes: those of the caller, without what would decide for the test."""
+
+import sys
+from collections.abc import Mapping
+
+# Launchers' variables say where *this* process sits; a rank that inherited them would believe them.
+_FOREIGN_PREFIXES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_",
+    "MV2_",
+    "HYDI_",
+    "LSB_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+)
+_FOREIGN = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "ACCEL_CONFIG",
+        "PYTEST_CURRENT_TEST",
+    }
+)
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables a rank starts with: no launcher's, one thread each, gloo on the loopback device, a fixed hash seed."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
+    }
+    kept.update(_ONE_THREAD)
+    kept["PYTHONHASHSEED"] = "0"
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    kept.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return kept
+
+
+def seat_variables(rank: int, world_size: int, init_method: str) -> dict[str, str]:
+    """The variables of one rank during one job, as torchrun would set them, save for a port."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ACCEL_TESTING_INIT_METHOD": init_method,
+    }

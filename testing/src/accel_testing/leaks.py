@@ -1,0 +1,160 @@
+"""What a test leaves behind: environment variables, process groups, threads, children, shared memory, temporary folders."""
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What libraries start once and keep on purpose, so that the first test that needs it is not blamed.
+_KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "QueueFeederThread", "tqdm_monitor", "ThreadPoolExecutor-loky")
+_KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
+_GRACE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there was at one moment: for each check, the things by name and how they look."""
+
+    seen: Mapping[str, Mapping[str, str]]
+
+
+def snapshot(checks: Iterable[str] = ()) -> Snapshot:
+    """What there is now, for the named checks (see :data:`CHECKS`); cheap: no check takes a millisecond."""
+    return Snapshot({name: CHECKS[name]() for name in checks})
+
+
+def differences(before: Snapshot, after: Snapshot, *, group_expected: bool = False) -> list[str]:
+    """One sentence for each thing that is in ``after`` and was not, or not so, in ``before``.
+
+    ``group_expected`` says that the default process group belongs to who runs the test.
+    """
+    found = [text for name in after.seen for text in _compare(name, before.seen[name], after.seen[name])]
+    return [text for text in found if not (group_expected and text.startswith("the default process group"))]
+
+
+def settled_differences(before: Snapshot, *, grace: float = _GRACE) -> list[str]:
+    """The differences to now, after up to ``grace`` seconds in which threads and children may still end."""
+    deadline = time.monotonic() + grace
+    while True:
+        found = differences(before, snapshot(before.seen))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
+def parse_checks(words: Iterable[str]) -> tuple[str, ...]:
+    """Names of checks, ``all`` meaning every one; an unknown name is refused."""
+    wanted: list[str] = []
+    for word in words:
+        if word != "all" and word not in CHECKS:
+            raise ValueError(f"no leak check {word!r}; there are: all, {', '.join(CHECKS)}")
+        wanted += CHECKS if word == "all" else [word]
+    return tuple(dict.fromkeys(wanted))
+
+
+def _compare(check: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name, look in after.items():
+        if name not in before:
+            yield _SENTENCES[check].format(name=name, look=look)
+        elif before[name] != look:
+            yield f"{_SENTENCES[check].format(name=name, look=look)} (was {before[name]})"
+    if check == "environment":
+        for name in before.keys() - after.keys():
+            yield f"environment variable {name} was removed"
+
+
+def _environment() -> dict[str, str]:
+    return {name: repr(value) for name, value in os.environ.items() if not name.startswith(_KEPT_VARIABLES)}
+
+
+def _groups() -> dict[str, str]:
+    # A group cannot exist before torch.distributed was imported, and asking must not import it.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return {}
+    return {"the default process group": f"{dist.get_backend()}, {dist.get_world_size()} ranks"}
+
+
+def _threads() -> dict[str, str]:
+    return {
+        f"{thread.name} ({thread.ident})": "daemon" if thread.daemon else "not daemon, so the process waits for it"
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith(_KEPT_THREADS)
+    }
+
+
+def _children() -> dict[str, str]:
+    task = Path(f"/proc/{os.getpid()}/task")
+    if not task.is_dir():
+        return {}
+    pids = [pid for entry in task.iterdir() for pid in _read(entry / "children").split()]
+    return {pid: _command(pid) for pid in pids if not _is_helper(pid)}
+
+
+def _is_helper(pid: str) -> bool:
+    """multiprocessing keeps these two for the life of the process; the nursery is this package's own."""
+    command = _command(pid)
+    return any(word in command for word in ("resource_tracker", "forkserver", "accel_testing.nursery"))
+
+
+def _command(pid: str) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()[:200] or "a process that has ended"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _shared_memory() -> dict[str, str]:
+    """Segments of this process: torch puts its process id into their names, Python's have none but the user."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return {}
+    mark = f"_{os.getpid()}_"
+    return {
+        entry.name: "shared memory" for entry in folder.iterdir() if mark in entry.name or entry.name.startswith("psm_")
+    }
+
+
+def _temporary() -> dict[str, str]:
+    folder = Path(tempfile.gettempdir())
+    mine = {}
+    for entry in os.scandir(folder):
+        if entry.name.startswith(("pytest-", "accel-ranks-", "torchinductor_")):
+            continue
+        try:
+            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                mine[entry.path] = "a folder" if entry.is_dir(follow_symlinks=False) else "a file"
+        except OSError:
+            continue
+    return mine
+
+
+#: The checks by name. ``shared_memory`` and ``temporary`` look at what all processes of the machine share, so they
+#: blame the wrong test where several run at once; the others see this process only.
+CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
+    "environment": _environment,
+    "groups": _groups,
+    "threads": _threads,
+    "children": _children,
+    "shared_memory": _shared_memory,
+    "temporary": _temporary,
+}
+
+_SENTENCES: Mapping[str, str] = {
+    "environment": "environment variable {name} is {look}",
+    "groups": "{name} is still open ({look})",
+    "threads": "thread {name} still runs ({look})",
+    "children": "child process {name} still runs: {look}",
+    "shared_memory": "shared memory segment {name} still exists",
+    "temporary": "{name} ({look}) is still there",
+}

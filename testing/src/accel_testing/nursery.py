@@ -1,0 +1,123 @@
+"""A process that has imported torch once and forks ranks from there, so that a rank starts in milliseconds.
+
+It is started fresh, never forked from the test process, and runs one thread only: that is what makes forking from it
+safe. It ends, with all its ranks, when the test process ends, however that happens.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere the nursery sees to it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class _Nursery:
+    def __init__(self, control: socket.socket, folder: str, serve: Callable[[int, int], None]) -> None:
+        self.control = control
+        self.folder = folder
+        self.serve = serve
+        self.ranks: set[int] = set()
+        self.wakeup, self.waker = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(self.waker, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.waker)
+
+    def run(self) -> None:
+        self.tell("ready")
+        while True:
+            readable, _, _ = select.select([self.control, self.wakeup], [], [])
+            if self.wakeup in readable:
+                os.read(self.wakeup, 4096)
+                self.reap()
+            if self.control in readable:
+                message, files, _, _ = socket.recv_fds(self.control, 64, 3)
+                if not message:
+                    return
+                self.bear(files)
+
+    def tell(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.control.sendall(text.encode() + b"\n")
+
+    def reap(self) -> None:
+        while self.ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self.ranks.discard(pid)
+            self.tell(f"ended {pid} {os.waitstatus_to_exitcode(status)}")
+
+    def bear(self, files: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become_rank(files, parent)
+            finally:
+                os._exit(70)
+        for file in files:
+            os.close(file)
+        self.ranks.add(pid)
+        self.tell(f"born {pid}")
+
+    def become_rank(self, files: list[int], parent: int) -> None:
+        # A session of its own: the test process can end it with all the children it made.
+        os.setsid()
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.control.close()
+        os.close(self.wakeup)
+        os.close(self.waker)
+        connection, output, stacks = files
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
+        for text in (sys.stdout, sys.stderr):
+            text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.enable()
+        self.serve(connection, stacks)
+
+    def end(self) -> None:
+        for pid in self.ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main(control_file: int, folder: str, modules: list[str]) -> None:
+    """Imports what every rank needs, then forks ranks on request until the test process is gone."""
+    control = socket.socket(fileno=control_file)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from accel_testing.rank import serve, warm
+
+    warm(modules)
+    gc.collect()
+    gc.freeze()
+    nursery = _Nursery(control, folder, serve)
+    try:
+        nursery.run()
+    finally:
+        nursery.end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

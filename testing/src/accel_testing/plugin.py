@@ -1,0 +1,134 @@
+"""The pytest plugin: tests that run in ranks, tests that need a device, tests that must leave nothing behind.
+
+Loaded in every pytest run of an environment that has accel-testing, so it imports neither torch nor accel.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from accel_testing.items import RankRunner
+
+_MARKERS = (
+    "ranks(n, group=True, timeout=60, backend='gloo', env={}): run the test in n processes with a process group; the "
+    "arguments rank and world_size say which one it is",
+    "gpu: needs an accelerator (cuda, xpu, ...); skipped without one, see --require",
+    "multigpu(n=2): needs n accelerators; skipped without them, see --require",
+    "tpu: needs a TPU and torch_xla; skipped without them, see --require",
+    "fault: kills, stops or corrupts something on purpose",
+    "slow: takes long, or repeats heavily",
+    "leaks(*checks): fails when the test leaves something behind; no arguments: every check",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--require`` and the ini options."""
+    group = parser.getgroup("accel")
+    group.addoption(
+        "--require",
+        action="append",
+        default=[],
+        metavar="KIND",
+        choices=["gpu", "multigpu", "tpu"],
+        help="fail, instead of skipping, tests marked KIND when the machine has none (may be repeated)",
+    )
+    parser.addini("accel_leaks", "leak checks for every test: all, or some of accel_testing.leaks.CHECKS", "args", [])
+    parser.addini("accel_preload", "modules that ranks import once, before they are forked", "args", [])
+    parser.addini("accel_ranks_timeout", "seconds a test may take in its ranks", default="60")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers."""
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.stash[_RUNNER] = None
+
+
+@pytest.fixture
+def rank() -> int:
+    """The rank of this process; 0 in a test that is not marked ``ranks``."""
+    return 0
+
+
+@pytest.fixture
+def world_size() -> int:
+    """The number of ranks; 1 in a test that is not marked ``ranks``."""
+    return 1
+
+
+_RUNNER = pytest.StashKey["RankRunner | None"]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts importing torch for the ranks while the tests before them run."""
+    if session.config.option.collectonly:
+        return
+    if any(item.get_closest_marker("ranks") for item in session.items):
+        _runner(session.config).prepare()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the ranks."""
+    if runner := config.stash.get(_RUNNER, None):
+        runner.close()
+
+
+def _runner(config: pytest.Config) -> "RankRunner":
+    runner = config.stash[_RUNNER]
+    if runner is None:
+        from accel_testing.items import RankRunner
+
+        runner = config.stash[_RUNNER] = RankRunner(config)
+    return runner
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips, or fails under ``--require``, a test whose device is missing."""
+    for kind in ("gpu", "multigpu", "tpu"):
+        if marker := item.get_closest_marker(kind):
+            from accel_testing.hardware import what_is_missing
+
+            if missing := what_is_missing(kind, *marker.args, **marker.kwargs):
+                if kind in item.config.option.require:
+                    pytest.fail(f"--require={kind}: {missing}", pytrace=False)
+                pytest.skip(missing)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test marked ``ranks`` in its ranks."""
+    if not pyfuncitem.get_closest_marker("ranks"):
+        return None
+    __tracebackhide__ = True
+    _runner(pyfuncitem.config).run(pyfuncitem)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[Any]:
+    """Shows a failure in a rank as if it had happened here, with what the ranks printed."""
+    report = yield
+    if call.excinfo is not None and item.get_closest_marker("ranks"):
+        from accel_testing.reporting import show_ranks
+
+        show_ranks(report, call.excinfo.value)
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _accel_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Looks for what the test and its fixtures left behind in this process, where leaks are checked."""
+    marker = request.node.get_closest_marker("leaks")
+    words = (marker.args or ("all",)) if marker else request.config.getini("accel_leaks")
+    if not words:
+        yield
+        return
+    from accel_testing import leaks
+
+    before = leaks.snapshot(leaks.parse_checks(words))
+    yield
+    if found := leaks.settled_differences(before):
+        pytest.fail("\n  ".join([f"{request.node.name} left behind:", *found]), pytrace=False)

@@ -1,0 +1,223 @@
+"""The test process's side of the nursery and of the ranks that come from it."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, final
+
+from accel_testing.environment import rank_environment
+from accel_testing.errors import RankError
+from accel_testing.signals import DUMP_STACKS
+from accel_testing.stacks import describe_place
+from accel_testing.wire import Answer, Closed
+
+_START_TIMEOUT = 120.0
+
+
+@final
+class Nursery:
+    """The process that ranks are forked from, as seen from the test process; started at once, waited for when needed."""
+
+    def __init__(self, folder: Path, *, preload: Sequence[str] = ()) -> None:
+        self.folder = folder
+        mine, theirs = socket.socketpair()
+        self._socket = mine
+        self._unread = b""
+        self._ready = False
+        self._ended: dict[int, int] = {}
+        self._others: list[str] = []
+        self._born = 0
+        with theirs, (folder / "nursery.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "accel_testing.nursery", str(theirs.fileno()), str(folder), *preload],
+                pass_fds=[theirs.fileno()],
+                env=rank_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._closer = weakref.finalize(self, _end, self._process, mine, folder, os.getpid())
+
+    @property
+    def alive(self) -> bool:
+        """Whether ranks can still be forked from it."""
+        return self._process.poll() is None
+
+    def bear(self) -> "Rank":
+        """A new rank process."""
+        mine, theirs = Pipe(duplex=True)
+        number = self._born
+        self._born += 1
+        output, stacks = self.folder / f"output-{number}.txt", self.folder / f"stacks-{number}.txt"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [theirs.fileno(), os.open(output, flags, 0o600), os.open(stacks, flags, 0o600)]
+        try:
+            self._wait_ready()
+            socket.send_fds(self._socket, [b"rank\n"], files)
+            pid = int(self._read("born ", _START_TIMEOUT))
+        finally:
+            theirs.close()
+            for file in files[1:]:
+                os.close(file)
+        return Rank(self, pid, mine, output=output, stacks=stacks)
+
+    def exit_status(self, pid: int, timeout: float) -> int | None:
+        """How a rank ended (negative: by a signal), waiting up to ``timeout`` seconds for it; None while it lives."""
+        deadline = time.monotonic() + timeout
+        while pid not in self._ended:
+            if not self._take_lines(max(0.0, deadline - time.monotonic())):
+                return None
+        return self._ended[pid]
+
+    def close(self) -> None:
+        """Ends the nursery and what is left of its ranks."""
+        self._closer()
+
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            self._read("ready", _START_TIMEOUT)
+            self._ready = True
+
+    def _read(self, start: str, timeout: float) -> str:
+        deadline = time.monotonic() + timeout
+        while True:
+            for line in self._others:
+                if line.startswith(start):
+                    self._others.remove(line)
+                    return line.removeprefix(start)
+            if not self._take_lines(max(0.0, deadline - time.monotonic())):
+                log = (self.folder / "nursery.log").read_text(errors="replace") if self.folder.exists() else ""
+                raise RankError(f"the process that starts ranks gave no answer in {timeout:.0f} s:\n{log[-4000:]}")
+
+    def _take_lines(self, timeout: float) -> bool:
+        """Reads what the nursery says, up to ``timeout`` seconds; False when it said nothing or is gone."""
+        self._socket.settimeout(timeout or 1e-6)
+        try:
+            data = self._socket.recv(4096)
+        except (TimeoutError, BlockingIOError, OSError):
+            return False
+        finally:
+            self._socket.settimeout(None)
+        if not data:
+            return False
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode().partition(" ")
+            if word == "ended":
+                pid, status = rest.split()
+                self._ended[int(pid)] = int(status)
+            else:
+                self._others.append(line.decode())
+        return True
+
+
+def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Path, owner: int) -> None:
+    """Closing the connection is what ends a nursery; a process forked from the owner must not do it."""
+    control.close()
+    if os.getpid() != owner:
+        return
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@final
+class Rank:
+    """One rank process, as seen from the test process."""
+
+    def __init__(self, nursery: Nursery, pid: int, connection: Connection, *, output: Path, stacks: Path) -> None:
+        self.pid = pid
+        self.connection = connection
+        self._nursery = nursery
+        self._output = output
+        self._stacks = stacks
+
+    def send(self, message: Any) -> None:
+        """Hands a message over; a rank that is gone shows when its answer is read."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def receive(self) -> Answer | None:
+        """The answer that is there to be read; None when the rank is gone."""
+        message = self._receive()
+        assert message is None or isinstance(message, Answer)
+        return message
+
+    def receive_closed(self, timeout: float) -> Closed | None:
+        """Waits for the word that the rank has left its group; None when it does not come."""
+        if not self.connection.poll(timeout):
+            return None
+        message = self._receive()
+        return message if isinstance(message, Closed) else None
+
+    def _receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def exit_status(self, timeout: float) -> int | None:
+        """How the process ended, None while it lives."""
+        return self._nursery.exit_status(self.pid, timeout)
+
+    def output(self, limit: int) -> str:
+        """The last ``limit`` bytes that it printed."""
+        with contextlib.suppress(OSError), self._output.open("rb") as file:
+            file.seek(max(0, self._output.stat().st_size - limit))
+            return file.read().decode(errors="replace")
+        return ""
+
+    def condition(self) -> str:
+        """``, it is stopped`` where a signal has stopped it (Linux), otherwise nothing."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "Tt":
+                return " (the process is stopped, by SIGSTOP or a debugger)"
+        return ""
+
+    def request_stacks(self) -> None:
+        """Has the process write where all its threads stand."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, DUMP_STACKS)
+
+    def stacks(self, timeout: float = 2.0) -> str:
+        """What it wrote, once that is complete; a stopped process is let go for it."""
+        if self.condition():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+        deadline = time.monotonic() + timeout
+        before = ""
+        while True:
+            text = self._stacks.read_text(errors="replace")
+            if (text == before and text.count("\n") > 1) or time.monotonic() > deadline:
+                return text
+            before = text
+            time.sleep(0.05)
+
+    def place(self) -> str:
+        """Where it stands now, in words."""
+        self.request_stacks()
+        return describe_place(self.stacks())
+
+    def kill(self) -> None:
+        """Ends the process and all it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._nursery.exit_status(self.pid, 5.0)
+        self.connection.close()
+        for file in (self._output, self._stacks):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,203 @@
+"""What a rank process does: takes a job, opens its group, runs the work, answers, closes, waits for the next."""
+
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from accel_testing import leaks
+from accel_testing.environment import seat_variables
+from accel_testing.rewriting import import_source, rewriting_config
+from accel_testing.signals import DUMP_STACKS
+from accel_testing.wire import Answer, Call, Closed, Job, TestCall, pack, unpack
+
+
+def warm(modules: Iterable[str] = ()) -> None:
+    """Imports, before any rank is forked, what all of them need, and ``modules``."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    rewriting_config()
+    for name in modules:
+        importlib.import_module(name)
+
+
+def serve(connection_file: int, stacks_file: int) -> None:
+    """Runs jobs until the other side closes the connection; never returns."""
+    connection = Connection(connection_file)
+    stacks: TextIO = os.fdopen(stacks_file, "w")
+    stacks.write(f"{threading.get_ident():#018x}\n")
+    stacks.flush()
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True, chain=False)
+    _serve(connection)
+    # No destructors: threads of a group that a test left open must not keep the process, nor crash it.
+    os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _empty_output()
+        with ExitStack() as stack:
+            stack.enter_context(_restored_process())
+            os.environ.update(seat_variables(job.rank, job.world_size, job.init_method))
+            os.environ.update(job.variables)
+            before = leaks.snapshot(job.checks)
+            answer = _answer(job)
+            _flush()
+            connection.send(answer)
+            try:
+                connection.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            found = leaks.differences(before, leaks.snapshot(job.checks), group_expected=job.backend is not None)
+            _leave_group()
+        _flush()
+        connection.send(Closed(tuple(found)))
+        # What lives now (modules, mostly) is not walked again by the next collection.
+        gc.freeze()
+
+
+def _answer(job: Job) -> Answer:
+    from accel_testing.verdict import judge, report_failure
+
+    style = job.work if isinstance(job.work, TestCall) else None
+    start: str | None = None
+    try:
+        sys.path[:] = job.search_path
+        module = import_source(job.source) if job.source else None
+        _enter_group(job)
+        start = module.__file__ if module else None
+        result = _call(job, module)
+        return Answer("passed", value=pack(result))
+    except BaseException as error:
+        answer = judge(error) or report_failure(error, style=style, start=start)
+        if answer.outcome == "failed":
+            # The others may be waiting for this rank in a collective: closing its connections lets them go.
+            _leave_group()
+        del error
+        return answer
+    finally:
+        gc.collect()
+
+
+def _call(job: Job, module: ModuleType | None) -> Any:
+    if isinstance(job.work, Call):
+        fn, args, kwargs = unpack(job.work.payload)
+        return fn(*args, **kwargs)
+    assert module is not None
+    return _call_test(job, job.work, module)
+
+
+def _call_test(job: Job, test: TestCall, module: ModuleType) -> None:
+    import pytest
+
+    *owners, name = test.qualname.split(".")
+    owner: Any = module
+    for part in owners:
+        owner = getattr(owner, part)
+    arguments: dict[str, Any] = unpack(test.payload)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        rewriting_config().filter_warnings(test.warning_filters)
+        stack.enter_context(rewriting_config().explained_comparisons())
+        if owners:
+            owner = owner()
+        function = getattr(owner, name)
+        if owners and hasattr(owner, "setup_method"):
+            _call_xunit(owner.setup_method, function)
+        if owners and hasattr(owner, "teardown_method"):
+            stack.callback(_call_xunit, owner.teardown_method, function)
+        if "rank" in test.made_in_rank:
+            arguments["rank"] = job.rank
+        if "world_size" in test.made_in_rank:
+            arguments["world_size"] = job.world_size
+        if "monkeypatch" in test.made_in_rank:
+            arguments["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
+        function(**arguments)
+
+
+def _call_xunit(method: Any, function: Any) -> None:
+    import inspect
+
+    if inspect.signature(method).parameters:
+        method(function)
+    else:
+        method()
+
+
+def _enter_group(job: Job) -> None:
+    if job.backend is None:
+        return
+    import torch.distributed as dist
+
+    # Longer than the test may take: a hang is reported by the pool, with stacks, not by one collective's timeout.
+    dist.init_process_group(
+        job.backend,
+        init_method=job.init_method,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=2 * job.timeout + 60),
+    )
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Starts every job from the same state, and undoes what it changed in the process: variables, folder, torch's modes."""
+    import torch
+
+    environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
+    dtype, determinism = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[:] = path
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        if torch.are_deterministic_algorithms_enabled() != determinism:  # importing what this needs takes a second
+            torch.use_deterministic_algorithms(determinism)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+
+
+def _empty_output() -> None:
+    """Forgets what the last job printed; the file is in append mode, so writing goes on at its start."""
+    _flush()
+    os.ftruncate(1, 0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOBase):
+            stream.flush()

@@ -1,0 +1,115 @@
+"""What the test process and its ranks say to each other: values, pickled by the connection between them."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["passed", "failed", "skipped", "xfailed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module by its name and file: names that only pytest knows cannot be imported by name elsewhere."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function with its arguments, pickled by value."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TestCall:
+    """A test function by its place in its module; ``payload`` holds its pickled keyword arguments.
+
+    ``made_in_rank`` names the arguments that every rank makes for itself (``rank``, ``world_size``, ``monkeypatch``).
+    """
+
+    __test__ = False
+
+    qualname: str
+    payload: bytes
+    made_in_rank: tuple[str, ...]
+    style: str
+    show_locals: bool
+    warning_filters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece of work for one rank.
+
+    ``backend`` is the backend of the default process group to open first, or None for no group; ``timeout`` is in
+    seconds; ``variables`` are environment variables for its length; ``checks`` are the leaks to look for afterwards.
+    """
+
+    work: Call | TestCall
+    source: Source | None
+    rank: int
+    world_size: int
+    init_method: str
+    backend: str | None
+    timeout: float
+    variables: Mapping[str, str]
+    search_path: tuple[str, ...]
+    checks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How the work ended on one rank.
+
+    ``value`` is the pickled result or exception (empty where it cannot be pickled), ``at`` the machine's monotonic time
+    when it ended: the first to fail is the cause, the others often only miss it.
+    """
+
+    outcome: Outcome
+    value: bytes = b""
+    reason: str = ""
+    report: str = ""
+    place: tuple[str, int] = ("", 0)
+    at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Asks a rank to leave its process group, once every rank has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A rank is ready for the next job; what the last one left behind on it."""
+
+    leaks: tuple[str, ...]
+
+
+def pack(value: Any) -> bytes:
+    """Pickles by value what cannot be imported elsewhere: closures, lambdas, everything of ``__main__``."""
+    from cloudpickle import dumps
+
+    data: bytes = dumps(value)
+    return data
+
+
+def unpack(data: bytes) -> Any:
+    """Only for bytes that a process of the same test made."""
+    from cloudpickle import loads
+
+    return loads(data)
+
+
+def source_of(fn: Callable[..., Any]) -> Source | None:
+    """Where a rank finds the module of ``fn``; None where the function travels by value."""
+    import sys
+
+    name = getattr(fn, "__module__", None)
+    module = sys.modules.get(name) if name else None
+    file = getattr(module, "__file__", None)
+    if name is None or file is None or name == "__main__":
+        return None
+    return Source(name, file)
