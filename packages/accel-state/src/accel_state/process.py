@@ -81,7 +81,7 @@ def split(inputs: Any, *, rank: int, world_size: int, padding: bool = False) -> 
 
     Lengths differ by one at most, the first ranks get the longer parts. Lists, tuples, tensors (first dimension) and
     Hugging Face datasets are cut; mappings and namedtuples are cut value by value; anything else (a string) is
-    returned whole. With ``padding`` every part has the length of the longest, by repeating the last item of
+    returned whole. With ``padding`` every part has the length of the longest: the last ranks repeat the last item of
     ``inputs``, so that gathering the parts and cutting to the old length gives ``inputs`` again. One process gets
     ``inputs`` untouched.
 
@@ -94,10 +94,12 @@ def split(inputs: Any, *, rank: int, world_size: int, padding: bool = False) -> 
     if length is None:
         return inputs
     share, longer = divmod(length, world_size)
+    if padding:
+        wanted = share + (longer > 0)
+        start, stop = min(rank * wanted, length), min((rank + 1) * wanted, length)
+        return _cut(inputs, start, stop, repeat_last=wanted - (stop - start))
     start = rank * share + min(rank, longer)
-    stop = start + share + (rank < longer)
-    wanted = share + (longer > 0) if padding else stop - start
-    return _cut(inputs, start, stop, repeat_last=wanted - (stop - start))
+    return _cut(inputs, start, start + share + (rank < longer), repeat_last=0)
 
 
 def _length(inputs: Any) -> int | None:
@@ -150,6 +152,5 @@ def _cut(inputs: Any, start: int, stop: int, *, repeat_last: int) -> Any:
         last = inputs[-1:].expand(repeat_last, *inputs.shape[1:]) if repeat_last else inputs[:0]
         return torch.cat([inputs[start:stop], last]) if repeat_last else inputs[start:stop]
     if isinstance(inputs, list | tuple):
-        items: Any = inputs[start:stop]
-        return items + type(items)([inputs[-1]]) * repeat_last
+        return inputs[start:stop] + inputs[-1:] * repeat_last
     return inputs.select([*range(start, stop), *[len(inputs) - 1] * repeat_last])
