@@ -38,7 +38,7 @@ _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables a rank starts with: no launcher's, one thread each, gloo on the loopback device, a fixed hash seed."""
+    """The variables a rank starts with: no launcher's, one thread, gloo on loopback, a fixed hash seed."""
     kept = {
         name: value
         for name, value in environment.items()

@@ -2,7 +2,7 @@
 
 
 def what_is_missing(kind: str, n: int = 2) -> str | None:
-    """Why a test marked ``kind`` (gpu, multigpu or tpu) cannot run here; None when it can. ``n``: devices for multigpu."""
+    """Why a test marked ``kind`` (gpu, tpu, or multigpu with ``n`` devices) cannot run here; None when it can."""
     if kind == "tpu":
         return _missing_tpu()
     import torch

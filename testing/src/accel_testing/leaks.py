@@ -1,4 +1,4 @@
-"""What a test leaves behind: environment variables, process groups, threads, children, shared memory, temporary folders."""
+"""What a test leaves behind: variables, groups, threads, children, shared memory, folders."""
 
 import os
 import sys

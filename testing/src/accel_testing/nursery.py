@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere the nursery sees to it)."""
+    """Has the kernel kill this process when the thread that started it ends (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -42,11 +42,11 @@ class _Nursery:
     def run(self) -> None:
         self.tell("ready")
         while True:
-            readable, _, _ = select.select([self.control, self.wakeup], [], [])
+            readable, _, _ = select.select([self.control.fileno(), self.wakeup], [], [])
             if self.wakeup in readable:
                 os.read(self.wakeup, 4096)
                 self.reap()
-            if self.control in readable:
+            if self.control.fileno() in readable:
                 message, files, _, _ = socket.recv_fds(self.control, 64, 3)
                 if not message:
                     return

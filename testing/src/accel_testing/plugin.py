@@ -3,8 +3,8 @@
 Loaded in every pytest run of an environment that has accel-testing, so it imports neither torch nor accel.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -108,7 +108,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Shows a failure in a rank as if it had happened here, with what the ranks printed."""
     report = yield
     if call.excinfo is not None and item.get_closest_marker("ranks"):

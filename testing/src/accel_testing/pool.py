@@ -248,10 +248,9 @@ def _unanswered(team: list[Rank], answers: dict[int, Answer], dead: dict[int, st
     lines += [f"rank {rank} raised {answers[rank].reason}" for rank in failed]
     dumps = {rank: team[rank].stacks() for rank in missing}
     since = "" if dead or failed else f" in {seconds:.0f} s"
-    lines += [
-        f"rank {rank} did not answer{since}{team[rank].condition()}; it stands {describe_place(dumps[rank])}"
-        for rank in missing
-    ]
+    for rank in missing:
+        place = describe_place(dumps[rank])
+        lines.append(f"rank {rank} did not answer{since}{team[rank].condition()}; it stands {place}")
     if done := [rank for rank, answer in answers.items() if answer.outcome != "failed"]:
         lines.append(f"{name_ranks(done)} had finished")
     for rank in failed:

@@ -25,7 +25,7 @@ _START_TIMEOUT = 120.0
 
 @final
 class Nursery:
-    """The process that ranks are forked from, as seen from the test process; started at once, waited for when needed."""
+    """The process that ranks are forked from, as seen from the test process; it starts beside the caller."""
 
     def __init__(self, folder: Path, *, preload: Sequence[str] = ()) -> None:
         self.folder = folder

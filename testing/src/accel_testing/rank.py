@@ -166,7 +166,7 @@ def _leave_group() -> None:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Starts every job from the same state, and undoes what it changed in the process: variables, folder, torch's modes."""
+    """Starts every job from the same state, and undoes its changes: variables, folder, torch's modes."""
     import torch
 
     environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)

@@ -1,4 +1,4 @@
-"""A failure in a rank, shown by pytest: its traceback as the test's own, the others in a line, what all of them printed."""
+"""A failure in a rank, shown by pytest: its traceback, the others in a line, what all of them printed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ def _report(error: BaseException, *, style: TestCall | None, start: str | None) 
         return "".join(traceback.format_exception(error))
     import pytest
 
-    info = pytest.ExceptionInfo.from_exception(error)  # type: ignore[type-var]
+    info = pytest.ExceptionInfo.from_exception(error)
     cut = info.traceback.cut(path=Path(start))
     info.traceback = cut
     form: Any = {"auto": "long", "no": "line"}.get(style.style, style.style)

@@ -90,7 +90,7 @@ class Closed:
 
 def pack(value: Any) -> bytes:
     """Pickles by value what cannot be imported elsewhere: closures, lambdas, everything of ``__main__``."""
-    from cloudpickle import dumps
+    from cloudpickle import dumps  # type: ignore[import-untyped]
 
     data: bytes = dumps(value)
     return data
