@@ -62,5 +62,9 @@ def _print_commands(program: str, prefix: str = "") -> None:
 
     listed = [(name.removeprefix(prefix), entry.summary) for name, entry in COMMANDS.items() if name.startswith(prefix)]
     options = () if prefix else (_VERSION,)
-    text = "" if prefix else "One object around your PyTorch training loop: from one CPU to a cluster."
+    text = (
+        "Commands of one group."
+        if prefix
+        else "One object around your PyTorch training loop: from one CPU to a cluster."
+    )
     print_help(f"{program} COMMAND [OPTIONS]", text, (*options, HELP), listed)

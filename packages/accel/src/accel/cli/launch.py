@@ -8,7 +8,7 @@ from accel.cli.command import Command
 from accel.cli.option import Option, Parsed, setting_options
 from accel.config.model import DOCUMENT_VARIABLE, AccelConfig
 from accel.config.resolve import resolve_config
-from accel.launch.plan import LaunchPlan
+from accel.launch.planning import LaunchPlan
 
 CONFIG_FILE = Option("config_file", "Read settings from this YAML or JSON file.", metavar="PATH")
 JSON = Option("json", "Print JSON.")
@@ -29,8 +29,8 @@ def config_from(parsed: Parsed) -> AccelConfig:
 
 def _launch(parsed: Parsed) -> int:
     from accel.launch.host import check_program, read_host
-    from accel.launch.plan import check_settings, plan
-    from accel.launch.run import run
+    from accel.launch.planning import check_settings, plan
+    from accel.launch.running import run
 
     config = config_from(parsed)
     check_settings(config)
@@ -63,9 +63,10 @@ LAUNCH = Command(
     name="launch",
     usage="SCRIPT [ARGUMENTS]...",
     text=(
-        "Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for.\n"
-        "Everything after SCRIPT belongs to it. Every --flag_name may be written --flag-name, and comes, weaker, from\n"
-        "ACCEL_FLAG_NAME or a configuration file too; --no_flag_name turns a switch off that was turned on there."
+        "Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for. Everything "
+        "after SCRIPT belongs to it.\n\n"
+        "Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from "
+        "a configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there."
     ),
     options=(*setting_options(launch=True), CONFIG_FILE, _DRY_RUN, JSON),
     run=_launch,

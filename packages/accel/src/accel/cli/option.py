@@ -118,6 +118,6 @@ def _find(spelling: str, table: Mapping[str, tuple[Option, bool]]) -> tuple[Opti
     known = spelling if not spelling.startswith("--") else "--" + spelling[2:].replace("-", "_")
     if known in table:
         return table[known]
-    close = nearest(known, table)
-    hint = f"did you mean {close}?" if close else "--help lists what there is"
+    close = nearest(known.lstrip("-"), (flag.lstrip("-") for flag in table))
+    hint = f"did you mean --{close}?" if close else "--help lists what there is"
     raise ConfigError(f"unknown option {spelling}; {hint}")

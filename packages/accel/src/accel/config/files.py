@@ -9,11 +9,17 @@ from accel_state.errors import ConfigError
 if TYPE_CHECKING:
     from yaml.nodes import MappingNode, Node
 
+_WRITTEN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "int", "float", "timestamp"))
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of a file as written, its plain value, and the line (from 1) that holds it."""
+    """One key of a file as written, its value, and the line (from 1) that holds it.
+
+    A single value is the text that stands in the file: YAML would turn ``no`` into false and ``1:30`` into 5400, and
+    the setting knows better what is meant. Lists and mappings hold plain values.
+    """
 
     key: str
     value: object
@@ -64,7 +70,10 @@ def _entries(root: "MappingNode", path: Path) -> tuple[Entry, ...]:
 def _plain(node: "Node", path: Path) -> object:
     import yaml
     from yaml.constructor import SafeConstructor
+    from yaml.nodes import ScalarNode
 
+    if isinstance(node, ScalarNode) and node.tag in _WRITTEN:
+        return str(node.value)
     try:
         value: object = SafeConstructor().construct_document(node)
     except yaml.YAMLError as error:

@@ -21,6 +21,7 @@ from accel.config.model import (
 from accel.config.setting import nearest
 from accel_state.errors import ConfigError
 
+_PREFIX = "ACCEL_"
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -78,9 +79,11 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
 
     They are reported, not refused: a foreign program may own a variable that starts with ``ACCEL_``.
     """
-    known = {variable for row in settings().values() for variable in row.variables} | {DOCUMENT_VARIABLE, FILE_VARIABLE}
-    strangers = (name for name in env if name.startswith("ACCEL_") and name not in known)
-    return {name: close for name in strangers if (close := nearest(name, known)) is not None}
+    known = {row.name.upper() for row in settings().values()}
+    others = (DOCUMENT_VARIABLE, FILE_VARIABLE)
+    words = (name.removeprefix(_PREFIX) for name in env if name.startswith(_PREFIX) and name not in others)
+    strangers = (word for word in words if word not in known)
+    return {_PREFIX + word: _PREFIX + close for word in strangers if (close := nearest(word, known)) is not None}
 
 
 def _rank(source: Source) -> int:

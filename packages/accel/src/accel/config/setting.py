@@ -77,8 +77,8 @@ class Setting:
         words = _KINDS[self.type].words
         low, high = self.facts.minimum, self.facts.maximum
         if low is not None and high is not None:
-            return f"{words} from {low:g} to {high:g}"
-        return f"{words} of at least {low:g}" if low is not None else words
+            return f"{words} from {low} to {high}"
+        return f"{words} of at least {low}" if low is not None else words
 
     def parse(self, value: object, where: str) -> object:
         """``value`` as this setting's type, whether it came as text or as an object.
@@ -123,8 +123,8 @@ class Setting:
         except ValueError:
             return None
         if low is not None and number < low:
-            return f"{low:g}"
-        return f"{high:g}" if high is not None and number > high else None
+            return str(low)
+        return str(high) if high is not None and number > high else None
 
 
 def settings_of(table: type) -> dict[str, Setting]:

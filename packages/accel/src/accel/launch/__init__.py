@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel.launch.host import HostFacts as HostFacts
     from accel.launch.host import read_host as read_host
-    from accel.launch.plan import LaunchPlan as LaunchPlan
-    from accel.launch.plan import ProcessPlan as ProcessPlan
-    from accel.launch.plan import plan as plan
-    from accel.launch.run import run as run
+    from accel.launch.planning import LaunchPlan as LaunchPlan
+    from accel.launch.planning import ProcessPlan as ProcessPlan
+    from accel.launch.planning import plan as plan
+    from accel.launch.running import run as run
 
 _MODULE_OF = {
     "HostFacts": "accel.launch.host",
-    "LaunchPlan": "accel.launch.plan",
-    "ProcessPlan": "accel.launch.plan",
-    "plan": "accel.launch.plan",
+    "LaunchPlan": "accel.launch.planning",
+    "ProcessPlan": "accel.launch.planning",
+    "plan": "accel.launch.planning",
     "read_host": "accel.launch.host",
-    "run": "accel.launch.run",
+    "run": "accel.launch.running",
 }
 __all__ = sorted(_MODULE_OF)
 

@@ -20,10 +20,11 @@ from accel.launch.failure import report
 from accel.launch.interrupts import Interrupts
 from accel.launch.local import attempt_env, interrupted, output_of
 from accel.launch.meeting import Meeting
-from accel.launch.plan import LaunchPlan
+from accel.launch.planning import LaunchPlan
 from accel.launch.workers import Workers
 
 _ROLE = "accel"
+_NO_PAUSE = 0.001
 
 
 def run_machine(plan: LaunchPlan) -> int:
@@ -46,11 +47,7 @@ def run_machine(plan: LaunchPlan) -> int:
 def _run_agent(plan: LaunchPlan, interrupts: Interrupts, scratch: Path) -> int:
     with Meeting(plan, interrupts) as meeting:
         agent = MachineAgent(plan, meeting=meeting, interrupts=interrupts, scratch=scratch)
-        try:
-            agent.run()
-        except SignalException:
-            meeting.give_up(f"machine {plan.config.machine_rank} was ended by {interrupts.received[0].name}")
-            raise
+        agent.run()
         return agent.status
 
 
@@ -72,7 +69,7 @@ class MachineAgent(SimpleElasticAgent):
                 entrypoint=plan.processes[0].argv[0],
                 max_restarts=config.max_restarts,
                 # The wait is ours, in _monitor_workers, and ends at once when a process does.
-                monitor_interval=0.0,
+                monitor_interval=_NO_PAUSE,
             )
         )
         self.status = 0
@@ -108,7 +105,7 @@ class MachineAgent(SimpleElasticAgent):
         assert workers is not None
         workers.wait(self._plan.config.monitor_interval)
         if self._interrupts.received:
-            raise SignalException("the launcher was asked to end", self._interrupts.received[0])
+            raise SignalException("its launcher was asked to end", self._interrupts.received[0])
         if workers.failed or workers.stuck(self._grace):
             return self._failed(workers)
         reason = self._meeting.given_up()
@@ -129,11 +126,12 @@ class MachineAgent(SimpleElasticAgent):
             workers.stop(signal.SIGTERM, self._grace)
         failures = workers.failures()
         print(report(failures, self._plan.num_processes), file=sys.stderr, flush=True)
-        left = self._plan.config.max_restarts - (self._meeting.round - 1)
+        config = self._plan.config
+        left = config.max_restarts - (self._meeting.round - 1)
         if left <= 0:
-            self._meeting.give_up(f"rank {failures[0].exit.rank} failed on machine {self._plan.config.machine_rank}")
+            self._meeting.give_up(f"rank {failures[0].exit.rank} failed on machine {config.machine_rank}")
             return self._end(failures[0].status or 1)
-        _say(f"starting all processes on all machines again ({left} more times)")
+        _say(f"starting all processes on all machines again (restart {self._meeting.round} of {config.max_restarts})")
         # All machines count the same rounds, whichever of them failed.
         self._remaining_restarts = left
         return RunResult(state=WorkerState.FAILED)

@@ -10,7 +10,7 @@ from pathlib import Path
 from accel.launch.failure import Failure, report
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
-from accel.launch.plan import LaunchPlan
+from accel.launch.planning import LaunchPlan
 from accel.launch.ports import reserved_port
 from accel.launch.workers import Workers
 

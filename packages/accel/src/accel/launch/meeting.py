@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from accel.launch.interrupts import Interrupts
-from accel.launch.plan import LaunchPlan
+from accel.launch.planning import LaunchPlan
 from accel.launch.ports import check_free, reserved_port
 from accel_state.errors import LaunchError
 
@@ -44,6 +44,7 @@ class Meeting(RendezvousHandler):
         self._timeout = config.join_timeout.total_seconds()
         self._interrupts = interrupts
         self._done_round = 0
+        self._alone = False
         self._held = ExitStack()
 
     def __enter__(self) -> "Meeting":
@@ -64,6 +65,10 @@ class Meeting(RendezvousHandler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._held.close()
+        if self._alone:
+            return
+        if error is not None:
+            self.give_up(f"machine {self._rank} has ended: {error}")
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
             # The store ends with machine 0, which therefore leaves last.
@@ -141,13 +146,13 @@ class Meeting(RendezvousHandler):
         return TCPStore(host_name, self._port, None, host, _STORE_TIMEOUT, wait_for_workers=False)
 
     def _introduce(self) -> None:
-        self._store.add("came", 1)
         if self._store.add(f"machine/{self._rank}", 1) > 1:
             raise LaunchError(f"two launchers have machine_rank {self._rank}; each machine needs its own")
         mine = json.dumps(self._facts, sort_keys=True)
         theirs = self._store.compare_set("facts", "", mine).decode()
         if theirs != mine:
             raise LaunchError(f"this machine was started with {mine}, another one with {theirs}; they must be the same")
+        self._store.add("came", 1)
 
     def _reachable(self) -> bool:
         try:
@@ -166,7 +171,7 @@ class Meeting(RendezvousHandler):
         while not reached():
             waited = time.monotonic() - start
             if self._interrupts.received:
-                raise SignalException("while waiting for the other machines", self._interrupts.received[0])
+                raise SignalException("its launcher was asked to end", self._interrupts.received[0])
             if waited > self._timeout:
                 raise LaunchError(f"{problem()} after {waited:.0f} s (join_timeout)")
             if self.round and (reason := self.given_up()) is not None:
@@ -181,4 +186,5 @@ class Meeting(RendezvousHandler):
         try:
             yield
         except RuntimeError as error:
+            self._alone = True
             raise LaunchError(f"the launcher of machine 0 at {self._address}:{self._port} is gone") from error

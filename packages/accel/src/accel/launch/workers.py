@@ -14,7 +14,7 @@ from typing import final
 from accel.launch.failure import Exit, Failure, in_order, read_failure
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
-from accel.launch.plan import ProcessPlan
+from accel.launch.planning import ProcessPlan
 from accel.launch.worker import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
 
 # Seconds between two looks where the system cannot tell when a process ends.

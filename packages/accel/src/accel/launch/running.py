@@ -3,7 +3,7 @@
 import os
 import sys
 
-from accel.launch.plan import LaunchPlan
+from accel.launch.planning import LaunchPlan
 from accel.launch.ports import reserved_port
 from accel_state.errors import LaunchError
 

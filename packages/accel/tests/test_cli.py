@@ -1,0 +1,198 @@
+"""What the ``accel`` command promises: fast, no torch before it is needed, errors that say what would work."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from accel.cli.command import COMMANDS, Command
+from accel.cli.option import HELP, Option, parse_options, setting_options
+from accel.config import resolve_config, settings
+from accel_state.errors import ConfigError
+
+
+def accel(
+    *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "accel", *argv],
+        cwd=cwd,
+        env=dict(os.environ) | {"COLUMNS": "100"} | dict(env or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+OPTIONS = (
+    Option("num_processes", "", metavar="INT"),
+    Option("cpu", "", negatable=True),
+    Option("module", "", short="-m"),
+    HELP,
+)
+
+
+@pytest.mark.parametrize(
+    ("argv", "values", "rest"),
+    [
+        (["--num_processes", "2", "a.py", "--cpu"], {"num_processes": "2"}, ("a.py", "--cpu")),
+        (["--num-processes=2", "a.py"], {"num_processes": "2"}, ("a.py",)),
+        (["--cpu", "--no-cpu", "a.py"], {"cpu": False}, ("a.py",)),
+        (["-m", "pkg.mod", "-m"], {"module": True}, ("pkg.mod", "-m")),
+        (["--cpu", "--", "-odd.py", "--cpu"], {"cpu": True}, ("-odd.py", "--cpu")),
+        (["a.py", "--unknown", "--num_processes"], {}, ("a.py", "--unknown", "--num_processes")),
+        (["--num_processes", "-1", "a.py"], {"num_processes": "-1"}, ("a.py",)),
+        ([], {}, ()),
+    ],
+)
+def test_options_end_where_the_program_begins(
+    argv: list[str], values: dict[str, object], rest: tuple[str, ...]
+) -> None:
+    parsed = parse_options(argv, OPTIONS)
+    assert (dict(parsed.values), parsed.rest) == (values, rest)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-proceses", "2", "a.py"], "unknown option --num-proceses; did you mean --num_processes"),
+        (["--xyzzy", "a.py"], "unknown option --xyzzy; --help"),
+        (["-x", "a.py"], "unknown option -x"),
+        (["--num_processes"], "--num_processes needs a value: --num_processes INT"),
+        (["--cpu=yes", "a.py"], "--cpu takes no value"),
+        (["--no-module", "a.py"], "unknown option --no-module"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_what_would_work(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(argv, OPTIONS)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(settings()))
+def test_every_setting_is_an_option_of_launch(name: str) -> None:
+    (option,) = (option for option in setting_options(launch=True) if option.name == name)
+    row = settings()[name]
+    value = [] if row.is_switch else [row.facts.choices[0] if row.facts.choices else "1"]
+    parsed = parse_options([option.flag.replace("_", "-"), *value], [option])
+    config = resolve_config({}, {}, flags=parsed.values)
+    assert config.origin(name).source == "flag"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_listed_command_can_be_loaded_and_bears_its_name(name: str) -> None:
+    command = COMMANDS[name].load()
+    assert isinstance(command, Command)
+    assert command.name == name
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["launch", "--help"], ["config", "--help"], ["config", "show"]])
+def test_help_and_settings_come_without_torch(argv: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from accel.cli.app import run\n"
+        f"status = run({argv!r})\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'typer', 'pydantic'} & set(sys.modules)\n"
+        "sys.exit(status or (f'imported: {heavy}' if heavy else 0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_names_every_setting_once_and_hides_the_second_spelling() -> None:
+    shown = accel("launch", "--help").stdout
+    for name in settings():
+        assert shown.count(f"--{name} ") == 1, name
+    assert "--num-processes" not in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        ([], 1, "launch"),
+        (["--version"], 0, "accel 0."),
+        (["config"], 1, "validate"),
+        (["lanch"], 2, "did you mean launch?"),
+        (["config", "shwo"], 2, "did you mean config show?"),
+        (["--verison"], 2, "did you mean --version?"),
+    ],
+)
+def test_the_bare_command_answers(argv: list[str], status: int, words: str) -> None:
+    done = accel(*argv)
+    assert done.returncode == status
+    assert words in done.stdout + done.stderr
+
+
+def test_config_show_tells_where_each_value_came_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("mixed_precision: bf16\nseed: 1\n")
+    done = accel(
+        *["config", "show", "--json", "--config-file", "mine.yaml", "--num-processes", "3"],
+        cwd=tmp_path,
+        env={"ACCEL_SEED": "2", "ACCELERATE_USE_CPU": "1"},
+    )
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows["num_processes"] == {
+        "name": "num_processes",
+        "value": 3,
+        "source": "flag",
+        "detail": "--num_processes",
+    }
+    assert (rows["seed"]["value"], rows["seed"]["detail"]) == (2, "ACCEL_SEED")
+    assert (rows["cpu"]["value"], rows["cpu"]["detail"]) == (True, "ACCELERATE_USE_CPU")
+    assert (rows["mixed_precision"]["source"], rows["mixed_precision"]["detail"]) == ("file", "mine.yaml:1")
+    assert rows["debug"]["source"] == "default"
+
+
+def test_config_show_prints_a_table_and_notes_misspelt_variables() -> None:
+    done = accel("config", "show", env={"ACCEL_SED": "2"})
+    assert done.returncode == 0
+    assert "mixed_precision" in done.stdout
+    assert "ACCEL_SED is set and is no setting; did you mean ACCEL_SEED?" in done.stderr
+
+
+def test_config_default_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_path: Path) -> None:
+    assert accel("config", "default", cwd=tmp_path).returncode == 0
+    written = (tmp_path / "accel.yaml").read_text()
+    assert resolve_config({}, {}, tmp_path / "accel.yaml") == resolve_config({}, {})
+    again = accel("config", "default", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+    assert (tmp_path / "accel.yaml").read_text() == written
+
+
+def test_config_default_with_its_comment_signs_removed_is_the_defaults(tmp_path: Path) -> None:
+    from accel.cli.config import default_text
+
+    lines = [line.removeprefix("# ") for line in default_text().splitlines()]
+    kept = [line for line in lines if line.partition(":")[0] in settings()]
+    (tmp_path / "all.yaml").write_text("\n".join(kept))
+    assert len(kept) == len(settings())
+    assert resolve_config({}, {}, tmp_path / "all.yaml") == resolve_config({}, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        ("cpu: true\nseed: 3\n", 0, "2 settings, all valid"),
+        ("sede: 3\n", 2, "mine.yaml:1: unknown key 'sede'; did you mean seed?"),
+        ("num_machines: 2\nmachine_rank: 2\n", 2, "machine_rank is 2 of num_machines 2; expected 0 to 1"),
+    ],
+)
+def test_config_validate_names_the_line(content: str, status: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    done = accel("config", "validate", "mine.yaml", cwd=tmp_path)
+    assert done.returncode == status
+    assert words in done.stdout + done.stderr
+
+
+def test_env_reports_versions_devices_and_changed_settings() -> None:
+    done = accel("env", "--json", env={"ACCEL_SEED": "5"})
+    found = json.loads(done.stdout)
+    assert found["packages"]["accel"]
+    assert found["devices"]
+    assert found["variables"]["ACCEL_SEED"] == "5"
+    assert [row["name"] for row in found["settings"]] == ["seed"]

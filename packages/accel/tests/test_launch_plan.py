@@ -1,0 +1,142 @@
+"""What the plan decides, with plain data: no process starts and no machine is looked at."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from accel.config import resolve_config
+from accel.launch import HostFacts, LaunchPlan, plan
+from accel_state.errors import LaunchError
+
+CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)
+GPUS = replace(CPU, accelerator="cuda", num_accelerators=4)
+TWO_MACHINES = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+
+
+def planned(settings: dict[str, object], host: HostFacts = CPU, **env: str) -> LaunchPlan:
+    return plan(resolve_config(settings, {}), ["train.py", "--lr", "1"], host, env=env)
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "count"),
+    [
+        ({}, CPU, 1),
+        ({}, GPUS, 4),
+        ({"cpu": True}, replace(GPUS, accelerator=None, num_accelerators=0), 1),
+        ({"num_processes": 3}, CPU, 3),
+        ({"num_processes": 2}, GPUS, 2),
+        ({"gpu_ids": "1,3"}, GPUS, 2),
+        ({"gpu_ids": "all"}, GPUS, 4),
+        ({"multi_gpu": True}, GPUS, 4),
+        ({"num_processes": 4} | TWO_MACHINES, CPU, 2),
+        (TWO_MACHINES, GPUS, 4),
+    ],
+)
+def test_number_of_processes_on_this_machine(settings: dict[str, object], host: HostFacts, count: int) -> None:
+    assert len(planned(settings, host).processes) == count
+
+
+def test_each_process_is_told_its_place() -> None:
+    made = planned({"num_processes": 4, "machine_rank": 1, **TWO_MACHINES})
+    places = [
+        [process.env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+        for process in made.processes
+    ]
+    assert places == [["2", "0", "4", "2", "1"], ["3", "1", "4", "2", "1"]]
+    assert {process.env["MASTER_ADDR"] for process in made.processes} == {"10.0.0.1"}
+
+
+def test_the_configuration_travels_as_one_document_with_origins() -> None:
+    made = plan(resolve_config({}, {}, flags={"mixed_precision": "bf16"}), ["a.py"], CPU, env={})
+    child = resolve_config({}, made.processes[0].env)
+    assert child.mixed_precision == "bf16"
+    assert str(child.origin("mixed_precision")) == "flag --mixed_precision"
+
+
+@pytest.mark.parametrize(
+    ("settings", "argv"),
+    [
+        ({}, ("/py", "train.py", "--lr", "1")),
+        ({"module": True}, ("/py", "-m", "train.py", "--lr", "1")),
+        ({"no_python": True}, ("train.py", "--lr", "1")),
+    ],
+)
+def test_one_process_replaces_the_launcher(settings: dict[str, object], argv: tuple[str, ...]) -> None:
+    made = planned(settings)
+    assert made.direct
+    assert made.processes[0].argv == argv
+
+
+@pytest.mark.parametrize("settings", [{"max_restarts": 1}, {"prefix_output": True}, {"log_dir": "logs"}])
+def test_one_process_that_needs_watching_is_watched(settings: dict[str, object]) -> None:
+    assert not planned(settings).direct
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"), [({}, "script"), ({"module": True}, "module"), ({"no_python": True}, "command")]
+)
+def test_watched_processes_run_the_program_through_our_worker(settings: dict[str, object], kind: str) -> None:
+    argv = planned({"num_processes": 2, **settings}).processes[1].argv
+    assert argv == ("/py", "-P", "-m", "accel.launch.worker", kind, "train.py", "--lr", "1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "env", "threads"),
+    [
+        ({"num_processes": 2}, {}, "4"),
+        ({"num_processes": 3}, {}, "2"),
+        ({"num_processes": 16}, {}, "1"),
+        ({"num_processes": 2}, {"OMP_NUM_THREADS": "7"}, None),
+        ({"num_processes": 2, "num_cpu_threads_per_process": 3}, {"OMP_NUM_THREADS": "7"}, "3"),
+        ({}, {}, None),
+    ],
+)
+def test_cores_are_shared_out_unless_somebody_said_otherwise(
+    settings: dict[str, object], env: dict[str, str], threads: str | None
+) -> None:
+    assert planned(settings, **env).processes[0].env.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("env", "visible"),
+    [({}, "1,3"), ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "5,7"), ({"CUDA_VISIBLE_DEVICES": ""}, "1,3")],
+)
+def test_chosen_accelerators_count_what_the_launcher_sees(env: dict[str, str], visible: str) -> None:
+    assert planned({"gpu_ids": "1,3"}, GPUS, **env).processes[0].env["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "words"),
+    [
+        ({"num_processes": 8}, GPUS, ("8 processes", "4 accelerators (cuda)", "num_processes 4", "cpu")),
+        ({"num_processes": 16} | TWO_MACHINES, GPUS, ("8 processes", "num_processes 8 would fit")),
+        ({"multi_gpu": True}, CPU, ("multi_gpu", "offers 0")),
+        ({"multi_gpu": True, "num_processes": 1}, GPUS, ("2 or more processes",)),
+        ({"multi_gpu": True, "cpu": True}, GPUS, ("cpu and multi_gpu",)),
+        ({"module": True, "no_python": True}, CPU, ("module and no_python",)),
+        ({"num_machines": 2, "machine_rank": 2}, CPU, ("machine_rank is 2", "expected 0 to 1")),
+        ({"machine_rank": 1}, CPU, ("machine_rank is 1", "expected 0 to 0")),
+        ({"num_machines": 2}, CPU, ("main_process_ip and main_process_port",)),
+        ({"num_machines": 2, "main_process_ip": "h", "main_process_port": 0}, CPU, ("main_process_port",)),
+        ({"num_processes": 3} | TWO_MACHINES, CPU, ("3 cannot be shared by 2 machines", "nearest that can: 2")),
+        ({"num_processes": 1} | TWO_MACHINES, CPU, ("1 cannot be shared by 2 machines", "nearest that can: 2")),
+        ({"gpu_ids": "0,9"}, GPUS, ("'0,9'", "0,1,2,3")),
+        ({"gpu_ids": "1,1"}, GPUS, ("'1,1'", "different")),
+        ({"gpu_ids": "0"}, CPU, ("no accelerator",)),
+        ({"gpu_ids": "0"}, replace(GPUS, accelerator="odd"), ("odd devices",)),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_what_would(
+    settings: dict[str, object], host: HostFacts, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        planned(settings, host)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_plan_is_plain_data_as_json() -> None:
+    data = json.loads(json.dumps(planned({"num_processes": 2, "main_process_port": 29511}).to_json()))
+    assert data["main_process"] == {"address": "127.0.0.1", "port": 29511}
+    assert [process["env"]["MASTER_PORT"] for process in data["processes"]] == ["29511", "29511"]
