@@ -1,0 +1,317 @@
+"""The threads of dispatched reading: one rank reads and sends ahead, the others receive ahead."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+
+import torch
+
+from accel_data.dispatch_message import pack, unpack
+from accel_state.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+READER = 0
+"""The rank of the group that reads."""
+_HELD_MESSAGES = 2
+_MOST_STEPS = 16
+_MOST_BYTES = 8 << 20
+_GOODBYE = 5.0
+"""Seconds a leaving rank waits for its thread; what is left then is finished in the background."""
+
+
+class Dispatched(NamedTuple):
+    """One step: a part by index, what every rank is told, and what only the reading rank keeps."""
+
+    parts: tuple[Any, ...]
+    shared: Any
+    own: Any
+
+
+class Message(NamedTuple):
+    """What travels: some steps as ``(part, shared, own)``, or the end of the pass."""
+
+    kind: Literal["steps", "end", "left", "failed"]
+    content: Any
+
+
+@final
+class Lane:
+    """A queue of messages with room for few, which either end may close without the other waiting for ever."""
+
+    def __init__(self, room: int = _HELD_MESSAGES) -> None:
+        self._room, self._messages = room, deque[Message]()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, message: Message) -> bool:
+        """Waits for room; False when nobody will take it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._messages) < self._room)
+            if not self.closed:
+                self._messages.append(message)
+                self._changed.notify_all()
+            return not self.closed
+
+    def get(self, patience: float | None) -> Message | None:
+        """The next message, or None after ``patience`` seconds (None: for ever)."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._messages), patience):
+                return None
+            message = self._messages.popleft()
+            self._changed.notify_all()
+            return message
+
+    def close(self) -> None:
+        """Drops what is queued and refuses more."""
+        with self._changed:
+            self.closed = True
+            self._messages.clear()
+            self._changed.notify_all()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The group of a dispatched loader: its own, and which rank of it gets which part.
+
+    The group is used by nobody else. The threads here talk while the step runs collectives on the user's groups; on a
+    shared group the two would meet in another order on each rank. It is a gloo group whatever the device: packed
+    batches are bytes in host memory, as any loader's are before placement.
+    """
+
+    group: "ProcessGroup"
+    rank: int
+    parts: tuple[int, ...]
+    """By rank of the group, the index of the part it gets: equal for ranks that share their data."""
+    patience: float | None
+    """Seconds the loop waits for a batch before it gives up; None: for ever."""
+
+
+@final
+class Sender:
+    """Runs on the reading rank: reads steps in a thread, sends each rank its part, and keeps this rank's own.
+
+    Steps are sent singly while receivers have nothing on the way and are gathered into larger messages otherwise, so a
+    slow reader delays nobody and a fast one pays the price of a message once for many steps. The thread stops reading
+    when ``_HELD_MESSAGES`` messages are under way and as many wait here.
+    """
+
+    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any) -> None:
+        """``greeting`` goes in front of every message."""
+        self.lane = Lane()
+        self._peers, self._steps, self._greeting = peers, steps, greeting
+        self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Reads the first step here, where worker processes and seeds belong to the caller, and the others beside it.
+
+        An error is kept for its place among the messages, so that all ranks hear of it.
+        """
+        try:
+            self._steps = chain(list(islice(self._steps, 1)), self._steps)
+        except Exception as error:
+            self.failure = error
+        self._thread.start()
+
+    def close(self, patience: float | None = _GOODBYE) -> bool:
+        """Stops reading and tells the others; True once the thread is gone."""
+        self.lane.close()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            last = self._read_all() if self.failure is None else _failed(self.failure)
+        except BaseException as error:
+            self.failure = error
+            last = _failed(error)
+        try:
+            self._send_to_all([last] * (max(self._peers.parts) + 1))
+            self.lane.put(last)
+            while self._on_the_way:
+                self._wait_for_oldest()
+        except BaseException as error:
+            self.failure = self.failure or error
+            self.lane.put(_failed(error))
+        finally:
+            self._steps = iter(())
+
+    def _read_all(self) -> Message:
+        gathered: list[Dispatched] = []
+        size = 0
+        for step in self._steps:
+            gathered.append(step)
+            size += _bytes_of(step.parts)
+            if self.lane.closed:
+                return Message("left", None)
+            if len(gathered) >= _MOST_STEPS or size >= _MOST_BYTES or self._is_idle():
+                if not self._flush(gathered):
+                    return Message("left", None)
+                gathered, size = [], 0
+        if gathered and not self._flush(gathered):
+            return Message("left", None)
+        return Message("left" if self.lane.closed else "end", None)
+
+    def _flush(self, gathered: list[Dispatched]) -> bool:
+        while len(self._on_the_way) >= _HELD_MESSAGES:
+            self._wait_for_oldest()
+        self._send_to_all(
+            [
+                Message("steps", (self._greeting, [(step.parts[index], step.shared, None) for step in gathered]))
+                for index in range(max(self._peers.parts) + 1)
+            ]
+        )
+        mine = self._peers.parts[READER]
+        kept = [(step.parts[mine], step.shared, step.own) for step in gathered]
+        return self.lane.put(Message("steps", (self._greeting, kept)))
+
+    def _send_to_all(self, messages: list[Message]) -> None:
+        """Sends ``messages[i]`` to every rank whose part is ``i``."""
+        import torch.distributed as dist
+
+        packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        works: list[tuple[Work, torch.Tensor]] = []
+        for rank, index in enumerate(self._peers.parts):
+            if rank == READER:
+                continue
+            if index not in packed:
+                body = pack(messages[index])
+                packed[index] = torch.tensor([body.nbytes]), body
+            for tensor in packed[index]:
+                work = dist.isend(tensor, group=self._peers.group, group_dst=rank)
+                assert work is not None
+                works.append((work, tensor))
+        if works:
+            self._on_the_way.append(works)
+
+    def _is_idle(self) -> bool:
+        while self._on_the_way and all(work.is_completed() for work, _ in self._on_the_way[0]):
+            self._wait_for_oldest()
+        return not self._on_the_way
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._on_the_way.popleft():
+            work.wait()
+
+
+@final
+class Receiver:
+    """Runs on every other rank: receives in a thread until the reader says that the pass is over.
+
+    A rank that leaves the loop goes on receiving, and forgetting, in that thread: the reader never waits for a rank
+    that has gone, and nothing of this pass is left in the group when the next begins.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.lane = Lane()
+        self._peers = peers
+        self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begins to receive."""
+        self._thread.start()
+
+    def close(self, patience: float | None = _GOODBYE) -> bool:
+        """Stops keeping what comes; True once the reader has said goodbye."""
+        self.lane.close()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._receive()
+                self.lane.put(message)
+                if message.kind != "steps":
+                    return
+        except BaseException as error:
+            self.failure = error
+            self.lane.put(Message("failed", (type(error).__name__, f"the reading rank is gone: {error}")))
+
+    def _receive(self) -> Message:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._wait(size)
+        block = bytearray(int(size))
+        self._wait(torch.frombuffer(block, dtype=torch.uint8))
+        if self.lane.closed:
+            # Only the kind matters now, and it must not cost the memory of a batch.
+            return Message(unpack(block).kind, None)
+        message: Message = unpack(block)
+        return message
+
+    def _wait(self, tensor: torch.Tensor) -> None:
+        import torch.distributed as dist
+
+        work = dist.irecv(tensor, group=self._peers.group, group_src=READER)
+        assert work is not None
+        work.wait()
+
+
+def take(end: "Sender | Receiver", patience: float | None, number: int) -> Message:
+    """The next message for the loop; raises what went wrong, on every rank, as a ``DataError`` that names it."""
+    began = time.monotonic()
+    message = end.lane.get(patience)
+    if message is None:
+        raise DataError(
+            f"no batch came from rank {READER} for {time.monotonic() - began:.0f} s (batch {number} of this rank); it "
+            "still reads, or has left the loop alone: all ranks must leave a dispatched loop at the same batch"
+        )
+    if message.kind == "failed":
+        if isinstance(end, Sender) and end.failure is not None:
+            raise end.failure
+        name, text = message.content
+        raise DataError(f"rank {READER} could not read batch {number}: {name}: {text}") from end.failure
+    if message.kind == "left":
+        raise DataError(
+            f"rank {READER} left the loop before batch {number}, this rank did not: all ranks must leave a dispatched "
+            "loop at the same batch"
+        )
+    return message
+
+
+def _failed(error: BaseException) -> Message:
+    return Message("failed", (type(error).__name__, str(error)))
+
+
+def open_peers(
+    index: int, count: int, *, group: "ProcessGroup | None", patience: float | None, lifetime: timedelta
+) -> Peers:
+    """Makes the group of one loader, whose operations may take ``lifetime``. Collective over ``group`` (None: all).
+
+    Raises ``DataError`` on every rank when the ranks' parts are not 0 to ``count`` - 1.
+    """
+    import torch.distributed as dist
+
+    from accel_state.objects import all_gather_object
+
+    ranks = dist.get_process_group_ranks(group) if group is not None else None
+    own: ProcessGroup = dist.new_group(
+        ranks, timeout=lifetime, backend="gloo", use_local_synchronization=ranks is not None
+    )
+    parts = tuple(all_gather_object((index, count), group=own))
+    if {part for part, _ in parts} != set(range(count)) or any(size != count for _, size in parts):
+        raise DataError(
+            f"the ranks of a dispatched loader were given shards {', '.join(f'{i} of {n}' for i, n in parts)}; "
+            f"together they must be 0 to {count - 1} of {count}"
+        )
+    return Peers(own, dist.get_rank(own), tuple(part for part, _ in parts), patience)
+
+
+def _bytes_of(parts: tuple[Any, ...]) -> int:
+    """About how many bytes the largest part has, from the tensors on top of it."""
+    from accel_state.nested import first_tensor
+
+    found = first_tensor(parts[-1])
+    return 0 if found is None else found.nbytes

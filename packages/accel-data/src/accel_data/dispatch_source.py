@@ -1,0 +1,239 @@
+"""One rank reads for all: the source behind ``dispatch_batches=True``."""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from accel_data.cursor import Cursor, Step
+from accel_data.dispatch import ABSENT, Dealer, SliceFunction
+from accel_data.dispatch_lane import READER, Dispatched, Message, Peers, Receiver, Sender, open_peers, take
+from accel_data.options import LoaderOptions
+from accel_data.source import Json, Pass, Source
+from accel_state.errors import ConfigError, DataStateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_state.parallelism import DataShard
+
+_LIFETIME = timedelta(days=365)
+"""The timeout of the group's own operations. A receive waits through the user's evaluation, checkpoint or breakpoint;
+what must not take long is a batch the loop waits for, and that has a limit of its own."""
+
+
+class _Facts(NamedTuple):
+    """What every rank is told about one step."""
+
+    samples: int
+    counts: tuple[int, ...] | None
+    rows: int
+    record: dict[str, Json]
+
+
+@final
+class DispatchSource(Source):
+    """Rank 0 reads ``base`` and sends every rank its part, ahead of the step and beside it.
+
+    ``base`` is the source of the whole data (shard 0 of 1). It exists on every rank, for lengths and saved positions,
+    but is read on rank 0 alone. All ranks must leave the loop at the same batch. Reading happens in a thread: with
+    ``num_workers=0`` a dataset that draws from global generators draws beside the step; give such a dataset a worker.
+    """
+
+    def __init__(
+        self,
+        base: Source,
+        shard: "DataShard",
+        options: LoaderOptions,
+        *,
+        group: "ProcessGroup | None" = None,
+        slice_fn: SliceFunction | None = None,
+    ) -> None:
+        loader = base.dataloader
+        self._base, self._shard, self._group = base, shard, group
+        self.dataloader, self.even_batches = loader, options.even_batches
+        self.total_dataset_length = base.total_dataset_length
+        rows = loader.batch_size
+        if options.split_batches:
+            if rows is None:
+                raise ConfigError("split_batches needs a batch size: give the DataLoader batch_size, or drop it")
+            from accel_data.iterable import check_split
+
+            check_split(rows, shard.count)
+        self._dealer = Dealer(
+            shards=shard.count,
+            split=options.split_batches,
+            even=options.even_batches,
+            drop_last=bool(loader.drop_last),
+            batch_rows=rows,
+            slice_fn=slice_fn,
+        )
+        self.total_batch_size = base.total_batch_size * self._dealer.takes
+        self._peers: Peers | None = None
+        self._leaving: Sender | Receiver | None = None
+        self._record: dict[str, Json] | None = None
+
+    def begin(self, cursor: Cursor) -> "DispatchPass":
+        if self._peers is None:
+            self._peers = self._connect()
+        if self._leaving is not None and not self._leaving.close(None if self._peers is None else self._peers.patience):
+            raise DataStateError("the pass before has not ended: some rank is still in the loop all others have left")
+        self._leaving = None
+        self._record = None
+        return DispatchPass(self, cursor)
+
+    def _connect(self) -> Peers | None:
+        from accel_state.group import default_group, read_timeout
+
+        whole = self._group if self._group is not None else default_group()
+        if whole is None and self._shard.count > 1:
+            raise ConfigError(
+                f"dispatch_batches=True over {self._shard.count} ranks needs an open process group; open a Session "
+                "(or torch.distributed) before the loader is read"
+            )
+        if whole is None or whole.size() == 1:
+            return None
+        limit = read_timeout(whole)
+        peers = open_peers(
+            self._shard.index,
+            self._shard.count,
+            group=self._group,
+            patience=None if limit is None else limit.total_seconds(),
+            lifetime=_LIFETIME,
+        )
+        weakref.finalize(self, _destroy, peers.group).atexit = False
+        return peers
+
+    def length(self, cursor: Cursor) -> int | None:
+        batches = self._base.length(cursor)
+        if batches is None or self._dealer.split:
+            return batches
+        full, rest = divmod(batches, self._shard.count)
+        if self._dealer.drop_last or not rest:
+            return full
+        return full + int(self.even_batches or self._shard.index < rest)
+
+    def skip(self, cursor: Cursor, batches: int) -> Cursor:
+        return self._base.skip(cursor, batches * self._dealer.takes)
+
+    def record(self) -> dict[str, Json]:
+        """What rank 0 recorded for the pass being read: only there the data has been seen."""
+        return self._base.record() if self._record is None else dict(self._record)
+
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        self._base.restore(record, cursor, private)
+        self._record = None
+
+    def steps(self, start: Pass, cursor: Cursor) -> Iterator[Dispatched]:
+        """Deals out a pass of the base."""
+        dealer = replace(self._dealer, even=self.even_batches)
+        before = cursor.samples
+        group: list[Any] = []
+        rows: list[int] = []
+        step = Step(cursor)
+        for number, batch in enumerate(start.batches, 1):
+            step = start.step(number)
+            group.append(batch)
+            rows.append(step.cursor.samples - before)
+            before = step.cursor.samples
+            if len(group) == dealer.takes:
+                yield from self._deal(dealer, group, rows, step)
+                group, rows = [], []
+        if group:
+            yield from self._deal(dealer, group, rows, step)
+
+    def _deal(self, dealer: Dealer, group: list[Any], rows: list[int], step: Step) -> Iterator[Dispatched]:
+        dealt = dealer.deal(group, rows)
+        if dealt is not None:
+            facts = _Facts(step.cursor.samples, dealt.counts, dealt.rows, self._base.record())
+            yield Dispatched(dealt.parts, facts, step.private)
+
+    def leave(self, end: "Sender | Receiver") -> None:
+        """Lets the threads of a pass end; what they still have to do they do in the background."""
+        if not end.close():
+            self._leaving = end
+
+
+@final
+class DispatchPass(Pass):
+    """One walk over what rank 0 reads."""
+
+    def __init__(self, source: DispatchSource, cursor: Cursor) -> None:
+        self._source, self._cursor = source, cursor
+        self._end: Sender | Receiver | None = None
+        self._base: Pass | None = None
+        self._notes: deque[tuple[int, _Facts, Any]] = deque(maxlen=3)
+        self.length = source.length(cursor)
+        peers = source._peers
+        if peers is None or peers.rank == READER:
+            self._base = source._base.begin(cursor)
+        self.batches = self._alone() if peers is None else self._together(peers)
+
+    def _alone(self) -> Iterator[Any]:
+        assert self._base is not None
+        for number, step in enumerate(self._source.steps(self._base, self._cursor), 1):
+            self._notes.append((number, step.shared, step.own))
+            yield step.parts[0]
+        self._finish()
+
+    def _together(self, peers: Peers) -> Iterator[Any]:
+        end = self._end = self._open(peers)
+        number = 1
+        while True:
+            message = take(end, peers.patience, number)
+            if message.kind == "end":
+                self._finish()
+                return
+            for part, facts, own in self._content(message):
+                if part is not ABSENT:
+                    self._notes.append((number, facts, own))
+                    yield part
+                    number += 1
+
+    def _finish(self) -> None:
+        if self._notes:
+            _, facts, _ = self._notes[-1]
+            self.remainder = facts.rows if facts.counts is not None else 0
+
+    def _open(self, peers: Peers) -> "Sender | Receiver":
+        end: Sender | Receiver
+        if self._base is None:
+            end = Receiver(peers)
+        else:
+            end = Sender(peers, self._source.steps(self._base, self._cursor), tuple(self._cursor.state_dict().items()))
+        end.start()
+        return end
+
+    def _content(self, message: Message) -> list[tuple[Any, _Facts, Any]]:
+        greeting, steps = message.content
+        if dict(greeting) != self._cursor.state_dict():
+            raise DataStateError(
+                f"rank {READER} reads from {dict(greeting)}, this rank is at {self._cursor.state_dict()}: load the "
+                "same state and set the same epoch on every rank"
+            )
+        found: list[tuple[Any, _Facts, Any]] = steps
+        return found
+
+    def step(self, number: int) -> Step:
+        if number == 0:
+            return Step(self._cursor)
+        facts, own = next((facts, own) for counted, facts, own in self._notes if counted == number)
+        self._source._record = facts.record
+        # Only the rank that reads has, and can use, what its dataset says of itself.
+        return Step(Cursor(self._cursor.epoch, facts.samples), facts.counts, private=own)
+
+    def close(self) -> None:
+        super().close()
+        if self._end is not None:
+            self._source.leave(self._end)
+        if self._base is not None and (self._end is None or self._source._leaving is None):
+            self._base.close()
+
+
+def _destroy(group: "ProcessGroup") -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

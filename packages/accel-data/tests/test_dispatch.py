@@ -1,0 +1,165 @@
+"""Dealing out and packing batches: every row once, in any container."""
+
+import pickle
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_data.dispatch import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
+from accel_data.dispatch_message import pack, unpack
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+    names: list
+
+
+def roundtrip(content):
+    return unpack(bytearray(bytes(pack(content).tolist())))
+
+
+def batch_of(ids):
+    """Rows of a nested batch that all tell which sample they are."""
+    return {
+        "x": torch.tensor(ids),
+        "deep": [torch.tensor(ids)[:, None].float(), {"name": [str(i) for i in ids]}],
+        "k": 3,
+    }
+
+
+def ids_of(batch):
+    ids = batch["x"].tolist()
+    assert batch["deep"][0].flatten().tolist() == ids
+    assert batch["deep"][1]["name"] == [str(i) for i in ids]
+    assert batch["k"] == 3
+    return ids
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
+def test_every_row_is_dealt_once_after_removing_what_is_repeated(n, per, shards, split, even):
+    size = per * shards if split else per
+    dealer = Dealer(shards=shards, split=split, even=even, batch_rows=size)
+    batches = [list(range(start, min(start + size, n))) for start in range(0, n, size)]
+    seen = []
+    for start in range(0, len(batches), dealer.takes):
+        group = batches[start : start + dealer.takes]
+        dealt = dealer.deal([batch_of(ids) for ids in group], [len(ids) for ids in group])
+        counts = dealt.counts or [None] * shards
+        assert len(dealt.parts) == shards
+        assert dealt.rows == sum(map(len, group))
+        if even:
+            assert len({len(ids_of(part)) for part in dealt.parts}) == 1
+        for part, count in zip(dealt.parts, counts, strict=True):
+            assert (part is ABSENT) is (count == -1)
+            seen += [] if part is ABSENT else ids_of(part)[:count]
+    assert seen == list(range(n))
+
+
+def test_dropping_the_last_step_is_for_incomplete_ones_only():
+    dealer = Dealer(shards=2, drop_last=True, batch_rows=2)
+    full = [batch_of([0, 1]), batch_of([2, 3])]
+    assert dealer.deal(full, [2, 2]) is not None
+    assert dealer.deal(full[:1], [2]) is None
+    assert dealer.deal([full[0], batch_of([2])], [2, 1]) is None
+
+
+def test_full_batches_are_handed_on_as_the_same_objects():
+    batches = [object(), object()]
+    assert Dealer(shards=2, batch_rows=5).deal(batches, [5, 5]).parts == tuple(batches)
+
+
+def test_ragged_batches_are_dealt_whole():
+    wide, narrow = torch.zeros(2, 9), torch.zeros(2, 3)
+    dealt = Dealer(shards=4, batch_rows=2).deal([wide, narrow], [2, 2])
+    assert [part.shape for part in dealt.parts] == [(2, 9), (2, 3), (2, 9), (2, 3)]
+    assert dealt.counts == (2, 2, 0, 0)
+
+
+def test_a_slice_function_is_given_joined_batches_and_the_rank():
+    def slice_fn(batch, wanted, process_index, num_processes):
+        return batch[wanted], process_index, num_processes
+
+    dealt = Dealer(shards=2, batch_rows=2, slice_fn=slice_fn).deal([torch.tensor([0, 1]), torch.tensor([2, 3])], [2, 2])
+    assert [(x.tolist(), rank, ranks) for x, rank, ranks in dealt.parts] == [([0, 1], 0, 2), ([2, 3], 1, 2)]
+
+
+def test_a_list_of_columns_is_a_container_and_a_list_of_rows_is_not():
+    columns = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    assert [column.tolist() for column in slice_rows(columns, slice(0, 1), 2)] == [[1], [3]]
+    ragged = [torch.zeros(3, 4), torch.zeros(1, 4)]
+    assert slice_rows(ragged, slice(1, 2), 2)[0] is ragged[1]
+
+
+def test_repeating_more_rows_than_there_are_starts_again():
+    assert ids_of(repeat_rows(batch_of([5, 6]), 2, 5)) == [5, 6, 5, 6, 5]
+
+
+def test_batches_with_other_keys_do_not_join():
+    with pytest.raises(ValueError, match="batches hold"):
+        join_rows([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], [1, 1])
+
+
+CONTENTS = [
+    torch.arange(6).view(2, 3),
+    torch.tensor(2.5),
+    torch.zeros(0, 4, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.ones(3, dtype=torch.complex64),
+    torch.ones(4, 6).t()[::2],
+    torch.randn(2, requires_grad=True),
+    {"a": [torch.ones(1), "text", None], "b": (1, 2.5, b"bytes")},
+    Pair(torch.ones(1), "x"),
+    UserDict(x=torch.ones(2)),
+    torch.eye(3).to_sparse(),
+    [],
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: type(content).__name__)
+def test_packing_keeps_values_types_and_shapes(content):
+    def same(a, b):
+        assert type(a) is type(b)
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.detach().to_dense(), b.to_dense())
+        elif isinstance(a, dict | UserDict):
+            assert a.keys() == b.keys()
+            for key in a:
+                same(a[key], b[key])
+        elif isinstance(a, list | tuple):
+            for x, y in zip(a, b, strict=True):
+                same(x, y)
+        else:
+            assert a == b
+
+    same(content, roundtrip(content))
+
+
+def test_one_tensor_in_two_places_stays_one_value():
+    shared = torch.arange(3)
+    first, second = roundtrip([shared, shared])
+    assert first.tolist() == second.tolist() == [0, 1, 2]
+
+
+def test_dataclasses_travel():
+    received = roundtrip(Example(torch.ones(2), ["a", "b"]))
+    assert received.x.tolist() == [1, 1]
+    assert received.names == ["a", "b"]
+
+
+def test_absence_is_one_object_everywhere():
+    assert pickle.loads(pickle.dumps(ABSENT)) is ABSENT
+
+
+@given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.float16, torch.uint8]), st.integers(0, 9)), max_size=6))
+def test_tensors_of_any_size_find_their_place(kinds):
+    tensors = [torch.arange(size).to(dtype) for dtype, size in kinds]
+    received = roundtrip(tensors)
+    assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in tensors]
