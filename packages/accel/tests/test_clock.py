@@ -40,7 +40,8 @@ def run(clock: StepClock, loader: FakeLoader) -> list[tuple[bool, float, float]]
     """One pass: (due, share, correction) of every micro-batch."""
     seen = []
     clock.began(loader)
-    for loader.delivered in range(1, loader.batches + 1):
+    for number in range(1, loader.batches + 1):
+        loader.delivered = number
         clock.tick()
         seen.append((clock.due, clock.share, clock.correction))
     clock.ended(loader)
@@ -54,7 +55,8 @@ def clock_of(num_steps: int, **options: bool) -> StepClock:
 def test_five_batches_in_windows_of_two_sync_as_the_contract_says() -> None:
     clock, loader, steps = clock_of(2), FakeLoader(5), []
     clock.began(loader)
-    for loader.delivered in range(1, 6):
+    for number in range(1, 6):
+        loader.delivered = number
         clock.tick()
         steps.append((clock.due, clock.step))
     assert steps == [(False, 1), (True, 2), (False, 3), (True, 4), (True, 0)]

@@ -10,7 +10,7 @@ from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
-from accel_data import LoaderOptions
+from accel_data.options import LoaderOptions
 from accel_precision import PrecisionPolicy
 from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError

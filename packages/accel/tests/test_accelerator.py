@@ -1,0 +1,286 @@
+"""The front door on one process: what it prepares, passes through, refuses and lets go."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+from accel.optimizer import PreparedOptimizer
+from accel.scheduler import PreparedScheduler
+from accel_data import PreparedLoader
+from accel_state.errors import AccelError, BackendError, ConfigError, PrepareError
+
+
+def parts(samples: int = 24, batch: int = 4):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    inputs = torch.randn(samples, 3)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch)
+    return model, optimizer, loader, scheduler
+
+
+def train(accelerator, model, optimizer, loader, scheduler, epochs: int = 1) -> None:
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+
+def test_prepare_returns_the_kinds_in_order_and_passes_the_rest_through() -> None:
+    accelerator, marker = Accelerator(cpu=True), {"not": "mine"}
+    model, optimizer, loader, scheduler = parts()
+    prepared = accelerator.prepare(marker, model, None, loader, scheduler, optimizer, "text")
+    assert [type(item) for item in prepared] == [
+        dict,
+        type(model),
+        type(None),
+        PreparedLoader,
+        PreparedScheduler,
+        PreparedOptimizer,
+        str,
+    ]
+    assert prepared[0] is marker
+
+
+def test_one_object_is_returned_alone() -> None:
+    assert isinstance(Accelerator(cpu=True).prepare(nn.Linear(2, 2)), nn.Linear)
+
+
+def test_prepared_things_still_are_what_they_were() -> None:
+    _, optimizer, loader, _ = Accelerator(cpu=True).prepare(*parts())
+    assert isinstance(loader, DataLoader)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(loader) == 6
+
+
+def test_training_equals_the_plain_loop() -> None:
+    model, optimizer, loader, scheduler = parts()
+    for x, y in loader:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(*parts())
+    train(accelerator, *prepared)
+    for mine, plain in zip(prepared[0].parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    assert prepared[3].get_last_lr() == scheduler.get_last_lr()
+
+
+def test_accumulated_micro_batches_equal_one_batch() -> None:
+    plain = Accelerator(cpu=True)
+    whole = plain.prepare(*parts(batch=12))
+    train(plain, *whole)
+    accumulating = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    pieces = accumulating.prepare(*parts(batch=4))
+    train(accumulating, *pieces)
+    for one, many in zip(whole[0].parameters(), pieces[0].parameters(), strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-7)
+    assert pieces[3].scheduler.last_epoch == whole[3].scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 7, 4), (0, 5, 7)])
+def test_weighted_micro_batches_equal_one_batch(counts: tuple[int, ...]) -> None:
+    x, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
+    reference = parts()[0].double()
+    nn.functional.mse_loss(reference(x), y).backward()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(counts))
+    model = accelerator.prepare(parts()[0].double())
+    start = 0
+    for count in counts:
+        with accelerator.accumulate(model):
+            rows = slice(start, start + count)
+            loss = nn.functional.mse_loss(model(x[rows]), y[rows], reduction="sum")
+            accelerator.backward(loss, weight=count)
+        start += count
+    for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_two_losses_of_one_micro_batch_share_the_weight() -> None:
+    x = torch.randn(10, 3, dtype=torch.float64)
+    reference = parts()[0].double()
+    (reference(x).square().sum() / 10).backward()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(parts()[0].double())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x[:7]).square().sum(), weight=7)
+        accelerator.backward(model(x[7:]).square().sum(), weight=torch.tensor(3))
+    for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_window_without_any_weight_has_zero_gradients() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.zeros(0, 2)).sum(), weight=0)
+    assert all(bool((parameter.grad == 0).all()) for parameter in model.parameters())
+
+
+def test_two_accelerators_do_not_disturb_each_other() -> None:
+    one, two = Accelerator(cpu=True, gradient_accumulation_steps=2), Accelerator(cpu=True, mixed_precision="bf16")
+    first, second = one.prepare(nn.Linear(4, 4)), two.prepare(nn.Linear(4, 4))
+    with one.accumulate(first):
+        assert not one.sync_gradients
+        with two.accumulate(second):
+            assert two.sync_gradients
+        with two.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+        with one.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert (one.mixed_precision, two.mixed_precision) == ("no", "bf16")
+    assert (one.gradient_accumulation_steps, two.gradient_accumulation_steps) == (2, 1)
+
+
+def test_twenty_prepare_and_free_cycles_leave_no_reference_behind() -> None:
+    accelerator, left = Accelerator(cpu=True), []
+    for _ in range(20):
+        model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+        train(accelerator, model, optimizer, loader, scheduler)
+        left += [weakref.ref(model), weakref.ref(optimizer.optimizer), weakref.ref(loader), weakref.ref(loader.dataset)]
+        model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 80
+
+
+def test_a_freed_accelerator_goes_away_without_the_collector() -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(*parts())
+    train(accelerator, *prepared)
+    reference = weakref.ref(accelerator)
+    gc.collect()
+    gc.disable()
+    try:
+        del accelerator, prepared
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_prepared_optimizer_pickles_as_the_one_inside() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, optimizer, _, _ = accelerator.prepare(*parts())
+    assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.SGD
+    assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+
+
+def test_a_closure_is_called_and_its_loss_returned() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = accelerator.prepare(*parts())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+
+
+def test_clipping_waits_for_the_end_of_the_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    norms = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 4), 100.0)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            norms.append(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item())
+    assert norms[0] > 50
+    assert norms[1] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_scheduler_steps_per_process_is_the_old_meaning() -> None:
+    with pytest.raises(ConfigError, match="scheduler_steps is 'always'"):
+        Accelerator(cpu=True, scheduler_steps="always")
+
+
+def test_a_model_prepared_twice_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(PrepareError, match="prepared already"):
+        accelerator.prepare(model)
+
+
+def test_prepared_optimizers_loaders_and_schedulers_pass_through() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    assert accelerator.prepare(optimizer) is optimizer
+    assert accelerator.prepare(loader) is loader
+    assert accelerator.prepare(scheduler) is scheduler
+    assert accelerator._optimizers == [optimizer]
+    assert len(accelerator._dataloaders) == 1
+
+
+def test_an_optimizer_of_unprepared_parameters_is_refused() -> None:
+    with pytest.raises(PrepareError, match="SGD updates parameters of no prepared model"):
+        Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+def test_stepping_a_freed_optimizer_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, optimizer, _, _ = accelerator.prepare(*parts())
+    accelerator.free_memory()
+    with pytest.raises(BackendError, match="freed"):
+        optimizer.step()
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(BackendError, match=r"loss of shape \(3, 2\)"):
+        accelerator.backward(model(torch.ones(3, 2)))
+
+
+def test_placements_of_another_number_are_refused() -> None:
+    with pytest.raises(PrepareError, match="1 entries for 2 objects"):
+        Accelerator(cpu=True).prepare(nn.Linear(2, 2), None, device_placement=[True])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "bf61"}, "bf16"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
+            "only pass one",
+        ),
+        ({"strategy": "dpp"}, "ddp"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "only pass one AutocastKwargs"),
+        ({"kwargs_handlers": ["fast"]}, "holds a str"),
+        ({"kwargs_handlers": [InitProcessGroupKwargs(backend="nccl")]}, "nccl"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_construction(options: dict, message: str) -> None:
+    with pytest.raises((AccelError, ValueError), match=message):
+        Accelerator(cpu=True, **options)
+
+
+def test_names_users_know_are_there() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.distributed_type == "NO"
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert accelerator.device == torch.device("cpu")
+    assert not accelerator.use_distributed
+    assert accelerator.even_batches
+    assert accelerator.state.num_processes == 1
+    assert accelerator.gradient_state.active_dataloader is None
+    assert not accelerator.optimizer_step_was_skipped
