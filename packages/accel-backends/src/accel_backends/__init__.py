@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
     from accel_backends.names import innermost as innermost
     from accel_backends.names import named_parameters as named_parameters
-    from accel_backends.rebind import rebind as rebind
+    from accel_backends.rebinding import rebind as rebind
     from accel_backends.registry import installed_backends as installed_backends
     from accel_backends.registry import load_backend as load_backend
     from accel_backends.select import Choice as Choice
@@ -71,7 +71,7 @@ _HOMES = {
     "model_state": "states",
     "named_parameters": "names",
     "optimizer_state": "states",
-    "rebind": "rebind",
+    "rebind": "rebinding",
     "repeated_blocks": "compile",
     "select_backend": "select",
     "total_norm": "clip",

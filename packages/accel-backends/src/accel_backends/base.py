@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.names import innermost, named_parameters
-from accel_backends.rebind import rebind, state_to_device
+from accel_backends.rebinding import rebind, state_to_device
 from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _forget(owned: dict[int, Any], key: int, _: object) -> None:
+    owned.pop(key, None)
 
 
 class Backend(ABC):
@@ -76,7 +81,8 @@ class Backend(ABC):
         self.device: torch.device = session.device.torch
         self.scaler: LossScaler | None = self.make_scaler(scaler)
         self._prepared: WeakSet[nn.Module] = WeakSet()
-        self._owned: set[int] = set()
+        # Parameters of prepared models by id; gone with them, because ids are used again.
+        self._owned: dict[int, ref[nn.Parameter]] = {}
         self._root: tuple[Any, ...] | None = None
 
     # Preparing
@@ -119,7 +125,7 @@ class Backend(ABC):
             state_to_device(optimizer)
         for original, model in zip(originals, models, strict=True):
             self._prepared.update((original, innermost(model)))
-            self._owned.update(id(parameter) for parameter in model.parameters())
+            self._own(model)
         return replace(bundle, models=models)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -156,7 +162,8 @@ class Backend(ABC):
             inner = innermost(model)
             restore_module(inner)
             self._prepared.discard(inner)
-            self._owned.difference_update(id(parameter) for parameter in inner.parameters())
+            for parameter in inner.parameters():
+                self._owned.pop(id(parameter), None)
         self._root = None
 
     def close(self) -> None:
@@ -225,7 +232,7 @@ class Backend(ABC):
         Raises:
             BackendError: parameters of no prepared model.
         """
-        parameters = self._own(parameters)
+        parameters = self._checked(parameters)
         return clip_grad_norm(
             parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, names=self._names_by_id
         )
@@ -236,7 +243,7 @@ class Backend(ABC):
         Raises:
             BackendError: parameters of no prepared model.
         """
-        clip_grad_value(self._own(parameters), clip_value)
+        clip_grad_value(self._checked(parameters), clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters; False if the step was left out on all ranks because gradients overflowed."""
@@ -350,9 +357,13 @@ class Backend(ABC):
                 "under no_grad, detached, or are all parameters frozen?"
             ) from error
 
-    def _own(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _own(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            self._owned[id(parameter)] = ref(parameter, partial(_forget, self._owned, id(parameter)))
+
+    def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self._owned.issuperset(map(id, parameters)):
+        if not all(map(self._owned.__contains__, map(id, parameters))):
             foreign = [p for p in parameters if id(p) not in self._owned]
             raise BackendError(
                 f"{len(foreign)} of {len(parameters)} parameters to clip belong to no prepared model, the first of "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
@@ -11,24 +12,6 @@ from accel_backends.names import innermost, wrapped_name
 from accel_precision.options import KwargsHandler
 from accel_state.errors import ConfigError
 
-BACKENDS = (
-    "no",
-    "eager",
-    "aot_eager",
-    "inductor",
-    "aot_ts_nvfuser",
-    "nvprims_nvfuser",
-    "cudagraphs",
-    "ofi",
-    "fx2trt",
-    "onnxrt",
-    "tensorrt",
-    "aot_torchxla_trace_once",
-    "torchxla_trace_once",
-    "tvm",
-    "hpu_backend",
-    "neuron",
-)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -57,6 +40,10 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", str(getattr(self.backend, "value", self.backend)).lower())
+        if self.mode is not None and self.mode not in MODES:
+            near = get_close_matches(self.mode, MODES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"mode {self.mode!r} is not one of {', '.join(MODES)}{hint}")
         if self.mode is not None and self.options:
             raise ConfigError(
                 f"torch.compile takes a mode or options, not both; got mode={self.mode!r} and {self.options}"

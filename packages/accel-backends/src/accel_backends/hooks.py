@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,30 +15,6 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 Hook = Callable[[Any, Any], "Future[torch.Tensor]"]
-
-
-class _Listed(EnumMeta):
-    def __contains__(cls, value: object) -> bool:
-        members: list[Any] = list(cls.__members__.values())
-        return value in members or value in [member.value for member in members]
-
-
-class DDPCommunicationHookType(Enum, metaclass=_Listed):
-    """Names of the hooks; a plain string of the same value is taken everywhere."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> "list[str]":
-        """All names."""
-        return [str(member.value) for member in cls.__members__.values()]
 
 
 HALVES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,0 +1,242 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel
+
+from accel_backends import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_state import CheckpointMismatchError, PrepareError
+
+WRAPPERS = {
+    "bare": lambda model: model,
+    "parallel": DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "checkpointed": checkpoint_wrapper,
+    "parallel compiled": lambda model: DataParallel(torch.compile(model, backend="eager")),
+}
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1),
+    "rprop": lambda params: torch.optim.Rprop(params),
+}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids)))
+
+
+def train(model, optimizer, steps=2, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randint(5, (6,), generator=draw)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_models_state_has_its_own_names_and_tied_tensors_once(wrapper):
+    state = model_state(WRAPPERS[wrapper](Tied()))
+    assert list(state) == [
+        "embed.weight",
+        *(f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")),
+    ]
+
+
+@pytest.mark.parametrize("source", WRAPPERS)
+@pytest.mark.parametrize("target", WRAPPERS)
+def test_a_state_of_any_wrapping_loads_into_any_other(source, target):
+    one, other = Tied(), Tied()
+    load_model_state(WRAPPERS[target](other), copy.deepcopy(model_state(WRAPPERS[source](one))))
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    assert other.head.weight is other.embed.weight
+
+
+def test_a_tied_tensor_is_found_under_any_of_its_names():
+    model = Tied()
+    state = {("head.weight" if name == "embed.weight" else name): value for name, value in model_state(model).items()}
+    state["head.weight"] = torch.full((5, 4), 7.0)
+    load_model_state(model, state)
+    assert float(model.embed.weight.detach().mean()) == 7.0
+
+
+def test_a_plain_state_dict_with_both_names_loads():
+    one, other = Tied(), Tied()
+    load_model_state(other, one.state_dict())
+    assert torch.equal(one.embed.weight, other.embed.weight)
+
+
+def changed(state, drop=(), add=None):
+    return {name: value for name, value in state.items() if name not in drop} | (add or {})
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "words"),
+    [
+        (["norm.bias"], {}, "it lacks norm.bias"),
+        ([], {"norm.bais": torch.zeros(4)}, r"it holds unknown norm.bais \(nearest: norm.bias\)"),
+        (["norm.bias"], {"norm.bias": torch.zeros(5)}, r"norm.bias is \(5,\) here and \(4,\) in the model"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_nothing_loaded(drop, add, words):
+    model = Tied()
+    before = copy.deepcopy(model.state_dict())
+    state = {name: torch.full_like(value, 9) for name, value in model_state(model).items()}
+    with pytest.raises(CheckpointMismatchError, match=words):
+        load_model_state(model, changed(state, drop, add))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_what_is_missing_or_unknown_is_returned_when_not_strict():
+    model = Tied()
+    state = changed(model_state(model), ["norm.bias"], {"more": torch.zeros(1)})
+    assert load_model_state(model, state, strict=False) == (["norm.bias"], ["more"])
+
+
+def test_extra_state_goes_by_the_module_that_has_it():
+    class Counting(nn.Linear):
+        count = 3
+
+        def get_extra_state(self):
+            return torch.tensor(self.count)
+
+        def set_extra_state(self, state):
+            self.count = int(state)
+
+    one, other = (nn.Sequential(Counting(2, 2)) for _ in range(2))
+    one[0].count = 5
+    state = model_state(torch.compile(DataParallel(one), backend="eager"))
+    assert "0._extra_state" in state
+    load_model_state(other, state)
+    assert other[0].count == 5
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("trained", [0, 2])
+def test_an_optimizer_continues_exactly_from_its_state(kind, trained):
+    torch.manual_seed(0)
+    one = Tied()
+    first = OPTIMIZERS[kind](list(one.parameters()))
+    train(one, first, trained)
+    other = copy.deepcopy(one)
+    second = OPTIMIZERS[kind](list(other.parameters()))
+    state = copy.deepcopy(optimizer_state(first, [DataParallel(one)]))
+    load_optimizer_state(second, [other], state)
+    train(one, first, seed=1)
+    train(other, second, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_optimizers_state_goes_by_names():
+    model = Tied()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, 1)
+    state = optimizer_state(optimizer, [model])
+    assert set(state["state"]) == {"embed.weight", "norm.weight", "norm.bias"}
+    assert [group["params"] for group in state["param_groups"]] == [["embed.weight", "norm.weight", "norm.bias"]]
+    assert state["param_groups"][0]["lr"] == 0.01
+
+
+def groups(model, reverse=False):
+    found = [{"params": [model.embed.weight], "lr": 0.5}, {"params": list(model.norm.parameters()), "lr": 0.1}]
+    return found[::-1] if reverse else found
+
+
+def test_the_order_of_groups_does_not_matter():
+    one, other = Tied(), Tied()
+    first = torch.optim.SGD(groups(one), lr=1.0, momentum=0.9)
+    train(one, first, 1)
+    second = torch.optim.SGD(groups(other, reverse=True), lr=1.0, momentum=0.9)
+    load_optimizer_state(second, [other], optimizer_state(first, [one]))
+    assert [group["lr"] for group in second.param_groups] == [0.1, 0.5]
+    assert torch.equal(
+        second.state[other.embed.weight]["momentum_buffer"], first.state[one.embed.weight]["momentum_buffer"]
+    )
+
+
+def test_other_groups_are_refused():
+    one, other = Tied(), Tied()
+    state = optimizer_state(torch.optim.SGD(groups(one), lr=1.0), [one])
+    with pytest.raises(CheckpointMismatchError, match="its groups differ, first at group 0"):
+        load_optimizer_state(torch.optim.SGD(other.parameters(), lr=1.0), [other], state)
+
+
+def test_other_parameters_are_refused():
+    one, other = Tied(), nn.Linear(2, 2)
+    state = optimizer_state(torch.optim.SGD(one.parameters(), lr=1.0), [one])
+    with pytest.raises(CheckpointMismatchError, match=r"it lacks bias, weight; it holds unknown embed.weight"):
+        load_optimizer_state(torch.optim.SGD(other.parameters(), lr=1.0), [other], state)
+
+
+def test_a_parameter_of_no_model_is_named():
+    model, loose = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
+    with pytest.raises(PrepareError, match=r"group 0 parameter 2 \(shape \(3,\)\)"):
+        optimizer_state(torch.optim.SGD([*model.parameters(), loose], lr=1.0), [model])
+
+
+def test_an_optimizer_of_two_models_tells_them_apart():
+    models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[2].parameters()], lr=1.0)
+    names = optimizer_state(optimizer, models)["param_groups"][0]["params"]
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert optimizer_state(torch.optim.SGD(models[1].parameters(), lr=1.0), models)["param_groups"][0]["params"] == [
+        "weight",
+        "bias",
+    ]
+
+
+def test_state_tensors_keep_their_dtype():
+    class Wide(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["master"] = parameter.detach().float() + 1e-6
+
+    one, other = (nn.Linear(2, 2).bfloat16() for _ in range(2))
+    first, second = Wide(one.parameters(), lr=1.0), Wide(other.parameters(), lr=1.0)
+    first.step()
+    load_optimizer_state(second, [other], optimizer_state(first, [one]))
+    assert second.state[other.weight]["master"].dtype is torch.float32
+    assert torch.equal(second.state[other.weight]["master"], first.state[one.weight]["master"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(range(4)), st.integers(1, 4))
+def test_any_split_of_parameters_into_groups_survives(order, num_groups):
+    def build():
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        held = [list(model.parameters())[index] for index in order]
+        split = [{"params": held[start::num_groups], "lr": 0.1 * (start + 1)} for start in range(num_groups)]
+        return model, torch.optim.Adam(split)
+
+    (one, first), (other, second) = build(), build()
+    one(torch.ones(1, 2)).sum().backward()
+    first.step()
+    load_optimizer_state(second, [other], optimizer_state(first, [one]))
+    again = optimizer_state(second, [other])
+    expected = optimizer_state(first, [one])
+    assert again["param_groups"] == expected["param_groups"]
+    assert all(
+        torch.equal(again["state"][name][key], value)
+        for name, values in expected["state"].items()
+        for key, value in values.items()
+    )
