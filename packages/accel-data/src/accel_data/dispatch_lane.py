@@ -148,19 +148,30 @@ class Sender:
 
     def _read_all(self) -> Message:
         gathered: list[Dispatched] = []
+        try:
+            left = self._gather(gathered)
+        except BaseException:
+            # What was read before the error still arrives before it.
+            if gathered:
+                self._flush(gathered)
+            raise
+        left = left or (bool(gathered) and not self._flush(gathered))
+        return Message("left" if left or self.lane.closed else "end", None)
+
+    def _gather(self, gathered: list[Dispatched]) -> bool:
+        """Reads to the end, sending from time to time; True when this rank has left the loop."""
         size = 0
         for step in self._steps:
             gathered.append(step)
             size += _bytes_of(step.parts)
             if self.lane.closed:
-                return Message("left", None)
+                return True
             if len(gathered) >= _MOST_STEPS or size >= _MOST_BYTES or self._is_idle():
                 if not self._flush(gathered):
-                    return Message("left", None)
-                gathered, size = [], 0
-        if gathered and not self._flush(gathered):
-            return Message("left", None)
-        return Message("left" if self.lane.closed else "end", None)
+                    return True
+                gathered.clear()
+                size = 0
+        return False
 
     def _flush(self, gathered: list[Dispatched]) -> bool:
         while len(self._on_the_way) >= _HELD_MESSAGES:

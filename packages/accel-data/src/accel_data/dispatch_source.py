@@ -195,7 +195,7 @@ class DispatchPass(Pass):
     def _finish(self) -> None:
         if self._notes:
             _, facts, _ = self._notes[-1]
-            self.remainder = facts.rows if facts.counts is not None else 0
+            self.remainder = facts.rows % self._source.total_batch_size
 
     def _open(self, peers: Peers) -> "Sender | Receiver":
         end: Sender | Receiver

@@ -1,0 +1,238 @@
+"""One rank reads for all, with real ranks: what arrives, in which order, and that nobody waits for one who left."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_data.dispatch_source import DispatchSource
+from accel_data.iterable_source import StreamSource
+from accel_data.loader import PreparedLoader
+from accel_data.options import LoaderOptions
+from accel_state.errors import DataError, DataStateError
+from accel_state.parallelism import DataShard
+
+pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
+
+
+class Numbers(IterableDataset):
+    """Fails where it is read by another rank than the first: that is what dispatching is for."""
+
+    def __init__(self, n, fail_at=None, delay=0.0):
+        self.n, self.fail_at, self.delay = n, fail_at, delay
+
+    def __iter__(self):
+        assert not dist.is_initialized() or dist.get_rank() == 0
+        for i in range(self.n):
+            if i == self.fail_at:
+                raise KeyError(f"sample {i} is broken")
+            time.sleep(self.delay)
+            yield i
+
+
+def prepared(dataset, rank=0, ranks=1, *, slice_fn=None, options=None, shard=None, **kwargs):
+    loader = DataLoader(dataset, **({"batch_size": 2} | kwargs))
+    options = options or LoaderOptions(dispatch_batches=True)
+    base = StreamSource(loader, DataShard(0, 1), options=LoaderOptions())
+    source = DispatchSource(base, shard or DataShard(rank, ranks), options, slice_fn=slice_fn)
+    return PreparedLoader(source, options=options)
+
+
+def listed(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("accel-dispatch")]
+
+
+def test_one_process_needs_no_group():
+    assert listed(prepared(Numbers(5))) == [[0, 1], [2, 3], [4]]
+    assert not threads()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_each_rank_receives_its_batches_in_order(rank, workers):
+    loader = prepared(Numbers(20), rank, 2, num_workers=workers)
+    batches = listed(loader)
+    assert batches == [[4 * i + 2 * rank, 4 * i + 2 * rank + 1] for i in range(5)]
+    assert listed(loader) == batches
+    assert loader.epoch == 2
+    assert not threads()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("n", "options", "expected", "counts"),
+    [
+        (7, {}, [[[0, 1], [4, 5]], [[2, 3], [6, 4]]], (2, 1)),
+        (5, {}, [[[0, 1], [4]], [[2, 3], [4]]], (1, 0)),
+        (7, {"even_batches": False}, [[[0, 1], [4, 5]], [[2, 3], [6]]], None),
+        (5, {"even_batches": False}, [[[0, 1], [4]], [[2, 3]]], (1, -1)),
+        (7, {"split_batches": True}, [[[0], [2], [4], [6]], [[1], [3], [5], [6]]], (1, 0)),
+        (8, {}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], None),
+    ],
+)
+def test_the_last_step_is_divided_and_says_what_is_real(rank, n, options, expected, counts):
+    loader = prepared(Numbers(n), rank, 2, options=LoaderOptions(dispatch_batches=True, **options))
+    got, seen = [], []
+    for batch in loader:
+        got.append(batch.tolist())
+        seen.append((loader.end_of_dataloader, loader.real_counts))
+    assert got == expected[rank]
+    assert [end for end, _ in seen] == [False] * (len(got) - 1) + [True]
+    if len(got) == len(expected[0]):
+        assert seen[-1][1] == counts
+        assert loader.remainder == n % loader.total_batch_size
+
+
+@pytest.mark.ranks(2)
+def test_any_content_travels(rank):
+    def collate(ids):
+        return {
+            "text": [f"sample {i}" for i in ids],
+            "ragged": [torch.full((i + 1,), i) for i in ids],
+            "nested": (torch.tensor(ids), {"empty": torch.zeros(0)}),
+            "none": None,
+        }
+
+    batch = next(iter(prepared(Numbers(4), rank, 2, collate_fn=collate)))
+    ids = [0, 1] if rank == 0 else [2, 3]
+    assert batch["text"] == [f"sample {i}" for i in ids]
+    assert [tensor.tolist() for tensor in batch["ragged"]] == [[i] * (i + 1) for i in ids]
+    assert batch["nested"][0].tolist() == ids
+    assert batch["none"] is None
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_different_width_travel(rank):
+    def collate(ids):
+        return torch.zeros(len(ids), max(ids) + 1)
+
+    shapes = [tuple(batch.shape) for batch in prepared(Numbers(7), rank, 2, collate_fn=collate)]
+    assert shapes == ([(2, 2), (2, 6)] if rank == 0 else [(2, 4), (1, 7)])
+
+
+@pytest.mark.ranks(2)
+def test_a_slice_function_cuts(rank):
+    def slice_fn(batch, wanted, process_index, num_processes):
+        return batch[wanted] * 10 + process_index
+
+    assert listed(prepared(Numbers(4), rank, 2, slice_fn=slice_fn)) == [[[0, 10], [21, 31]][rank]]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_data_receive_the_same(rank):
+    assert listed(prepared(Numbers(4), shard=DataShard(0, 1))) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_the_reader_is_raised_everywhere_in_its_place(rank):
+    loader = prepared(Numbers(20, fail_at=9), rank, 2)
+    with pytest.raises(KeyError if rank == 0 else DataError, match="sample 9 is broken") as caught:
+        listed(loader)
+    if rank == 1:
+        assert "KeyError" in str(caught.value)
+        assert "batch 3" in str(caught.value)
+    dist.barrier()
+    assert not threads()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_before_the_first_batch_is_raised_everywhere(rank):
+    with pytest.raises(KeyError if rank == 0 else DataError, match="sample 0 is broken"):
+        next(iter(prepared(Numbers(20, fail_at=0), rank, 2)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stop", [1, 3])
+def test_leaving_the_loop_leaves_nothing_behind(rank, stop):
+    loader = prepared(Numbers(400), rank, 2)
+    for number, _ in enumerate(loader, 1):
+        if number == stop:
+            break
+    dist.barrier()
+    deadline = time.monotonic() + 5
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+    assert listed(loader)[0] == [2 * rank, 2 * rank + 1]
+
+
+@pytest.mark.ranks(2)
+def test_the_reader_does_not_wait_for_a_rank_that_left_alone(rank):
+    loader = prepared(Numbers(200), rank, 2)
+    seen = 0
+    for _ in loader:
+        seen += 1
+        if rank == 1 and seen == 2:
+            break
+    assert seen == (50 if rank == 0 else 2)
+    loader.set_epoch(5)
+    assert len(listed(loader)) == 50
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_left_alone_by_the_reader_is_told(rank):
+    loader = prepared(Numbers(4000, delay=0.001), rank, 2)
+    if rank == 0:
+        next(iter(loader))
+    else:
+        with pytest.raises(DataError, match="rank 0 left the loop"):
+            listed(loader)
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_the_step_do_not_meet_those_of_the_reader(rank):
+    total = torch.zeros(())
+    for batch in prepared(Numbers(400), rank, 2):
+        value = batch.sum().float()
+        dist.all_reduce(value)
+        total += value
+    assert total.item() == sum(range(400))
+
+
+@pytest.mark.ranks(2)
+def test_two_loaders_in_one_another_keep_apart(rank):
+    outer, inner = prepared(Numbers(12), rank, 2), prepared(Numbers(8), rank, 2)
+    got = [(batch.tolist()[0], [other[0] for other in listed(inner)]) for batch in outer]
+    assert got == [(4 * i + 2 * rank, [2 * rank, 4 + 2 * rank]) for i in range(3)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_resumed_loader_goes_on_behind_what_was_delivered(rank, split):
+    options = LoaderOptions(dispatch_batches=True, split_batches=split)
+    whole = listed(prepared(Numbers(20), rank, 2, options=options))
+    loader = prepared(Numbers(20), rank, 2, options=options)
+    iterator = iter(loader)
+    got = [next(iterator).tolist() for _ in range(2)]
+    state = loader.state_dict()
+    del iterator
+    states = [None, None]
+    dist.all_gather_object(states, state)
+    assert states[0] == states[1]
+    other = prepared(Numbers(20), rank, 2, options=options)
+    other.load_state_dict(state)
+    assert got + listed(other) == whole
+
+
+@pytest.mark.ranks(2)
+def test_ranks_at_different_positions_are_told(rank):
+    loader = prepared(Numbers(20), rank, 2)
+    loader.set_epoch(rank)
+    if rank == 0:
+        next(iter(loader))
+    else:
+        with pytest.raises(DataStateError, match="load the same state"):
+            next(iter(loader))
+
+
+@pytest.mark.ranks(2)
+def test_shards_that_do_not_make_up_the_whole_are_refused_everywhere(rank):
+    with pytest.raises(DataError, match="together they must be 0 to 1 of 2"):
+        next(iter(prepared(Numbers(4), shard=DataShard(0, 2))))
