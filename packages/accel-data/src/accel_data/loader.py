@@ -100,6 +100,7 @@ class PreparedLoader:
         return run
 
     def _finish(self, run: Pass, complete: bool) -> None:
+        run.complete = complete
         run.close()
         if not complete or self._live is not run:
             return
@@ -254,8 +255,8 @@ class PreparedLoader:
         self._live, self._skipping = None, False
         self._next = cursor
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """The class of the user's DataLoader, so that ``isinstance`` says yes to both."""
         return type(self._source.dataloader)
 

@@ -32,7 +32,8 @@ class Pass(ABC):
         length: how many batches ``batches`` will give, or None when only its end tells.
         remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
             nothing. A pass may learn it as late as when its last batch is taken.
-        delivered, at_end: kept by the loader: batches handed to the user, and whether the latest was the last.
+        delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
+            and whether the user then went on to the end of the loop.
     """
 
     batches: Iterator[Any]
@@ -40,6 +41,7 @@ class Pass(ABC):
     remainder: int = -1
     delivered: int = 0
     at_end: bool = False
+    complete: bool = False
 
     @abstractmethod
     def step(self, number: int) -> Step:

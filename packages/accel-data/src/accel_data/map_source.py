@@ -1,0 +1,324 @@
+"""Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
+from accel_data.cursor import Cursor, Step
+from accel_data.keyed import derive_key
+from accel_data.options import LoaderOptions
+from accel_data.orders import Order
+from accel_data.orders_special import NodeBlocks
+from accel_data.reading import (
+    Reading,
+    SeededGlobals,
+    begin_epoch,
+    chain_of,
+    dataset_size,
+    fingerprint_of,
+    order_of,
+)
+from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
+from accel_data.skipping import swapped
+from accel_data.source import Json, Pass, Source
+from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
+from accel_state.errors import ConfigError, DataStateError
+from accel_state.parallelism import DataShard
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+SEED_KEY = "seed"
+ORDER_KEY = "order"
+LENGTH_KEY = "length"
+FINGERPRINT_KEY = "fingerprint"
+SAMPLER_KEY = "sampler"
+
+
+@final
+class ShardedBatches:
+    """What stands in the DataLoader where the user's sampler stood: this rank's index batches.
+
+    The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
+    """
+
+    def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
+        self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
+        self.batch_size, self.drop_last = batch_size, reading.drop_last
+        self.num_processes, self.process_index = shard.count, shard.index
+        self.split_batches = options.split_batches
+        self.batched = reading.batched
+        self.walk: Walk | None = None
+        self.length: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.walk is not None, "a prepared loader is iterated, not its sampler"
+        batches = self.walk.batches()
+        return batches if self.batched else (index for batch in batches for index in batch)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the number of batches is unknown: the user's sampler has no length")
+        return self.length
+
+
+@final
+class MapPass(Pass):
+    """One iteration of the user's DataLoader over the batches of a walk."""
+
+    def __init__(self, batches: Iterator[Any], walk: Walk) -> None:
+        self.batches, self._walk = batches, walk
+
+    @property
+    def length(self) -> int | None:  # type: ignore[override]
+        """As far as the walk knows."""
+        return self._walk.length
+
+    @property
+    def remainder(self) -> int:  # type: ignore[override]
+        """As far as the walk knows."""
+        return self._walk.remainder
+
+    def step(self, number: int) -> Step:
+        """What the walk computes or has recorded."""
+        return self._walk.step(number)
+
+
+@final
+class MapSource(Source):
+    """The batches of a map-style DataLoader for one data rank.
+
+    Attributes:
+        seed: decides, with the epoch, every order; equal on all ranks. None where the order is always the same.
+
+    Raises:
+        ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
+    """
+
+    def __init__(
+        self, dataloader: "DataLoader[Any]", shard: DataShard, *, reading: Reading, options: LoaderOptions
+    ) -> None:
+        self._shard, self._options, self._reading = shard, options, reading
+        self.seed: int | None = None
+        self.even_batches = options.even_batches
+        size = reading.batch_size
+        self._rank_batch = check_split(size, shard.count) if options.split_batches else size
+        self._order = self._make_order()
+        self._check_options()
+        self._batches = ShardedBatches(reading, shard, batch_size=self._rank_batch, options=options)
+        self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
+        self._batches.length = self.length(Cursor())
+        self.total_batch_size = (self._rank_batch or 1) * shard.count
+        self._pass: MapPass | None = None
+        self._sampler_start: Json = None
+        self._sampler_pending: Json = None
+        self._passed: tuple[Cursor, int] | None = None
+
+    def _make_order(self) -> Order | None:
+        if self._reading.whole:
+            return None
+        order = order_of(self._reading.sampler)
+        if self._options.sharding != "node" or order is None:
+            return order
+        kind = order.describe()
+        if kind["kind"] not in ("sequential", "shuffled") or kind.get("source", len(order)) != len(order):
+            raise ConfigError(f"sharding='node' reads each sample once; it cannot follow the order {kind['kind']!r}")
+        return NodeBlocks(len(order), num_nodes=self._options.num_nodes, shuffle=kind["kind"] == "shuffled")
+
+    def _check_options(self) -> None:
+        reading, options = self._reading, self._options
+        needs_order = options.sharding != "index"
+        if needs_order and self._order is None:
+            name = type(reading.batch_sampler if reading.whole else reading.sampler).__name__
+            raise ConfigError(
+                f"sharding={options.sharding!r} computes positions, but {name} has to be walked; use a sampler of "
+                "torch's, an accel_data.OrderSampler, or sharding='index'"
+            )
+        if options.global_batch_size is not None and reading.whole:
+            raise ConfigError(
+                f"global_batch_size={options.global_batch_size} cuts batches by itself, but "
+                f"{type(reading.batch_sampler).__name__} already makes them; give the loader batch_size and sampler"
+            )
+
+    @property
+    def total_dataset_length(self) -> int | None:  # type: ignore[override]
+        """Samples of one epoch, where the sampler or the dataset tells."""
+        if self._order is not None:
+            return len(self._order)
+        size = None if self._reading.whole else sized(self._reading.sampler)
+        return dataset_size(self.dataloader.dataset) if size is None else size
+
+    def _sharding(self, total: int) -> ByIndex | Elastic:
+        assert self._rank_batch is not None
+        options, drop_last = self._options, self._reading.drop_last
+        if options.global_batch_size is not None:
+            return Elastic(
+                total=total,
+                batch_size=self._rank_batch,
+                num_ranks=self._shard.count,
+                global_batch=options.global_batch_size,
+                drop_last=drop_last,
+            )
+        return ByIndex(
+            total=total,
+            batch_size=self._rank_batch,
+            num_ranks=self._shard.count,
+            even=self.even_batches,
+            drop_last=drop_last,
+        )
+
+    def _computed(self, order: Order) -> Sharding:
+        if self._options.sharding != "node":
+            return self._sharding(len(order))
+        plain = self._sharding(len(order))
+        assert isinstance(plain, ByIndex)
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        return ByNode(num_nodes=self._options.num_nodes, **fields)
+
+    def _cut(self) -> Cut:
+        reading = self._reading
+        split = self._options.split_batches
+        return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
+
+    def _walk(self, cursor: Cursor) -> Walk:
+        reading, shard, order = self._reading, self._shard, self._order
+        loader: Any = self.dataloader
+        ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        if order is not None:
+            epoch = order(self.seed or 0, cursor.epoch)
+            if callable(self._options.sharding):
+                return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
+            return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
+        size, rng = dataset_size(loader.dataset), self._rng(cursor.epoch)
+        if reading.whole:
+            cut = self._cut()
+            return BatchWalk(reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead)
+        return ItemWalk(reading.sampler, self._sharding(UNKNOWN_TOTAL), start=cursor, shard=shard, size=size, rng=rng)
+
+    def _rng(self, epoch: int) -> SeededGlobals:
+        return SeededGlobals(derive_key(self.seed or 0, epoch))
+
+    def begin(self, cursor: Cursor) -> MapPass:
+        """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
+        if self._order is not None and len(self._order) != sized(self._reading.sampler):
+            self._order = self._make_order()
+        self._enter_epoch(cursor.epoch)
+        walk = self._walk(cursor)
+        self._batches.walk, self._batches.length = walk, self.length(Cursor(cursor.epoch))
+        self._pass = MapPass(iter(self.dataloader), walk)
+        return self._pass
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Makes the user's samplers start this epoch, as they did when the position was saved."""
+        for sampler, saved in zip(self._stateful(), self._sampler_pending or (), strict=False):
+            sampler.load_state_dict(saved)
+        self._sampler_pending = None
+        begin_epoch(self._reading, self.dataloader.dataset, seed=self.seed, epoch=epoch)
+        self._sampler_start = [sampler.state_dict() for sampler in self._stateful()]
+
+    def _stateful(self) -> list[Any]:
+        if self._order is not None:
+            return []
+        names = ("state_dict", "load_state_dict")
+        return [s for s in chain_of(self._reading) if all(callable(getattr(s, name, None)) for name in names)]
+
+    def length(self, cursor: Cursor) -> int | None:
+        """Computed, or from the ``len`` of the user's sampler."""
+        reading, rank = self._reading, self._shard.index
+        if callable(self._options.sharding):
+            return None
+        if reading.whole:
+            batches = sized(reading.batch_sampler)
+            passed = 0 if not cursor.samples else None
+            if self._passed is not None and self._passed[0] == cursor:
+                passed = self._passed[1]
+            if batches is None or passed is None:
+                return None
+            last = last_batch_size(reading.batch_sampler)
+            return rounds_of(max(batches - passed, 0), self._cut(), rank, last=last)
+        if self._order is not None:
+            return batches_of(self._computed(self._order), cursor.samples, rank)
+        total = sized(reading.sampler)
+        return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
+
+    def skip(self, cursor: Cursor, batches: int) -> Cursor:
+        """Computed; a sampler of batches is walked, on indices only."""
+        order = self._order
+        if callable(self._options.sharding):
+            return self._skip_by_function(cursor, batches)
+        if order is not None:
+            return Cursor(cursor.epoch, self._computed(order).seek(cursor.samples, batches))
+        if not self._reading.whole:
+            total = sized(self._reading.sampler)
+            sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
+            return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
+        self._enter_epoch(cursor.epoch)
+        pending = self._sampler_start
+        with self._rng(cursor.epoch):
+            stream = iter(self._reading.batch_sampler)
+            _, rest, passed = skip_batches(stream, cursor.samples)
+            wanted = batches * self._cut().round_size
+            samples = len(rest or ()) + samples_in(stream, wanted - (rest is not None))
+        self._sampler_pending = pending
+        skipped = Cursor(cursor.epoch, cursor.samples + samples)
+        self._passed = (skipped, passed + wanted)
+        return skipped
+
+    def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
+        assert callable(self._options.sharding)
+        for _ in range(batches):
+            share = self._options.sharding(cursor, self._shard)
+            if share is None:
+                break
+            cursor = cursor.advanced(share.advance)
+        return cursor
+
+    def record(self) -> dict[str, Json]:
+        """Seed, order, and what identifies the dataset; for samplers that have a state, that of the epoch's start."""
+        reading = self._reading
+        name = type(reading.batch_sampler if reading.whole else reading.sampler).__qualname__
+        record: dict[str, Json] = {
+            SEED_KEY: self.seed,
+            ORDER_KEY: {"kind": "walked", "sampler": name} if self._order is None else self._order.describe(),
+            LENGTH_KEY: dataset_size(self.dataloader.dataset),
+            FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
+        }
+        stateful = self._stateful()
+        if stateful:
+            between = self._pass is None or self._pass.complete
+            record[SAMPLER_KEY] = [s.state_dict() for s in stateful] if between else self._sampler_start
+        return record
+
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        """Compares what the position was saved with to what is read now, and takes over the seed."""
+        self._check_dataset(record)
+        here = self.record()[ORDER_KEY]
+        saved = record.get(ORDER_KEY, here)
+        if cursor.samples and saved != here:
+            differing = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
+            told = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in differing)
+            raise DataStateError(
+                f"the position is sample {cursor.samples} of another order: {told}. Use the same sampler, or resume "
+                "at the start of an epoch"
+            )
+        total = self.total_dataset_length if self._order is not None else None
+        if total is not None and cursor.samples > total:
+            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {total}")
+        self.seed = record.get(SEED_KEY, self.seed)
+        self._sampler_pending = record.get(SAMPLER_KEY)
+        self._pass = None
+
+    def _check_dataset(self, record: Mapping[str, Json]) -> None:
+        dataset = self.dataloader.dataset
+        length, saved_length = dataset_size(dataset), record.get(LENGTH_KEY)
+        if saved_length is not None and length is not None and saved_length != length:
+            raise DataStateError(
+                f"the loader's state was saved with a dataset of {saved_length} samples, this one has {length}: it "
+                "shrank, grew or is another one, and positions in it mean other samples"
+            )
+        mark, saved_mark = fingerprint_of(dataset), record.get(FINGERPRINT_KEY)
+        if saved_mark is not None and mark is not None and saved_mark != mark:
+            raise DataStateError(
+                f"the loader's state was saved with a dataset of fingerprint {saved_mark!r}, this one has {mark!r}"
+            )

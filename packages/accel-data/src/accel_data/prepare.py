@@ -1,0 +1,139 @@
+"""From a user's DataLoader to this rank's."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_data.loader import LoaderObserver, PreparedLoader
+from accel_data.options import LoaderOptions
+from accel_data.placement import placer_for
+from accel_data.samplers import SkipBatchSampler
+from accel_data.select_source import Placement, select_source
+from accel_state.errors import ConfigError
+from accel_state.parallelism import DataShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def prepare_loader(
+    dataloader: "DataLoader[Any] | PreparedLoader",
+    shard: DataShard,
+    *,
+    device: torch.device | None = None,
+    options: LoaderOptions | None = None,
+    observer: LoaderObserver | None = None,
+    session_group: "ProcessGroup | None" = None,
+    slice_fn: Callable[..., Any] | None = None,
+) -> PreparedLoader:
+    """A loader of this rank's share ``shard`` of what ``dataloader`` reads, with all its options kept.
+
+    ``device`` is where batches are moved (None: they stay where they are). ``slice_fn`` cuts a dispatched batch.
+    ``dataloader`` itself is not changed; a loader that is prepared already is returned as it is.
+
+    A collective of ``session_group`` (None: the default group, when one is open) whenever a seed has to be agreed on:
+    the order is random and ``options.data_seed`` is None. Without a group each rank draws its own, so that several
+    ranks need ``data_seed`` then.
+
+    Raises:
+        ConfigError: the options cannot be had with this DataLoader; says which can.
+        DataError: the ranks were given datasets of different lengths.
+        ImportError: ``use_stateful_dataloader`` without torchdata.
+    """
+    if type(dataloader) is PreparedLoader:
+        return dataloader
+    assert not isinstance(dataloader, PreparedLoader)
+    options = LoaderOptions() if options is None else options
+    if options.use_stateful_dataloader:
+        _require_torchdata()
+    placement = Placement(shard=shard, on_device=device is not None, group=session_group, slice_fn=slice_fn)
+    source = select_source(dataloader, options, placement)
+    # Without any accelerator in this process no tensor can be elsewhere than on the CPU.
+    moves = device is not None and (device.type != "cpu" or torch.accelerator.is_available())
+    placer = placer_for(device, non_blocking=options.non_blocking) if moves else None
+    return PreparedLoader(source, options=options, placer=placer, observer=observer)
+
+
+def _require_torchdata() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torchdata") is None:
+        raise ImportError(
+            "use_stateful_dataloader=True needs torchdata 0.8.0 or newer; without it prepared loaders still save and "
+            "load their position"
+        )
+
+
+def prepare_data_loader(  # noqa: PLR0913 (the signature is a contract)
+    dataloader: "DataLoader[Any]",
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[object] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: "DeviceMesh | None" = None,
+) -> "DataLoader[Any]":
+    """``prepare_loader`` with the names that users of other libraries know.
+
+    ``num_processes`` and ``process_index`` default to the open process group, or one process. ``rng_types`` is
+    accepted and not needed: ranks agree on the order without synchronising generators.
+
+    Raises:
+        ConfigError: ``dispatch_batches`` without ``put_on_device``, or what ``prepare_loader`` raises.
+    """
+    if dispatch_batches and not put_on_device:
+        raise ConfigError("dispatch_batches=True sends batches from device to device; it needs put_on_device=True")
+    options = LoaderOptions(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    shard = _shard_of(num_processes, process_index, torch_device_mesh)
+    target = (torch.device("cpu") if device is None else device) if put_on_device else None
+    loader = prepare_loader(dataloader, shard, device=target, options=options, slice_fn=slice_fn_for_dispatch)
+    return cast("DataLoader[Any]", loader)
+
+
+def _shard_of(num_processes: int | None, process_index: int | None, mesh: "DeviceMesh | None") -> DataShard:
+    from accel_state.peers import resolve
+
+    group = resolve(None)
+    count = (1 if group is None else group.size()) if num_processes is None else num_processes
+    index = (0 if group is None else group.rank()) if process_index is None else process_index
+    if mesh is None:
+        return DataShard(index, count)
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    together = sizes.get("tp", 1) * sizes.get("cp", 1)
+    return DataShard(index // together, count // together)
+
+
+def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batches: int = 0) -> "DataLoader[Any]":
+    """A loader like ``dataloader`` whose next pass starts ``num_batches`` batches later.
+
+    A prepared loader of map-style data seeks: nothing is read, however many batches are skipped, and every option is
+    kept; its later epochs are whole. A plain DataLoader becomes a plain DataLoader that walks over the indices
+    (or, for an iterable dataset, reads and forgets batches).
+    """
+    if type(dataloader) is PreparedLoader:
+        return cast("DataLoader[Any]", dataloader.skipped(num_batches))
+    from accel_data.skipping import SkippedStream, swapped
+
+    assert not isinstance(dataloader, PreparedLoader)
+    if dataloader.batch_sampler is None or isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
+        return cast("DataLoader[Any]", SkippedStream(dataloader, num_batches))
+    return swapped(dataloader, SkipBatchSampler(dataloader.batch_sampler, num_batches))

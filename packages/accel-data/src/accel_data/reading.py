@@ -1,0 +1,215 @@
+"""What a user's map-style DataLoader reads, taken apart: an order we can compute, or samplers we have to walk."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_data.keyed import derive_key
+from accel_data.orders import Order, Replacement, Sequential, Shuffled, Subset
+from accel_data.orders_special import SeededPermutation, Weighted
+from accel_data.samplers import OrderSampler, SeedableRandomSampler
+from accel_state.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a DataLoader reads.
+
+    Attributes:
+        slot: the loader's attribute that our sampler takes the place of: "batch_sampler", or "sampler" where the
+            loader does no batching of its own (``batch_size=None``).
+        batch_sampler: the user's sampler of batches, or None.
+        sampler: the user's sampler of single indices, or None below a batch sampler that has none.
+        batch_size: of one batch; None: batches have any size.
+        batched: samples come as lists of indices (else one index at a time).
+        whole: the batches are the batch sampler's own business, so we walk it; else it is torch's plain one.
+    """
+
+    slot: str
+    batch_sampler: Any
+    sampler: Any
+    batch_size: int | None
+    drop_last: bool
+    batched: bool
+    whole: bool
+
+
+def read_dataloader(dataloader: "DataLoader[Any]") -> Reading:
+    """Takes a map-style DataLoader apart without changing it."""
+    batches: Any = dataloader.batch_sampler
+    slot = "batch_sampler"
+    if batches is None:
+        slot = "sampler"
+        if not isinstance(dataloader.sampler, BatchSampler):
+            return Reading(slot, None, dataloader.sampler, 1, False, False, False)
+        batches = dataloader.sampler
+    size, drop_last = getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False))
+    inner = getattr(batches, "sampler", None)
+    size = size if isinstance(size, int) else None
+    return Reading(slot, batches, inner, size, drop_last, True, type(batches) is not BatchSampler)
+
+
+def order_of(sampler: Any) -> Order | None:
+    """The order that takes the place of a sampler of torch's or ours; None for one that only its owner understands.
+
+    A subclass may do anything, so only the classes themselves are replaced.
+    """
+    make = _ORDERS.get(type(sampler))
+    return None if make is None else make(sampler)
+
+
+def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
+    """A sampler that draws from the same source, the same number, with or without replacement, but by seed + epoch."""
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=data_seed,
+    )
+
+
+def _random(sampler: RandomSampler) -> Order:
+    if sampler.replacement:
+        return Replacement(len(sampler.data_source), num_samples=sampler.num_samples)
+    return Shuffled(len(sampler.data_source), num_samples=sampler.num_samples)
+
+
+def _weighted(sampler: WeightedRandomSampler) -> Order:
+    return Weighted(sampler.weights, num_samples=sampler.num_samples, replacement=sampler.replacement)
+
+
+def _seedable(sampler: SeedableRandomSampler) -> Order:
+    if sampler.replacement:
+        return Replacement(len(sampler.data_source), num_samples=sampler.num_samples)
+    return SeededPermutation(len(sampler.data_source), num_samples=sampler.num_samples)
+
+
+def _distributed(sampler: Any) -> Order:
+    # It shards for a number of ranks of its own; sharding its part again would lose all other parts.
+    size = len(sampler.dataset)
+    return Shuffled(size) if sampler.shuffle else Sequential(size)
+
+
+_ORDERS: dict[type, Callable[[Any], Order]] = {
+    SequentialSampler: lambda sampler: Sequential(len(sampler.data_source)),
+    RandomSampler: _random,
+    WeightedRandomSampler: _weighted,
+    SubsetRandomSampler: lambda sampler: Subset(sampler.indices, Shuffled(len(sampler.indices))),
+    SeedableRandomSampler: _seedable,
+    DistributedSampler: _distributed,
+    OrderSampler: lambda sampler: sampler.order,
+}
+
+
+def own_seed(sampler: Any) -> int | None:
+    """The seed that a sampler carries in itself, or None."""
+    if isinstance(sampler, SeedableRandomSampler):
+        return sampler.initial_seed
+    if isinstance(sampler, OrderSampler | DistributedSampler):
+        return sampler.seed
+    return None
+
+
+def drawn_seed(reading: Reading) -> int:
+    """A seed from the generator that the user gave the sampler or, without one, from torch's global one."""
+    generator = next((found for found in map(_generator_of, chain_of(reading)) if found is not None), None)
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def chain_of(reading: Reading) -> list[Any]:
+    """The user's batch sampler, its sampler, and whatever they wrap, outermost first."""
+    found: list[Any] = []
+    candidates: list[Any] = [reading.batch_sampler, reading.sampler]
+    while candidates:
+        candidate = candidates.pop(0)
+        if candidate is None or any(candidate is known for known in found):
+            continue
+        found.append(candidate)
+        candidates += [getattr(candidate, name, None) for name in ("batch_sampler", "sampler")]
+    return found
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def begin_epoch(reading: Reading, dataset: object, *, seed: int | None, epoch: int) -> None:
+    """Tells samplers and dataset the epoch, and seeds the generators of samplers that are walked."""
+    for target in [*chain_of(reading), dataset]:
+        set_epoch = getattr(target, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+    if seed is not None:
+        for number, sampler in enumerate(chain_of(reading)):
+            generator = _generator_of(sampler)
+            if generator is not None:
+                generator.manual_seed(derive_key(seed, epoch, number))
+
+
+@final
+class SeededGlobals(AbstractContextManager[None]):
+    """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
+
+    A sampler that shuffles with them when it starts then gives the same indices on every rank and again on resuming.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._saved: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        import random
+        import sys
+
+        torch_state, python_state = torch.random.get_rng_state(), random.getstate()
+        self._saved = [lambda: torch.random.set_rng_state(torch_state), lambda: random.setstate(python_state)]
+        torch.default_generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        if "numpy" in sys.modules:
+            from numpy import random as numpy_random
+
+            numpy_state = numpy_random.get_state()
+            self._saved.append(lambda: numpy_random.set_state(numpy_state))
+            numpy_random.seed(self._seed % (1 << 32))
+
+    def __exit__(self, *error: object) -> None:
+        for restore in self._saved:
+            restore()
+        self._saved = []
+
+
+def dataset_size(dataset: Any) -> int | None:
+    """``len(dataset)``, or None for one that only has keys."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """What the dataset says identifies its content: an attribute or method ``fingerprint`` that gives a string."""
+    value = getattr(dataset, "fingerprint", None)
+    if callable(value):
+        value = value()
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{type(dataset).__name__}.fingerprint gives {type(value).__name__}; it must give a string, or None"
+        )
+    return value
