@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from accel.facets.settings import SettingsFacet
     from accel_backends import Backend
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "is_initialized",
+    "wait_for_everyone",
+]
 
 
 def distributed_type(session: Session, backend: "Backend | None" = None) -> DistributedType:
@@ -184,3 +191,8 @@ class GradientState:
 def is_initialized() -> bool:
     """A session is open in this process."""
     return Session.current() is not None
+
+
+def wait_for_everyone() -> None:
+    """Blocks until every process has come here."""
+    PartialState().session.wait_for_everyone()

@@ -57,7 +57,7 @@ def read_failure(ended: Exit, error_file: Path) -> Failure | None:
     try:
         at = error_file.stat().st_mtime
         message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None if ended.status == 0 or ended.stopped else Failure(ended, ended.at)
     if isinstance(message, str):
         return Failure(ended, at, message)

@@ -61,11 +61,12 @@ def check_program(config: AccelConfig, program: Sequence[str]) -> None:
 
 
 def _check_module(name: str) -> None:
-    top = name.partition(".")[0]
+    top, _, rest = name.partition(".")
+    if rest == "py":
+        raise LaunchError(f"-m takes the name of a module, {name!r} is a file; drop -m, or name the module {top}")
     # Only the top level is looked up: finding a submodule would run its parents here.
     if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
-        hint = " (with -m, give a module name, not a file)" if name.endswith(".py") else ""
-        raise LaunchError(f"there is no module {top!r} for -m {name}{hint}; looked in {Path.cwd()} and the environment")
+        raise LaunchError(f"there is no module {top!r} for -m {name}; looked in {Path.cwd()} and the environment")
 
 
 def _num_cores() -> int:

@@ -35,9 +35,7 @@ class Output:
 
     def note(self, rank: int, text: str) -> None:
         """Adds to the file of ``rank`` what the process could not print itself."""
-        with self._lock:
-            if rank in self._logs:
-                self._logs[rank].write(text.encode(errors="replace"))
+        self._log(rank, text.encode(errors="replace"))
 
     def close(self, timeout: float = 2.0) -> None:
         """Waits for what is on its way; a process that outlived its rank may hold a stream open for longer."""
@@ -53,19 +51,31 @@ class Output:
         rest = b""
         with source:
             while chunk := os.read(source.fileno(), _CHUNK):
-                with self._lock:
-                    if rank in self._logs:
-                        self._logs[rank].write(chunk)
-                        self._logs[rank].flush()
-                # A progress bar ends its lines with a carriage return.
-                lines = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n") if mark else [chunk]
-                if mark:
-                    *lines, rest = lines
-                self._write(sink, b"".join(mark + line + b"\n" for line in lines) if mark else chunk)
-            if rest:
-                self._write(sink, mark + rest + b"\n")
+                whole, rest = _whole_lines(rest + chunk)
+                self._log(rank, whole)
+                self._write(sink, _marked(whole, mark) if mark else chunk)
+        if rest:
+            self._log(rank, rest + b"\n")
+        if rest and mark:
+            self._write(sink, mark + rest + b"\n")
+
+    def _log(self, rank: int, data: bytes) -> None:
+        with self._lock:
+            if data and rank in self._logs:
+                self._logs[rank].write(data)
+                self._logs[rank].flush()
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
         with self._lock:
             sink.write(data)
             sink.flush()
+
+
+def _whole_lines(data: bytes) -> tuple[bytes, bytes]:
+    """``data`` up to the end of its last line, and what follows; a progress bar ends lines with a carriage return."""
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    return data[:end], data[end:]
+
+
+def _marked(lines: bytes, mark: bytes) -> bytes:
+    return b"".join(mark + line + b"\n" for line in lines.splitlines())

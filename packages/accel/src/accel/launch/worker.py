@@ -13,6 +13,7 @@ import runpy
 import sys
 import time
 import traceback
+from io import TextIOWrapper
 from types import ModuleType, TracebackType
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -31,9 +32,8 @@ def main(argv: list[str]) -> None:
 
     faulthandler.enable()
     sys.excepthook = record_exception
-    # Whole lines, so that a crash loses none and those of several ranks do not mix.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.argv = [target, *arguments]
+    _write_whole_lines(sys.stdout)
+    _write_whole_lines(sys.stderr)
     {"script": _run_script, "module": _run_module}[kind](target)
 
 
@@ -62,6 +62,12 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         _write_error(path, traceback.format_exception_only(error)[-1].strip(), text)
     except OSError:
         sys.stderr.write(text)
+
+
+def _write_whole_lines(stream: object) -> None:
+    """So that a crash loses no line and those of several ranks do not mix, even under PYTHONUNBUFFERED."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _write_error(path: str, summary: str, text: str) -> None:

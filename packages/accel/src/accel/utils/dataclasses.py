@@ -1,0 +1,29 @@
+"""Enumerations, options and plugins."""
+
+from accel.clock import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accel.handlers import ProjectConfiguration as ProjectConfiguration
+from accel_backends.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_precision.options import AutocastKwargs as AutocastKwargs
+from accel_precision.options import GradScalerKwargs as GradScalerKwargs
+from accel_precision.options import KwargsHandler as KwargsHandler
+from accel_precision.recipes import AORecipeKwargs as AORecipeKwargs
+from accel_precision.recipes import FP8RecipeKwargs as FP8RecipeKwargs
+from accel_precision.recipes import TERecipeKwargs as TERecipeKwargs
+from accel_state.enums import BaseEnum as BaseEnum
+from accel_state.enums import ComputeEnvironment as ComputeEnvironment
+from accel_state.enums import CustomDtype as CustomDtype
+from accel_state.enums import DistributedType as DistributedType
+from accel_state.enums import DynamoBackend as DynamoBackend
+from accel_state.enums import FP8BackendType as FP8BackendType
+from accel_state.enums import LoggerType as LoggerType
+from accel_state.enums import PrecisionType as PrecisionType
+from accel_state.enums import RNGType as RNGType
+from accel_state.enums import SageMakerDistributedType as SageMakerDistributedType
+from accel_state.nested import TensorInformation as TensorInformation
+from accel_state.parallel_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accel_state.parallel_options import TorchContextParallelConfig as TorchContextParallelConfig
+from accel_state.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_state.parallelism import ParallelismConfig as ParallelismConfig

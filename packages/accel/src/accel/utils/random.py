@@ -1,0 +1,1 @@
+"""Seeds and random state."""
