@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
 
     faulthandler.enable()
     sys.excepthook = record_exception
+    sys.argv = [target, *arguments]
     _write_whole_lines(sys.stdout)
     _write_whole_lines(sys.stderr)
     {"script": _run_script, "module": _run_module}[kind](target)

@@ -1,0 +1,452 @@
+"""What ``accel launch`` promises, on real processes: one first traceback, the exit status, restarts, no orphan."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+LAUNCH = [sys.executable, "-m", "accel", "launch"]
+SHOW = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+print(json.dumps({"argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0],
+                  "config": json.loads(os.environ["ACCEL_CONFIG"])["values"],
+                  **{name: os.environ.get(name) for name in names}}))
+"""
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print("attempt", attempt, "sum", total.item(), flush=True)
+if attempt < int(os.environ.get("FAILURES", "0")):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(total)
+dist.destroy_process_group()
+"""
+SLEEP = """
+import os, sys, time
+open(f"ready_{os.environ['RANK']}", "w").close()
+time.sleep(60)
+"""
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "OMP_", "TORCHELASTIC"))}
+    return own | dict(extra or {})
+
+
+def launch(
+    folder: Path, *argv: str, script: str = SHOW, env: Mapping[str, str] | None = None, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [*LAUNCH, *argv], cwd=folder, env=clean_env(env), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def shown(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda row: str(row["RANK"]))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose ranks have all begun; whatever is left of it at the end is killed."""
+    (folder / "script.py").write_text(script)
+    process = subprocess.Popen(
+        [*LAUNCH, *argv], cwd=folder, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while any(not (folder / f"ready_{rank}").exists() for rank in range(ranks)):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process
+    finally:
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for child in left:
+            child.kill()
+        process.kill()
+        process.communicate()
+
+
+def survivors(children: list[psutil.Process], seconds: float = 3.0) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(children, timeout=seconds)
+    return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_every_process_learns_its_place_and_runs_the_script_as_main(tmp_path: Path) -> None:
+    rows = shown(launch(tmp_path, "--num-processes", "2", "script.py", "--lr", "1", "--cpu"))
+    script = str(tmp_path / "script.py")
+    assert [(row["RANK"], row["LOCAL_RANK"], row["WORLD_SIZE"]) for row in rows] == [("0", "0", "2"), ("1", "1", "2")]
+    assert [row["argv"] for row in rows] == [["script.py", "--lr", "1", "--cpu"]] * 2
+    assert [(row["name"], row["file"], row["path"]) for row in rows] == [("__main__", script, str(tmp_path))] * 2
+    assert rows[0]["MASTER_PORT"] == rows[1]["MASTER_PORT"] != "0"
+
+
+def test_the_script_receives_the_resolved_settings(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("mixed_precision: bf16\nseed: 1\n")
+    argv = ["--config_file", "mine.yaml", "--num_processes=2", "--gradient-accumulation-steps", "4", "script.py"]
+    (row, _) = shown(launch(tmp_path, *argv, env={"ACCEL_SEED": "2"}))
+    assert row["config"] == {"mixed_precision": "bf16", "seed": 2, "num_processes": 2, "gradient_accumulation_steps": 4}
+
+
+def test_settings_of_an_outer_launcher_do_not_reach_an_inner_one(tmp_path: Path) -> None:
+    document = {"values": {"num_processes": 4}, "origins": {"num_processes": ["flag", "--num_processes"]}}
+    rows = shown(launch(tmp_path, "--cpu", "script.py", env={"ACCEL_CONFIG": json.dumps(document), "RANK": "3"}))
+    assert [(row["RANK"], row["WORLD_SIZE"]) for row in rows] == [("0", "1")]
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [(["script.py"], "script.py"), (["-m", "pkg.tool"], "tool.py"), (["--no_python", "./run.sh"], "sh")],
+)
+def test_scripts_modules_and_commands_are_run(count: str, argv: list[str], seen: str, tmp_path: Path) -> None:
+    source = "import sys; print(sys.argv[0].rpartition('/')[2], *sys.argv[1:])"
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "tool.py").write_text(source)
+    (tmp_path / "run.sh").write_text('#!/bin/sh\necho sh "$@"\n')
+    (tmp_path / "run.sh").chmod(0o755)
+    done = launch(tmp_path, "--num_processes", count, *argv, "--flag", script=source)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"{seen} --flag"] * int(count)
+
+
+def test_one_process_is_the_launcher_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print(os.getpid())")
+    process = subprocess.Popen([*LAUNCH, "--cpu", "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert int(process.communicate(timeout=30)[0]) == process.pid
+
+
+def test_classes_of_the_script_can_be_pickled_and_spawned(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, pickle
+class Thing: pass
+def double(x): return 2 * x
+if __name__ == "__main__":
+    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [21])[0])
+"""
+    done = launch(tmp_path, "--num_processes", "2", "script.py", script=script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n42\n", "")
+
+
+def test_dry_run_prints_every_process_and_starts_none(tmp_path: Path) -> None:
+    argv = ["--num_processes", "2", "--dry-run", "--main_process_port", "29777", "script.py", "a b"]
+    script = "open('ran', 'w')"
+    data = json.loads(launch(tmp_path, "--json", *argv, script=script).stdout)
+    text = launch(tmp_path, *argv, script=script).stdout
+    assert [process["env"]["RANK"] for process in data["processes"]] == ["0", "1"]
+    assert data["processes"][0]["argv"][-2:] == ["script.py", "a b"]
+    assert "RANK=1" in text
+    assert "script.py 'a b'" in text
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_environment_of_a_dry_run_is_the_one_that_a_run_has(tmp_path: Path) -> None:
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
+    argv = ["--num_processes", "2", "--seed", "3", "script.py"]
+    planned = json.loads(launch(tmp_path, "--dry_run", "--json", *argv, script=script).stdout)["processes"]
+    real = {row["RANK"]: row for row in map(json.loads, launch(tmp_path, *argv, script=script).stdout.splitlines())}
+    for process in planned:
+        assert process["env"].items() <= real[process["env"]["RANK"]].items()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num_processes", "0", "script.py"], "at least 1"),
+        (["--num_processes", "2", "scrip.py"], "did you mean script.py?"),
+        (["--num_processes", "2", "absent/train.py"], "there is no script"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["-m", "script.py"], "name the module script"),
+        ([], "no program to launch"),
+        (["--num_proceses", "2", "script.py"], "did you mean --num_processes?"),
+        (["--main_process_port", "70000", "script.py"], "0 to 65535"),
+        (["--num_machines", "2", "--machine_rank", "2", "script.py"], "expected 0 to 1"),
+        (["--multi_gpu", "--cpu", "script.py"], "cpu and multi_gpu"),
+        (["--config_file", "absent.yaml", "script.py"], "absent.yaml"),
+        (["--config_file", "bad.yaml", "script.py"], "bad.yaml:1: unknown key 'sede'; did you mean seed?"),
+        (["--mixed_precision", "bf61", "script.py"], "nearest that works: bf16"),
+        (["--cpu", "--no_python", "./absent"], "./absent"),
+    ],
+)
+def test_bad_input_is_refused_within_seconds(argv: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("sede: 3\n")
+    begin = time.monotonic()
+    done = launch(tmp_path, *argv)
+    assert done.returncode not in (0, None)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - begin < 5
+
+
+def test_more_processes_than_accelerators_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    count = torch.accelerator.device_count()
+    done = launch(tmp_path, "--multi_gpu", "--num_processes", str(count + 2), "script.py")
+    assert done.returncode == 2
+    assert "accelerator" in done.stderr
+
+
+def test_a_busy_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        done = launch(tmp_path, "--num_processes", "2", "--main_process_port", str(port), "script.py")
+    assert done.returncode == 2
+    assert f"main_process_port {port}" in done.stderr
+    assert "0 takes a free port" in done.stderr
+
+
+FIRST = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    open("raised", "w").close()
+    raise ValueError("the cause")
+while sys.argv[1] == "wait" or not os.path.exists("raised"):
+    time.sleep(0.001)
+time.sleep(0.02)
+raise RuntimeError("a consequence")
+"""
+
+
+@pytest.mark.parametrize("other", ["waits", "fails"])
+def test_the_first_traceback_is_printed_last_and_once(other: str, tmp_path: Path) -> None:
+    done = launch(tmp_path, "--num_processes", "2", "script.py", other.rstrip("s"), script=FIRST)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.rstrip().endswith("ValueError: the cause")
+    assert "rank 1 of 2 failed first" in done.stderr
+    assert "exit status 1" in done.stderr or "stopped after its error" in done.stderr
+    assert "accel/launch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("raise SystemExit(7)", 7, "exit status 7"),
+        ("sys.exit('in words')", 1, "in words"),
+        ("os._exit(9)", 9, "exit status 9"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", 139, "SIGSEGV"),
+        ("x = (", 1, "SyntaxError"),
+    ],
+)
+def test_every_kind_of_end_is_passed_on(code: str, status: int, words: str, tmp_path: Path) -> None:
+    script = f"import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\n{code}\n"
+    done = launch(tmp_path, "--num_processes", "2", "script.py", script=script)
+    assert done.returncode == status
+    assert words in done.stderr
+
+
+def test_a_rank_that_fails_and_then_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
+    script = """
+import os, threading, time
+if os.environ["RANK"] == "1":
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("the cause")
+time.sleep(60)
+"""
+    done = launch(tmp_path, "--num_processes", "2", "--grace_period", "1s", "script.py", script=script, timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: the cause")
+
+
+def test_output_is_prefixed_and_logged_by_rank(tmp_path: Path) -> None:
+    script = """
+import os, sys
+print("out", os.environ["RANK"]); print("bar 1", end="\\r"); print("half", end="", flush=True)
+print("err", os.environ["RANK"], file=sys.stderr)
+if os.environ["RANK"] == "1": raise ValueError("boom")
+"""
+    done = launch(tmp_path, "--num_processes", "2", "--prefix_output", "--log_dir", "logs", "script.py", script=script)
+    assert {"[rank 0] out 0", "[rank 1] out 1", "[rank 0] bar 1", "[rank 1] half"} <= set(done.stdout.splitlines())
+    assert "[rank 1] err 1" in done.stderr
+    log = (tmp_path / "logs" / "attempt_0" / "rank_1.log").read_text()
+    assert "out 1" in log
+    assert "err 1" in log
+    assert log.rstrip().endswith("ValueError: boom")
+
+
+def test_processes_meet_and_reduce(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--num_processes", "2", "script.py", script=ALL_REDUCE)
+    assert (done.returncode, done.stdout) == (0, "attempt 0 sum 3.0\n"), done.stderr
+
+
+def restarted(folder: Path, count: int, *argv: str) -> None:
+    done = launch(
+        folder,
+        *("--num_processes", "2", "--max_restarts", str(count), *argv, "script.py"),
+        script=ALL_REDUCE,
+        env={"FAILURES": str(count)},
+        timeout=60 + 20 * count,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"attempt {attempt} sum 3.0" for attempt in range(count + 1)]
+    assert done.stderr.count("killed by SIGKILL") == count
+
+
+def test_a_killed_rank_leads_to_a_restart_that_works(tmp_path: Path) -> None:
+    restarted(tmp_path, 2)
+
+
+def test_restarts_work_on_one_port_too(tmp_path: Path) -> None:
+    restarted(tmp_path, 1, "--main_process_port", str(free_port()))
+
+
+@pytest.mark.slow
+def test_twenty_restarts_all_work(tmp_path: Path) -> None:
+    restarted(tmp_path, 20)
+
+
+def test_when_the_restarts_are_used_up_the_status_is_passed_on(tmp_path: Path) -> None:
+    script = "import os, sys; print('try', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); sys.exit(5)"
+    done = launch(tmp_path, "--num_processes", "1", "--max_restarts", "2", "script.py", script=script)
+    assert done.returncode == 5
+    assert done.stdout.splitlines() == ["try 0", "try 1", "try 2"]
+    assert "restart 2 of 2" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_all_processes_within_seconds(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    with started(tmp_path, "--num_processes", "2", "script.py") as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        begin = time.monotonic()
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=20)
+        assert time.monotonic() - begin < 3
+    assert process.returncode == status
+    assert number.name in stderr
+    assert "Traceback" not in stderr
+    assert len(children) == 2
+    assert survivors(children) == []
+
+
+STUBBORN = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+"""
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_processes_that_ignore_signals_are_killed_with_their_children(impatient: bool, tmp_path: Path) -> None:
+    argv = ["--num_processes", "2", "--grace_period", "30s" if impatient else "0.5", "script.py"]
+    with started(tmp_path, *argv, script=STUBBORN + SLEEP) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        begin = time.monotonic()
+        process.terminate()
+        if impatient:
+            time.sleep(0.3)
+            process.terminate()
+        process.communicate(timeout=20)
+        assert time.monotonic() - begin < 5
+    assert process.returncode == 143
+    assert len(children) == 4
+    assert survivors(children) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_the_death_of_the_launcher_ends_its_processes(tmp_path: Path) -> None:
+    with started(tmp_path, "--num_processes", "2", "script.py") as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate(timeout=20)
+    assert len(children) == 2
+    assert survivors(children) == []
+
+
+def test_what_a_failed_rank_left_running_is_ended(tmp_path: Path) -> None:
+    script = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+os._exit(3)
+"""
+    done = launch(tmp_path, "--num_processes", "2", "script.py", script=script)
+    assert done.returncode == 3
+    pids = [int(line) for line in done.stdout.split()]
+    assert pids
+    assert survivors([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]) == []
+
+
+@contextmanager
+def machines(
+    folder: Path, *argv: str, script: str, env: Mapping[str, str] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The launchers of two machines, which here are one."""
+    (folder / "script.py").write_text(script)
+    shared = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    shared += ["--main_process_port", str(free_port()), *argv]
+    made = [
+        subprocess.Popen(
+            [*LAUNCH, *shared, "--machine_rank", rank, "script.py"],
+            cwd=folder,
+            env=clean_env(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.communicate()
+
+
+def test_two_machines_form_one_job_and_restart_together(tmp_path: Path) -> None:
+    with machines(tmp_path, "--max_restarts", "1", script=ALL_REDUCE, env={"FAILURES": "1"}) as made:
+        outputs = [process.communicate(timeout=90) for process in made]
+    assert [process.returncode for process in made] == [0, 0], outputs
+    assert outputs[0][0].splitlines() == ["attempt 0 sum 3.0", "attempt 1 sum 3.0"]
+
+
+def test_a_failure_on_one_machine_ends_the_job_on_the_other(tmp_path: Path) -> None:
+    script = """
+import os, time
+if os.environ["RANK"] == "1": raise ValueError("the cause")
+time.sleep(60)
+"""
+    with machines(tmp_path, script=script) as made:
+        (_, zero), (_, one) = [process.communicate(timeout=60) for process in made]
+    assert [process.returncode for process in made] == [1, 1]
+    assert one.rstrip().endswith("ValueError: the cause")
+    assert "rank 1 failed on machine 1" in zero
+
+
+def test_a_machine_that_finds_nobody_says_so(tmp_path: Path) -> None:
+    argv = ["--num_machines", "2", "--machine_rank", "1", "--num_processes", "2", "--cpu", "--join_timeout", "0.5"]
+    done = launch(
+        tmp_path, *argv, "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()), "script.py"
+    )
+    assert done.returncode == 2
+    assert "nobody listens at 127.0.0.1" in done.stderr
+    assert "Traceback" not in done.stderr
