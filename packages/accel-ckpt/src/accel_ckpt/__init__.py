@@ -1,3 +1,55 @@
-"""Checkpoints that are committed or not there, readable at any world size."""
+"""Checkpoints that are committed or not there, readable at any world size.
+
+Names are imported on first use, so that ``import accel_ckpt`` costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from accel_ckpt._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from accel_ckpt.checkpoint import Checkpoint as Checkpoint
+    from accel_ckpt.checkpoint import open_checkpoint as open_checkpoint
+    from accel_ckpt.difference import Difference as Difference
+    from accel_ckpt.directory import CheckpointDirectory as CheckpointDirectory
+    from accel_ckpt.manifest import Manifest as Manifest
+    from accel_ckpt.manifest import Part as Part
+    from accel_ckpt.manifest import TensorEntry as TensorEntry
+    from accel_ckpt.retention import Retention as Retention
+    from accel_ckpt.retention import SavedCheckpoint as SavedCheckpoint
+    from accel_ckpt.retention import keep_all as keep_all
+    from accel_ckpt.retention import keep_best as keep_best
+    from accel_ckpt.retention import keep_every as keep_every
+    from accel_ckpt.retention import keep_last as keep_last
+    from accel_ckpt.retention import keep_union as keep_union
+    from accel_ckpt.saving import save as save
+
+_EXPORTS = {
+    "accel_ckpt.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "accel_ckpt.difference": ("Difference",),
+    "accel_ckpt.directory": ("CheckpointDirectory",),
+    "accel_ckpt.manifest": ("Manifest", "Part", "TensorEntry"),
+    "accel_ckpt.retention": (
+        "Retention",
+        "SavedCheckpoint",
+        "keep_all",
+        "keep_best",
+        "keep_every",
+        "keep_last",
+        "keep_union",
+    ),
+    "accel_ckpt.saving": ("save",),
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+__all__ = sorted([*_MODULE_OF, "__version__"])
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

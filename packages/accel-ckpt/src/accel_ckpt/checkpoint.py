@@ -1,0 +1,267 @@
+"""A committed checkpoint for reading: by name, by part, at any world size."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from accel_ckpt.blocks import CheckedFile, Source, default_threads
+from accel_ckpt.difference import Difference, compare
+from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
+from accel_ckpt.peers import Peers
+from accel_ckpt.reading import TensorReader, placed_like
+from accel_ckpt.tree import Json, Tree, decode, leaves
+from accel_ckpt.tree import Path as TreePath
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
+_MAX_TREE = 2**31
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = True, group: "ProcessGroup | None" = None
+) -> "Checkpoint":
+    """Opens the checkpoint at ``path`` without reading its tensors.
+
+    With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
+    is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
+    of them must call, and all of them raise if one does; without one, this process works alone.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a newer version wrote it.
+        CheckpointCorruptError: a file is missing, cut off or altered; names each.
+    """
+    peers = Peers(None) if group is None else Peers.of(group)
+    opened: list[Checkpoint] = []
+    peers.together(f"opening {path}", lambda: opened.append(Checkpoint(Path(path))))
+    checkpoint = opened[0]
+    if verify:
+        checkpoint.verify(group=group)
+    return checkpoint
+
+
+@final
+class Checkpoint:
+    """What was saved at ``path``: named state trees, each rank's own, and metadata. Any number of ranks may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.manifest = read_manifest(self.path)
+        self._files: dict[str, CheckedFile] = {}
+        self._documents: dict[str, Mapping[str, Json]] = {}
+        self._reader = TensorReader(self.manifest, self._file)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, names={self.names})"
+
+    def __getstate__(self) -> object:
+        raise TypeError("a Checkpoint holds open files; pass its path and open it there")
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which state trees were saved, in their order."""
+        return list(self._document(TREE))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The JSON given when it was saved."""
+        metadata: dict[str, Any] = decode(self.manifest.metadata, _no_tensor)
+        return metadata
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self.manifest.world_size
+
+    def read(self, name: str, like: Tree | None = None, *, strict: bool = True, place: Place | None = None) -> Tree:
+        """The state tree called ``name``, as new tensors of the saved dtypes.
+
+        ``like`` is a tree whose tensors say where those at the same places go: a DTensor gets its mesh and placements,
+        and only this rank's part of it is read; a plain tensor its device. Tensors it does not have come whole on the
+        CPU. ``place(path, dtype, shape)`` may give such a tensor for places that ``like`` does not have (the state of
+        an optimizer that has none yet). Tensors that were tied when saved come back as one. Not a collective.
+
+        Raises:
+            CheckpointError: there is no such name.
+            CheckpointMismatchError: ``strict``, and the places or shapes of ``like`` are not those saved; lists them.
+            CheckpointCorruptError: what was read is not what was written.
+        """
+        tree = self._tree(TREE, name)
+        if like is not None and strict:
+            difference = self.compare(name, like)
+            if difference:
+                raise CheckpointMismatchError(
+                    f"{name!r} in {self.path} is not like what it is loaded into: {difference}"
+                )
+        return self._read(tree, {} if like is None else leaves(like), place)
+
+    def read_local(self, name: str, rank: int) -> Tree | None:
+        """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
+        file = local_file(rank)
+        if file not in self.manifest.files or name not in self._document(file):
+            return None
+        return self._read(self._document(file)[name], {}, None)
+
+    def local_names(self, rank: int) -> list[str]:
+        """The names under which ``rank`` saved something of its own."""
+        file = local_file(rank)
+        return list(self._document(file)) if file in self.manifest.files else []
+
+    def compare(self, name: str, like: Tree) -> Difference:
+        """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
+        saved = decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
+        return compare(leaves(saved), leaves(like))
+
+    def verify(self, *, group: "ProcessGroup | None" = None) -> None:
+        """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.
+
+        Raises:
+            CheckpointCorruptError: names every file that is missing, cut off or altered.
+        """
+        peers = Peers(None) if group is None else Peers.of(group)
+        found = peers.together(f"verifying {self.path}", lambda: self._damage(peers.rank, peers.size))
+        damage = sorted({problem for problems in found for problem in problems})
+        if damage:
+            raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
+        for name in self.manifest.files:
+            file = self._file(name)
+            file.trust(file.unchecked())
+
+    def close(self) -> None:
+        """Closes the files; they are also closed when the checkpoint is forgotten."""
+        for file in self._files.values():
+            file.source.close()
+        self._files.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> Tree:
+        wanted: dict[tuple[str, object], tuple[str, Any]] = {}
+
+        def request(key: str, path: TreePath) -> "_Wanted":
+            model = like.get(path)
+            entry = self._reader.entry(key)
+            if path not in like and place is not None:
+                model = place(path, self._reader.dtype(key), entry.shape)
+            if not isinstance(model, torch.Tensor) or tuple(model.shape) != entry.shape:
+                model = None
+            target = (key, placed_like(model))
+            wanted.setdefault(target, (key, model))
+            return _Wanted(target)
+
+        shell = decode(document, request)
+        tensors = dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True))
+        return _fill(shell, tensors)
+
+    def _entry_facts(self, key: str) -> torch.Tensor:
+        entry = self._reader.entry(key)
+        return torch.empty(entry.shape, dtype=self._reader.dtype(key), device="meta")
+
+    def _tree(self, file: str, name: str) -> Json:
+        trees = self._document(file)
+        if name not in trees:
+            raise CheckpointError(f"{self.path} holds no {name!r}; it holds {', '.join(map(repr, trees)) or 'nothing'}")
+        return trees[name]
+
+    def _document(self, name: str) -> Mapping[str, Json]:
+        if name not in self._documents:
+            file = self._file(name)
+            if file.record.size > _MAX_TREE:
+                raise CheckpointCorruptError(f"{name}: {file.record.size} bytes of JSON")
+            try:
+                document = json.loads(file.read(0, file.record.size))
+                if not isinstance(document, dict):
+                    raise ValueError("no object")
+            except (ValueError, RecursionError) as error:
+                raise CheckpointCorruptError(f"{name}: ill-formed: {error}") from error
+            self._documents[name] = document
+        return self._documents[name]
+
+    def _file(self, name: str) -> CheckedFile:
+        if name not in self._files:
+            if name not in self.manifest.files:
+                raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
+            record = self.manifest.files[name]
+            self._files[name] = CheckedFile(Source(self.path / name), record, name, block=self.manifest.block_size)
+        return self._files[name]
+
+    def _damage(self, share: int, shares: int) -> list[str]:
+        """Problems in this rank's share of all blocks."""
+        problems: list[str] = []
+        blocks: list[tuple[CheckedFile, int]] = []
+        for name in self.manifest.files:
+            try:
+                file = self._file(name)
+                blocks += [(file, number) for number in file.unchecked()]
+            except CheckpointError as error:
+                problems.append(str(error))
+        with ThreadPoolExecutor(default_threads(), thread_name_prefix="accel-ckpt") as pool:
+            problems += [text for text in pool.map(_problem, blocks[share::shares]) if text]
+        return problems
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint at ``folder``, checked.
+
+    Raises:
+        CheckpointError: there is none, so this is no checkpoint.
+    """
+    if not folder.is_dir():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        near = get_close_matches(folder.name, [path.name for path in beside if not path.name.startswith(".")], n=3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise CheckpointError(f"there is no checkpoint at {folder}{hint}")
+    if not os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format")
+    source = Source(folder / MANIFEST)
+    try:
+        if source.size > MAX_MANIFEST:
+            raise CheckpointCorruptError(f"{MANIFEST}: {source.size} bytes")
+        content = bytearray(source.size)
+        source.read_into(memoryview(content), 0)
+    finally:
+        source.close()
+    return unpack(bytes(content))
+
+
+@final
+class _Wanted:
+    """Stands in a tree for a tensor that is yet to be read."""
+
+    def __init__(self, target: tuple[str, object]) -> None:
+        self.target = target
+
+
+def _fill(tree: Tree, tensors: Mapping[tuple[str, object], torch.Tensor]) -> Tree:
+    if isinstance(tree, _Wanted):
+        return tensors[tree.target]
+    if isinstance(tree, dict):
+        return {key: _fill(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_fill(value, tensors) for value in tree)
+    return tree
+
+
+def _problem(task: tuple[CheckedFile, int]) -> str | None:
+    file, number = task
+    try:
+        file.check(number)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _no_tensor(key: str, path: TreePath) -> Tree:
+    raise CheckpointCorruptError(f"{MANIFEST}: a tensor {key!r} in the metadata")

@@ -1,0 +1,248 @@
+"""What one rank brings to a checkpoint, and the part of it that this rank writes."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from accel_ckpt.blocks import digest_of
+from accel_ckpt.container import Item, file_order, header_of
+from accel_ckpt.layout import Box, boxes, choose_writers
+from accel_ckpt.manifest import TREE, Part, TensorEntry, local_file, tensor_file
+from accel_ckpt.peers import Peers
+from accel_ckpt.tensors import Holding, as_dtensor, byte_view, hold, host_copy
+from accel_ckpt.tree import Json, TensorTable, Tree, encode
+from accel_state.errors import CheckpointError
+
+LOCAL = "~local"
+# Tensors up to this many bytes are all written by the first rank that has them: nothing is gained by spreading them,
+# and what differs a little between replicas (statistics of a BatchNorm) then comes from one rank.
+SMALL = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The trees as JSON and the tensors they refer to: those common to the ranks, and this rank's own."""
+
+    trees: dict[str, Json]
+    holdings: dict[str, Holding]
+    local_trees: dict[str, Json]
+    local_tensors: dict[str, Holding]
+    metadata: Json
+
+    def structure(self) -> "Structure":
+        """What other ranks must know to see whether they bring the same."""
+        plain = {
+            name: (holding.dtype, holding.shape) for name, holding in self.holdings.items() if holding.ranks is None
+        }
+        return Structure(self.trees, plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A rank's trees without tensors, and dtype and shape of those that it holds whole."""
+
+    trees: dict[str, Json]
+    plain: dict[str, tuple[str, tuple[int, ...]]]
+
+    def digest(self) -> str:
+        """Equal for equal structures."""
+        return digest_of([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The files that one rank writes: JSON documents whole, tensors as a header and memory in file order."""
+
+    documents: dict[str, bytes]
+    tensors_name: str
+    header: bytes
+    tensors: Sequence[torch.Tensor]
+    entries: dict[str, TensorEntry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The tensor file, straight from the tensors' memory where they lie on the CPU in order."""
+        yield memoryview(self.header)
+        for tensor in self.tensors:
+            yield byte_view(host_copy(tensor))
+
+
+def make_draft(
+    state: Mapping[str, Tree], local: Mapping[str, Tree] | None, metadata: Mapping[str, Json] | None, peers: Peers
+) -> Draft:
+    """Encodes everything and finds out what this rank holds of each tensor.
+
+    Raises:
+        CheckpointError: something cannot be stored; names its place.
+    """
+    table, own = TensorTable(), TensorTable(f"{LOCAL}/{peers.rank:05d}/")
+    for name in (*state, *(local or {})):
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")
+    trees = {str(name): encode(tree, str(name), table) for name, tree in state.items()}
+    local_trees = {str(name): encode(tree, str(name), own) for name, tree in (local or {}).items()}
+    sharded = [name for name, tensor in own.tensors.items() if as_dtensor(tensor) is not None]
+    if sharded:
+        raise CheckpointError(
+            f"{sharded[0]} in local is a DTensor, which belongs to several ranks; put it into the state, or save "
+            "its to_local()"
+        )
+    return Draft(
+        trees,
+        {name: hold(name, tensor, peers.group_rank) for name, tensor in table.tensors.items()},
+        local_trees,
+        {name: hold(name, tensor, peers.group_rank) for name, tensor in own.tensors.items()},
+        encode(dict(metadata or {}), "metadata", None),
+    )
+
+
+def merge_structures(structures: Sequence[Structure]) -> tuple[dict[str, Json], dict[str, tuple[int, ...]], list[str]]:
+    """One set of trees from ranks that bring different ones, the ranks that hold each whole tensor, and conflicts.
+
+    Where values differ the first rank's is taken; the places are returned, for a warning.
+
+    Raises:
+        CheckpointError: a tensor has different dtypes or shapes on different ranks.
+    """
+    trees: Any = structures[0].trees
+    conflicts: list[str] = []
+    for other in structures[1:]:
+        trees = _merge(trees, other.trees, "", conflicts)
+    ranks: dict[str, tuple[int, ...]] = {}
+    for rank, structure in enumerate(structures):
+        for name, facts in structure.plain.items():
+            first = ranks.setdefault(name, (rank,))[0]
+            if first == rank:
+                continue
+            if structures[first].plain[name] != facts:
+                raise CheckpointError(
+                    f"{name} is {structures[first].plain[name]} on rank {first} and {facts} on rank {rank}; what "
+                    "differs between ranks belongs into local"
+                )
+            ranks[name] = (*ranks[name], rank)
+    return trees, ranks, sorted(set(conflicts))
+
+
+def make_part(
+    draft: Draft, trees: dict[str, Json], ranks: Mapping[str, tuple[int, ...]] | None, peers: Peers
+) -> RankPart:
+    """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.
+
+    ``trees`` are those of all ranks; ``ranks`` says who holds each whole tensor (None: everyone).
+    """
+    everyone = tuple(range(peers.size))
+    holders = {
+        name: holding.ranks if holding.ranks is not None else (everyone if ranks is None else ranks[name])
+        for name, holding in draft.holdings.items()
+    }
+    writers = choose_writers(
+        {name: (holding.nbytes, holders[name]) for name, holding in draft.holdings.items() if holding.nbytes > SMALL}
+    )
+    file = tensor_file(peers.rank)
+    items: list[tuple[Item, torch.Tensor]] = []
+    entries: dict[str, TensorEntry] = {}
+    for name, holding in draft.holdings.items():
+        writer = writers.get(name, holders[name][0] if holders[name] else None)
+        _add(name, holding, file, items if writer == peers.rank else None, entries)
+    for name, holding in draft.local_tensors.items():
+        _add(name, holding, file, items, entries)
+    order = {item: number for number, item in enumerate(file_order([item for item, _ in items]))}
+    items.sort(key=lambda pair: order[pair[0]])
+    documents = {}
+    if peers.rank == 0:
+        documents[TREE] = _document(trees)
+    if draft.local_trees:
+        documents[local_file(peers.rank)] = _document(draft.local_trees)
+    header = header_of([item for item, _ in items], {"format": "pt"}) if items else b""
+    return RankPart(documents, file, header, [tensor for _, tensor in items], entries)
+
+
+def join_entries(every: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The tensors of the checkpoint from the parts that each rank wrote.
+
+    Raises:
+        CheckpointError: parts of a tensor are missing or twice there.
+    """
+    joined: dict[str, TensorEntry] = {}
+    for entries in every:
+        for name, entry in entries.items():
+            known = joined.get(name)
+            if known is None:
+                joined[name] = entry
+            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{name} is {known.dtype} {known.shape} on one rank and {entry.dtype} {entry.shape} on another"
+                )
+            else:
+                joined[name] = TensorEntry(known.dtype, known.shape, known.parts + entry.parts)
+    for name, entry in joined.items():
+        have, want = sum(part.box.volume for part in entry.parts), prod(entry.shape)
+        if have != want:
+            raise CheckpointError(
+                f"{name} has {want} elements, but the ranks brought {have}; every rank that holds a part must save"
+            )
+    return joined
+
+
+def _add(
+    name: str,
+    holding: Holding,
+    file: str,
+    items: list[tuple[Item, torch.Tensor]] | None,
+    entries: dict[str, TensorEntry],
+) -> None:
+    """Adds a tensor's boxes to the file, if this rank writes it (``items`` given)."""
+    parts = []
+    for box, here in boxes(holding.layout) if items is not None else ():
+        whole = box.shape == holding.shape
+        key = name if whole else f"{name}@{','.join(map(str, box.offset))}"
+        memory = (
+            holding.local if here.shape == tuple(holding.local.shape) else holding.local[here.within(_all(holding))]
+        )
+        assert items is not None
+        items.append((Item(key, holding.dtype, box.shape), memory))
+        parts.append(Part(file, key, box))
+    if parts or not prod(holding.shape):
+        entries[name] = TensorEntry(holding.dtype, holding.shape, tuple(parts))
+
+
+def _all(holding: Holding) -> Box:
+    shape = tuple(holding.local.shape)
+    return Box((0,) * len(shape), shape)
+
+
+def _document(trees: Json) -> bytes:
+    return json.dumps(trees, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _merge(one: Json, other: Json, path: str, conflicts: list[str]) -> Json:
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        if set(one) == set(other) == {"$dict"}:
+            pairs = {json.dumps(key): [key, value] for key, value in one["$dict"]}
+            for key, value in other["$dict"]:
+                text = json.dumps(key)
+                known = pairs.get(text)
+                merged = value if known is None else _merge(known[1], value, f"{path}/{text}", conflicts)
+                pairs[text] = [key, merged]
+            return {"$dict": list(pairs.values())}
+        if not any(key.startswith("$") for key in (*one, *other)):
+            added = {key: value for key, value in other.items() if key not in one}
+            kept = {
+                key: _merge(value, other[key], f"{path}/{key}", conflicts) if key in other else value
+                for key, value in one.items()
+            }
+            return {**kept, **added}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_merge(a, b, f"{path}/{i}", conflicts) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    conflicts.append(path.removeprefix("/"))
+    return one

@@ -1,0 +1,194 @@
+"""The manifest: a checkpoint's sealed table of contents. A folder without one is not a checkpoint."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from accel_ckpt.blocks import BLOCK, FileRecord, digest_of
+from accel_ckpt.layout import Box
+from accel_ckpt.tensors import CODES, RAW
+from accel_ckpt.tree import Json
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+MANIFEST, TREE, FORMAT, VERSION = "manifest.json", "tree.json", "accel-checkpoint", 1
+# The file ends with ,"seal":"<64 hex digits>"}\n where the digits are the SHA-256 of everything before the comma.
+_SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
+_SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
+MAX_MANIFEST = 2**31
+MAX_SHAPE = 2**63
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and the file and name under which it is stored."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint: torch's name of its dtype, its whole shape, and its parts, which do not overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds: files with digests, tensors with parts, and who wrote it."""
+
+    id: str
+    created: str
+    world_size: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorEntry]
+    metadata: Json = field(default_factory=dict)
+    writer: Json = field(default_factory=dict)
+    block_size: int = BLOCK
+    version: int = VERSION
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, the manifest's own left out."""
+        return sum(record.size for record in self.files.values())
+
+
+def local_file(rank: int) -> str:
+    """Name of the JSON with the trees of one rank's own."""
+    return f"local-{rank:05d}.json"
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file with the tensors that one rank wrote."""
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def pack(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file, sealed."""
+    document = {
+        "format": FORMAT,
+        "version": manifest.version,
+        "id": manifest.id,
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "world_size": manifest.world_size,
+        "block_size": manifest.block_size,
+        "metadata": manifest.metadata,
+        "files": {
+            name: {"size": record.size, "sha256": list(record.blocks)} for name, record in manifest.files.items()
+        },
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "parts": [[part.file, part.key, list(part.box.offset), list(part.box.shape)] for part in entry.parts],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+    }
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return text + _SEAL_BEGIN + digest_of([text]).encode() + _SEAL_END
+
+
+def unpack(content: bytes) -> Manifest:
+    """The manifest in ``content``, its seal and every name and number in it checked.
+
+    Raises:
+        CheckpointCorruptError: it was altered or cut off, or says something impossible.
+        CheckpointError: a newer version of this package wrote it.
+    """
+    try:
+        text = _unsealed(content)
+        document = json.loads(text)
+        return _manifest(document)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointCorruptError(f"{MANIFEST}: ill-formed: {type(error).__name__}: {error}") from error
+
+
+def seal_of(content: bytes) -> str:
+    """The 64 digits that identify a checkpoint's whole content."""
+    return content[-len(_SEAL_END) - 64 : -len(_SEAL_END)].decode("ascii", "replace")
+
+
+def _unsealed(content: bytes) -> bytes:
+    text, tail = content[:-_SEAL_LENGTH], content[-_SEAL_LENGTH:]
+    if not tail.startswith(_SEAL_BEGIN) or not tail.endswith(_SEAL_END):
+        raise CheckpointCorruptError(f"{MANIFEST}: not sealed, so it was cut off or altered")
+    if digest_of([text]) != seal_of(content):
+        raise CheckpointCorruptError(f"{MANIFEST}: its content is not what was sealed")
+    return text + b"}"
+
+
+def _manifest(document: Any) -> Manifest:
+    if document["format"] != FORMAT:
+        raise ValueError(f"format {document['format']!r}, expected {FORMAT!r}")
+    version = _natural(document["version"])
+    if version > VERSION:
+        raise CheckpointError(
+            f"written in format version {version} by {document.get('writer')}; this accel-ckpt reads up to "
+            f"version {VERSION}: install a newer one"
+        )
+    block = _natural(document["block_size"])
+    if not 0 < block <= 2**32:
+        raise ValueError(f"block_size {block}")
+    files = {_file_name(name): _record(name, entry, block) for name, entry in document["files"].items()}
+    return Manifest(
+        id=str(document["id"]),
+        created=str(document["created"]),
+        world_size=_natural(document["world_size"]),
+        files=files,
+        tensors={name: _tensor(name, entry, files) for name, entry in document["tensors"].items()},
+        metadata=document["metadata"],
+        writer=document["writer"],
+        block_size=block,
+        version=version,
+    )
+
+
+def _file_name(name: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+        raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+    return name
+
+
+def _record(name: str, entry: Any, block: int) -> FileRecord:
+    record = FileRecord(_natural(entry["size"]), tuple(entry["sha256"]))
+    if len(record.blocks) != -(-record.size // block):
+        raise ValueError(f"{name}: {len(record.blocks)} digests for {record.size} bytes")
+    return record
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEntry:
+    shape = tuple(_natural(size) for size in entry["shape"])
+    if entry["dtype"] not in CODES and entry["dtype"] not in RAW:
+        raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
+    if len(shape) > 64 or prod(shape) >= MAX_SHAPE:
+        raise ValueError(f"{name}: shape {shape!r:.100}")
+    parts = tuple(
+        Part(file, str(key), Box(tuple(map(_natural, offset)), tuple(map(_natural, lengths))))
+        for file, key, offset, lengths in entry["parts"]
+    )
+    for part in parts:
+        if part.file not in files:
+            raise ValueError(f"{name}: is said to be in {part.file!r:.100}, which is not listed")
+        ends = [a + n for a, n in zip(part.box.offset, part.box.shape, strict=True)]
+        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"{name}: part at {part.box.offset} of {part.box.shape} lies outside of {shape}")
+    if sum(part.box.volume for part in parts) != prod(shape):
+        raise ValueError(f"{name}: its parts do not make up the shape {shape}")
+    return TensorEntry(str(entry["dtype"]), shape, parts)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_SHAPE:
+        raise ValueError(f"{value!r:.100} is not a natural number below 2**63")
+    return value

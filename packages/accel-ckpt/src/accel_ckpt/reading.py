@@ -1,0 +1,178 @@
+"""Tensors out of files: for every tensor wanted, just the ranges that its part needs, several at a time."""
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, final
+
+import torch
+
+from accel_ckpt.blocks import CheckedFile, default_threads, run_jobs
+from accel_ckpt.container import Span, itemsize, read_header, stored_as
+from accel_ckpt.layout import Box, boxes, is_run, local_shape, run_start, whole
+from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
+from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout, dtype_of, placement_key
+from accel_state.errors import CheckpointCorruptError
+
+# Tensors for other devices are read and moved in groups of about this many bytes.
+_BATCH = 2**30
+
+
+@final
+class TensorReader:
+    """Reads tensors of one checkpoint; ``file`` opens one of its files by name."""
+
+    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile]) -> None:
+        self._manifest, self._file = manifest, file
+        self._headers: dict[str, Mapping[str, Span]] = {}
+        self._maps: dict[str, torch.Tensor] = {}
+
+    def entry(self, key: str) -> TensorEntry:
+        """What the manifest says of a tensor."""
+        entry = self._manifest.tensors.get(key)
+        if entry is None:
+            raise CheckpointCorruptError(f"{MANIFEST}: no tensor {key!r:.200}")
+        return entry
+
+    def dtype(self, key: str) -> torch.dtype:
+        """A tensor's dtype."""
+        found = dtype_of(self.entry(key).dtype)
+        if found is None:
+            raise CheckpointCorruptError(f"this torch has no dtype {self.entry(key).dtype!r}, which {key} has")
+        return found
+
+    def read(self, wanted: Sequence[tuple[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+        """A new tensor for each ``(name, like)``: of the saved dtype, placed like ``like``; None: whole, on the CPU."""
+        results: list[torch.Tensor] = []
+        for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
+            plans = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in batch]
+            direct: dict[str, list[tuple[int, memoryview]]] = {}
+            strided: list[Callable[[], None]] = []
+            for plan in plans:
+                self._plan(plan, direct, strided)
+            run_jobs(
+                (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges)), default_threads()
+            )
+            run_jobs(strided, default_threads())
+            results += [plan.finish() for plan in plans]
+        return results
+
+    def span(self, part: Part, entry: TensorEntry) -> Span:
+        """Where a part lies in its file; what the file says of it must be what the manifest says."""
+        if part.file not in self._headers:
+            file = self._file(part.file)
+            self._headers[part.file] = read_header(file.read, file.record.size, part.file)
+        span = self._headers[part.file].get(part.key)
+        if span is None:
+            raise CheckpointCorruptError(f"{part.file}: no tensor {part.key!r}")
+        if (span.code, span.shape) != stored_as(entry.dtype, part.box.shape):
+            raise CheckpointCorruptError(f"{part.file}: {part.key!r} is {span.code} {span.shape}, the manifest differs")
+        return span
+
+    def _plan(
+        self, target: "_Target", direct: dict[str, list[tuple[int, memoryview]]], strided: list[Callable[[], None]]
+    ) -> None:
+        size = itemsize(target.entry.dtype)
+        filled = 0
+        for box, here in target.boxes:
+            for part in target.entry.parts:
+                common = part.box.intersect(box)
+                if common is None:
+                    continue
+                filled += common.volume
+                span = self.span(part, target.entry)
+                inside = _shift(common, box, here)
+                if is_run(common, part.box) and is_run(inside, target.whole):
+                    begin = span.begin + run_start(common, part.box) * size
+                    place = run_start(inside, target.whole) * size
+                    view = target.bytes[place : place + common.volume * size]
+                    direct.setdefault(part.file, []).append((begin, view))
+                else:
+                    strided.append(lambda s=span, p=part, c=common, i=inside: self._copy(target, s, p, c, i))  # type: ignore[misc]
+        if filled != prod(target.shape):
+            raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
+
+    def _copy(self, target: "_Target", span: Span, part: Part, common: Box, inside: Box) -> None:
+        """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
+        file = self._file(part.file)
+        size = itemsize(target.entry.dtype)
+        last = Box(tuple(a + n - 1 for a, n in zip(common.offset, common.shape, strict=True)), common.shape)
+        begin = span.begin + run_start(common, part.box) * size
+        end = span.begin + (run_start(last, part.box) + 1) * size
+        for number in file.unchecked(begin, end):
+            file.check(number)
+        content = self._mapped(file)[span.begin : span.end]
+        aligned = content if span.begin % size == 0 else content.clone()
+        saved = aligned.view(target.tensor.dtype).view(part.box.shape)
+        target.tensor[inside.within(target.whole)].copy_(saved[common.within(part.box)])
+
+    def _mapped(self, file: CheckedFile) -> torch.Tensor:
+        if file.name not in self._maps:
+            # Copy on write, because torch knows no read-only tensors; nobody writes.
+            content = mmap.mmap(file.source.handle, file.record.size, access=mmap.ACCESS_COPY)
+            self._maps[file.name] = torch.frombuffer(content, dtype=torch.uint8)
+        return self._maps[file.name]
+
+
+def placed_like(model: torch.Tensor | None) -> object:
+    """Equal for two models that ask for the same place."""
+    if model is None or as_dtensor(model) is None:
+        return "cpu" if model is None or model.device.type == "meta" else str(model.device)
+    return placement_key(model)
+
+
+@final
+class _Target:
+    """A tensor that is being filled: this rank's part of it in CPU memory, and how to make the result of that."""
+
+    def __init__(self, key: str, entry: TensorEntry, dtype: torch.dtype, like: torch.Tensor | None) -> None:
+        self.key, self.entry, self.like = key, entry, like
+        dtensor = None if like is None else as_dtensor(like)
+        layout = whole(entry.shape) if dtensor is None else dtensor_layout(key, dtensor)
+        self.shape = (0,) * len(entry.shape) if layout is None else local_shape(layout)
+        if dtensor is not None and layout is None:
+            self.shape = tuple(dtensor._local_tensor.shape)
+        self.boxes = [] if layout is None else boxes(layout)
+        self.whole = Box((0,) * len(self.shape), self.shape)
+        self.tensor = torch.empty(self.shape, dtype=dtype)
+        self.bytes = byte_view(self.tensor)
+
+    def finish(self) -> torch.Tensor:
+        if self.like is None:
+            return self.tensor
+        dtensor = as_dtensor(self.like)
+        if dtensor is None:
+            return self.tensor if self.like.device.type == "meta" else self.tensor.to(self.like.device)
+        from torch.distributed.tensor import DTensor
+
+        device = dtensor._local_tensor.device
+        local = self.tensor.to(dtensor.device_mesh.device_type if device.type == "meta" else device)
+        stride = _row_major(self.entry.shape)
+        return DTensor.from_local(
+            local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=self.like.shape, stride=stride
+        )
+
+
+def _shift(common: Box, box: Box, here: Box) -> Box:
+    """``common``, which lies inside ``box``, in the coordinates of the memory where ``box`` lies at ``here``."""
+    return Box(tuple(c - b + h for c, b, h in zip(common.offset, box.offset, here.offset, strict=True)), common.shape)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _batches(
+    wanted: Sequence[tuple[str, torch.Tensor | None]], size_of: Callable[[str], int]
+) -> Iterator[list[tuple[str, torch.Tensor | None]]]:
+    """All at once for the CPU, else groups of bounded size, so that host memory does not hold a whole model."""
+    batch: list[tuple[str, Any]] = []
+    total = 0
+    for key, like in wanted:
+        batch.append((key, like))
+        total += 0 if like is None or like.device.type in ("cpu", "meta") else size_of(key)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

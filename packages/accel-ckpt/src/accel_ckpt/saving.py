@@ -1,0 +1,179 @@
+"""Writing a checkpoint: every rank its part, then one rename that makes it exist."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from accel_ckpt._version import __version__
+from accel_ckpt.blocks import FileRecord, write_file
+from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
+from accel_ckpt.manifest import MANIFEST, Manifest, TensorEntry, pack
+from accel_ckpt.peers import Peers
+from accel_ckpt.staging import Staging
+from accel_ckpt.tree import Json, Tree
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LOG = logging.getLogger(__name__)
+# Called with the name of each stage just before it is entered; tests kill the process there.
+Witness = Callable[[str], None]
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Tree],
+    *,
+    local: Mapping[str, Tree] | None = None,
+    metadata: Mapping[str, Json] | None = None,
+    group: "ProcessGroup | None" = None,
+    overwrite: bool = True,
+) -> Checkpoint:
+    """Saves named state trees under ``path``, which holds either all of them or what it held before.
+
+    To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
+    what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
+    by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts.
+
+    Raises:
+        CheckpointError: on every rank if any of them failed; ``path`` is as before.
+    """
+    peers = Peers.of(group)
+    attempt = Attempt.begin(peers, Path(path), state, local=local, metadata=metadata, overwrite=overwrite)
+    attempt.finish(peers, attempt.part.pieces)
+    return open_checkpoint(attempt.target, verify=False)
+
+
+@final
+@dataclass(slots=True)
+class Attempt:
+    """One save under way: begun by all ranks together, finished by all or dropped."""
+
+    target: Path
+    folder: Path
+    part: RankPart
+    metadata: Json
+    staging: Staging | None
+    """Rank 0's; None on the others."""
+    witness: Witness = lambda stage: None
+
+    @classmethod
+    def begin(
+        cls,
+        peers: Peers,
+        path: Path,
+        state: Mapping[str, Tree],
+        *,
+        local: Mapping[str, Tree] | None = None,
+        metadata: Mapping[str, Json] | None = None,
+        overwrite: bool = True,
+    ) -> "Attempt":
+        """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
+
+        Raises:
+            CheckpointError: on every rank if any cannot take part.
+        """
+        staging: Staging | None = None
+        drafts: list[Draft] = []
+
+        def prepare() -> tuple[str, str]:
+            nonlocal staging
+            draft = make_draft(state, local, metadata, peers)
+            drafts.append(draft)
+            if peers.rank == 0:
+                staging = Staging(path.absolute(), overwrite=overwrite)
+            return draft.structure().digest(), str(staging.path) if staging is not None else ""
+
+        try:
+            told = peers.together(f"saving {path}", prepare)
+            draft = drafts[0]
+            part = _plan(peers, path, draft, same=len({digest for digest, _ in told}) == 1)
+        except BaseException:
+            if staging is not None:
+                staging.drop()
+            raise
+        return cls(path.absolute(), Path(told[0][1]), part, draft.metadata, staging)
+
+    def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
+        """Writes this rank's files and commits once all ranks have. Collective.
+
+        ``pieces`` gives the bytes of this rank's tensor file.
+        """
+        try:
+            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
+            peers.first(f"committing {self.target}", lambda: self._commit(peers, told))
+        except BaseException:
+            if self.staging is not None:
+                self.staging.drop()
+            raise
+
+    def _write(self, pieces: Callable[[], Iterable[memoryview]], threads: int | None) -> "Written":
+        records: dict[str, FileRecord] = {}
+        self.witness("write")
+        for name, content in self.part.documents.items():
+            records[name] = write_file(self.folder / name, [memoryview(content)], threads=1)
+        if self.part.header:
+            name = self.part.tensors_name
+            records[name] = write_file(self.folder / name, pieces(), threads=threads)
+        self.witness("written")
+        return records, self.part.entries
+
+    def _commit(self, peers: Peers, told: "list[Written]") -> None:
+        assert self.staging is not None
+        files = {name: record for records, _ in told for name, record in records.items()}
+        for rank, (records, _) in enumerate(told):
+            for name, record in records.items():
+                _check_arrived(self.folder / name, record, rank)
+        manifest = Manifest(
+            id=self.staging.id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=peers.size,
+            files=files,
+            tensors=join_entries([entries for _, entries in told]),
+            metadata=self.metadata,
+            writer=_writer(),
+        )
+        self.witness("manifest")
+        write_file(self.folder / MANIFEST, [memoryview(pack(manifest))], threads=1)
+        self.witness("commit")
+        self.staging.commit()
+        self.witness("committed")
+
+
+Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
+
+
+def _plan(peers: Peers, path: Path, draft: Draft, *, same: bool) -> RankPart:
+    """This rank's part; where ranks bring different things they first tell each other what."""
+    if same:
+        return make_part(draft, draft.trees, None, peers)
+    structures = peers.together(f"saving {path}", draft.structure)
+    trees, ranks, conflicts = merge_structures(structures)
+    if conflicts and peers.rank == 0:
+        shown = ", ".join(conflicts[:5]) + (f" and {len(conflicts) - 5} more" if len(conflicts) > 5 else "")
+        _LOG.warning(
+            "%s: the ranks have different values at %s; rank 0's are saved (local keeps each rank's)", path, shown
+        )
+    return make_part(draft, trees, ranks, peers)
+
+
+def _check_arrived(path: Path, record: FileRecord, rank: int) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != record.size:
+        seen = "does not see it" if size is None else f"sees {size}"
+        raise CheckpointError(
+            f"rank {rank} wrote {record.size} bytes to {path.name} but rank 0 {seen}; is {path.parent.parent} on a "
+            "file system that all ranks share?"
+        )
+
+
+def _writer() -> dict[str, Any]:
+    import torch
+
+    return {"accel-ckpt": __version__, "torch": str(torch.__version__)}

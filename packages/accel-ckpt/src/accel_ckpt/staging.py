@@ -1,0 +1,202 @@
+"""A folder that appears complete or not at all: written beside its place, moved there at the end.
+
+While it is written its name is ``.<name>.<id>.staging``, and ``.<name>.<id>.lock`` beside it is locked by its writer.
+The operating system drops the lock when the writer dies, however it dies; that is how leftovers are told from folders
+that another run is writing right now.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import final
+
+from accel_state.errors import CheckpointError
+
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)")
+# A lock file is made and locked just before its folder; a folder younger than this may be about to get one.
+_YOUNG = 60.0
+_AT_FDCWD, _EXCHANGE = -100, 2
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@final
+class Staging:
+    """The folder in which a checkpoint for ``target`` is prepared. Only one process makes, commits or drops it."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        self.target = target
+        self.overwrite = overwrite
+        self.id = secrets.token_hex(8)
+        self.path = target.parent / f".{target.name}.{self.id}.staging"
+        self._lock = target.parent / f".{target.name}.{self.id}.lock"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            check_replaceable(target, overwrite=overwrite)
+            self._handle: int | None = _take_lock(self._lock)
+            try:
+                self.path.mkdir()
+            except OSError:
+                self._release()
+                raise
+        except OSError as error:
+            raise CheckpointError(f"{target}: cannot be written: {error.strerror}: {error.filename}") from error
+
+    def commit(self) -> None:
+        """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+        try:
+            sync_folder(self.path)
+            check_replaceable(self.target, overwrite=self.overwrite)
+            replaced = self._move()
+            sync_folder(self.target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.target}: cannot be committed: {error.strerror}") from error
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        self._release()
+
+    def drop(self) -> None:
+        """Removes the folder; what was at the target stays."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _move(self) -> Path | None:
+        """Renames to the target; what was there is afterwards at the returned place."""
+        if not self.target.exists():
+            try:
+                os.rename(self.path, self.target)
+                return None
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self.overwrite:
+                    raise
+        elif not any(self.target.iterdir()):
+            os.rename(self.path, self.target)  # replaces an empty folder
+            return None
+        if _exchange(self.path, self.target):
+            return self.path
+        aside = self.target.parent / f".{self.target.name}.{self.id}.replaced"
+        os.rename(self.target, aside)
+        os.rename(self.path, self.target)
+        return aside
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            self._lock.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raises unless ``target`` is absent, an empty folder, or a checkpoint that may be overwritten.
+
+    Raises:
+        CheckpointError: says what is there.
+    """
+    from accel_ckpt.manifest import MANIFEST
+
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise CheckpointError(f"{target}: a {'link' if target.is_symlink() else 'file'} is there; give another place")
+    if not target.exists():
+        return
+    if (target / MANIFEST).exists():
+        if not overwrite:
+            raise CheckpointError(f"{target}: a checkpoint is there already; give another place or overwrite=True")
+    elif any(target.iterdir()):
+        raise CheckpointError(f"{target}: a folder with other files is there; a checkpoint needs a place of its own")
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Removes what killed saves left in ``folder``, and puts back what a killed overwrite had moved aside.
+
+    Folders whose writer lives, in this process or any other that sees the same locks, are left alone.
+    """
+    removed = []
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _HIDDEN.fullmatch(entry.name)
+        if match is None or entry.is_symlink():
+            continue
+        kind, target = match["kind"], folder / match["name"]
+        lock = folder / f".{match['name']}.{match['id']}.lock"
+        if _is_alive(lock, entry):
+            continue
+        if kind == "replaced" and not target.exists():
+            os.rename(entry, target)
+        elif kind == "lock":
+            continue  # removed with its folder, or below
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        removed.append(entry)
+    _sweep_locks(folder)
+    return removed
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in ``path`` are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some file systems do not let a folder be synced, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _sweep_locks(folder: Path) -> None:
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = _HIDDEN.fullmatch(entry.name)
+        if match is not None and match["kind"] == "lock" and not _is_alive(entry, entry):
+            entry.unlink(missing_ok=True)
+
+
+def _take_lock(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            os.close(handle)
+            raise
+        # This file system has no locks; sweeps will then leave the folder alone.
+    return handle
+
+
+def _is_alive(lock: Path, entry: Path) -> bool:
+    """Whether the writer of ``entry`` may still be at work; when in doubt, yes."""
+    try:
+        young = time.time() - entry.lstat().st_mtime < _YOUNG
+    except OSError:
+        return True
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return young
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return entry == lock and young
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names at once where the system can (Linux: renameat2); False where it cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
