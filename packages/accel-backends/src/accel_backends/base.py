@@ -278,6 +278,12 @@ class Backend(ABC):
 
     # States
 
+    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Makes buffers equal on all ranks before they are saved, where training makes them equal only later.
+
+        Collective where it does anything. Default: there is one copy.
+        """
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state under its own names, see ``states``; sharded tensors stay sharded."""
         return model_state(model)

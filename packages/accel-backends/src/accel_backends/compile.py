@@ -1,6 +1,6 @@
 """Compiles models with torch.compile, whole or block by block, and takes wrappers off again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -81,8 +81,24 @@ def compile_regions(model: nn.Module, plugin: TorchDynamoPlugin) -> list[str]:
     names = repeated_blocks(root)
     regions = [root.get_submodule(name) for name in names] or [root]
     for region in regions:
-        region.compile(**plugin.to_kwargs())
+        _compile_in_place(region, plugin)
     return names or [""]
+
+
+def _compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """``module.compile``, which for classes of torch.nn does nothing: dynamo skips their frames.
+
+    They get a frame of ours around the call for dynamo to start from.
+    """
+    if not (type(module).forward.__module__ or "").startswith("torch."):
+        module.compile(**plugin.to_kwargs())
+        return
+    call: Callable[..., Any] = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(run, **plugin.to_kwargs())
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """A whole model on every rank, gradients averaged over ranks by DistributedDataParallel."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast, final
@@ -151,6 +151,16 @@ class DDPBackend(Backend):
         """One all-reduce for each dtype of the parameters that train."""
         tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
         average_tensors(tensors, self.session.group)
+
+    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Rank 0's buffers on every rank, as DDP's next forward would make them; not where DDP is told to leave them."""
+        config = cast(DDPConfig, self.config)
+        wrapped = [found for model in models if (found := find_ddp(model)) is not None]
+        buffers = [buffer for model in wrapped for buffer in model.buffers()]
+        if buffers and config.arguments().get("forward_sync_buffers", config.broadcast_buffers):
+            from accel_state.collectives import broadcast
+
+            broadcast(buffers, group=self.session.group)
 
     def _register_hook(self, wrapped: DistributedDataParallel, config: DDPConfig) -> None:
         """The configured hook, or one that sums in the policy's dtype where gradients have another."""

@@ -104,4 +104,8 @@ def _power_sgd(hook: str, options: Mapping[str, Any], group: Any) -> tuple[Any, 
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"comm_state_option {name!r} is not one of {', '.join(known)}{hint}")
     state = power.PowerSGDState(group, **options)
-    return state, power.powerSGD_hook if hook == "power_sgd" else power.batched_powerSGD_hook
+    if hook == "power_sgd":
+        return state, power.powerSGD_hook
+    from accel_backends.power_sgd import batched_power_sgd
+
+    return state, _typed(batched_power_sgd)

@@ -1,0 +1,72 @@
+"""PowerSGD on whole buckets: one low-rank matrix for all gradients of a bucket.
+
+Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019,
+algorithm 1. torch has the same under the name of batched PowerSGD, but in 2.13 it raises in its first compressed step.
+Options and state are those of torch's ``PowerSGDState``.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+
+
+def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
+    """Averages a bucket as a matrix of low rank; plainly in the first ``start_powerSGD_iter`` steps.
+
+    The bucket is laid out as a square, zeros at its end, and what the low rank loses is added to the next step's
+    (``use_error_feedback``). Factors are kept between steps (``warm_start``) or drawn anew from one seed on all ranks.
+    """
+    own, index = bucket.buffer(), bucket.index()
+    done: Future[torch.Tensor] = torch.futures.Future()
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        done.set_result(_mean(own, state.process_group))
+        return done
+    size = own.numel()
+    side = math.ceil(math.sqrt(size))
+    matrix = own.new_zeros(side * side)
+    matrix[:size] = own
+    if state.use_error_feedback and index in state.error_dict:
+        matrix += state.error_dict[index]
+    square = matrix.view(side, side)
+    right = _right_factor(state, index, side, own)
+    left = _orthogonal(_mean(square @ right, state.process_group), state.orthogonalization_epsilon)
+    right = _mean(square.t() @ left, state.process_group)
+    state.q_memory_dict[index] = right
+    approximation = left @ right.t()
+    if state.use_error_feedback:
+        state.error_dict[index] = (square - approximation).view(-1)
+    own.copy_(approximation.view(-1)[:size])
+    state.maybe_increase_iter(bucket)
+    done.set_result(own)
+    return done
+
+
+def _right_factor(state: Any, index: int, side: int, like: torch.Tensor) -> torch.Tensor:
+    """The starting point of the power iteration, equal on all ranks, with orthogonal columns."""
+    if state.warm_start and index in state.q_memory_dict:
+        factor: torch.Tensor = state.q_memory_dict[index]
+    else:
+        draw = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+        factor = torch.randn(side, min(side, state.matrix_approximation_rank), generator=draw).to(like)
+    return _orthogonal(factor, state.orthogonalization_epsilon)
+
+
+def _orthogonal(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Columns of the same span at right angles; in fp32 for halves, which QR does not take."""
+    wide = matrix.float() if matrix.dtype.itemsize < 4 else matrix
+    if epsilon:
+        wide = wide + epsilon
+    columns: torch.Tensor = torch.linalg.qr(wide).Q
+    return columns.to(matrix.dtype)
+
+
+def _mean(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    tensor = tensor.div_(dist.get_world_size(group))
+    dist.all_reduce(tensor, group=group)
+    return tensor

@@ -1,0 +1,170 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DataParallel
+
+from accel_backends import TorchDynamoPlugin, compile_model, compile_regions, model_state, repeated_blocks, unwrap
+from accel_state import ConfigError
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_default_compiles_nothing():
+    model = Stack()
+    assert compile_model(model, TorchDynamoPlugin()) is model
+    assert not TorchDynamoPlugin().enabled
+
+
+def test_the_whole_model_goes_behind_torchs_wrapper_once():
+    model, plugin = Stack(), TorchDynamoPlugin(backend="eager")
+    compiled = compile_model(model, plugin)
+    assert compiled._orig_mod is model
+    assert compile_model(compiled, plugin) is compiled
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Stack, [f"blocks.{i}" for i in range(4)]),
+        (lambda: Stack(depth=1), []),
+        (lambda: nn.Linear(2, 2), []),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
+        (lambda: nn.Sequential(Block(), Block()), ["0", "1"]),
+        (lambda: nn.ModuleDict({"a": Stack(2), "b": Stack(2)}), [f"{s}.blocks.{i}" for s in "ab" for i in range(2)]),
+        (lambda: nn.ModuleList(Stack(2) for _ in range(2)), ["0", "1"]),
+    ],
+    ids=["stack", "one block", "leaf", "leaves", "sequential", "two stacks", "nested"],
+)
+def test_repeated_blocks_are_found(make, names):
+    assert repeated_blocks(make()) == names
+
+
+def test_blocks_are_compiled_once_for_all_in_place_and_give_the_same():
+    model = Stack()
+    x = torch.randn(3, 4)
+    expected, names = model(x), list(model.state_dict())
+    assert compile_regions(model, TorchDynamoPlugin(backend="eager")) == [f"blocks.{i}" for i in range(4)]
+    torch.testing.assert_close(model(x), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert list(model.state_dict()) == names
+    assert unwrap(model) is model
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())])
+def test_a_model_without_blocks_is_compiled_in_place(make):
+    model = make()
+    compile_regions(model, TorchDynamoPlugin(backend="eager"))
+    model(torch.ones(1, 2))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_of_torchs_own_classes_are_compiled_too():
+    """Their ``compile()`` does nothing in torch 2.13; two graphs: the first block's input needs no gradient."""
+    model = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4))
+    other = copy.deepcopy(model).eval()
+    compile_regions(model.eval(), TorchDynamoPlugin(backend="eager"))
+    x = y = torch.randn(2, 3, 8)
+    for own, reference in zip(model, other, strict=True):
+        x, y = own(x), reference(y)
+    torch.testing.assert_close(x, y)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_compiled_blocks_copy_and_pickle():
+    model = Stack()
+    compile_regions(model, TorchDynamoPlugin(backend="eager"))
+    again = copy.deepcopy(model)
+    torch.testing.assert_close(again(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_regions_of_a_wrapped_model_are_those_of_the_model():
+    model = Stack()
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    wrapped = DataParallel(model)
+    assert compile_model(wrapped, plugin) is wrapped
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
+def test_regional_training_matches_eager():
+    model = Stack()
+    other = copy.deepcopy(model)
+    compile_regions(model, TorchDynamoPlugin(backend="aot_eager"))
+    x = torch.randn(3, 4)
+    for each in (model, other):
+        each(x).square().mean().backward()
+    for own, reference in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, reference.grad)
+
+
+def layers(order):
+    model = Stack()
+    wrapped = model
+    for layer in order:
+        wrapped = DataParallel(wrapped) if layer == "d" else torch.compile(wrapped, backend="eager")
+    return model, wrapped
+
+
+@pytest.mark.parametrize("order", ["", "d", "c", "cd", "dc", "cdc", "ddc", "dcd"])
+def test_unwrapping_is_total_and_idempotent_in_any_order(order):
+    model, wrapped = layers(order)
+    assert unwrap(wrapped, keep_torch_compile=False) is model
+    kept = unwrap(wrapped)
+    assert unwrap(kept) is kept
+    assert hasattr(kept, "_orig_mod") is ("c" in order)
+    assert getattr(kept, "_orig_mod", kept) is model
+    torch.testing.assert_close(kept(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+@pytest.mark.parametrize("order", ["", "d", "c", "cd", "dc", "cdc"])
+def test_names_in_states_are_free_of_wrappers_in_any_order(order):
+    model, wrapped = layers(order)
+    assert list(model_state(wrapped)) == list(model.state_dict())
+
+
+def test_arguments_are_those_that_differ_from_torchs():
+    plugin = TorchDynamoPlugin(backend="INDUCTOR", mode="reduce-overhead", use_regional_compilation=True)
+    assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "reduce-overheads"}, "did you mean 'reduce-overhead'"),
+        ({"mode": "default", "options": {"a": 1}}, "not both"),
+    ],
+)
+def test_plugins_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        TorchDynamoPlugin(backend="inductor", **options)
