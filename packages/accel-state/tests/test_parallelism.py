@@ -186,3 +186,18 @@ def test_wrong_options_are_refused(make, message):
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "kernels-community/flash-attn3"])
 def test_flash_attention_by_any_of_its_names_is_taken(name):
     assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=name).sp_attn_implementation == name
+
+
+@pytest.mark.ranks(4)
+def test_the_mesh_of_four_processes_has_its_flattened_parts(rank):
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    mesh = config.get_device_mesh("cpu")
+    assert mesh is config.get_device_mesh()
+    assert mesh.mesh_dim_names == ("dp_shard", "tp")
+    place = config.coordinates(rank)
+    assert list(mesh.get_coordinate()) == [place["dp_shard"], place["tp"]]
+    shard = config.data_shard(Topology.on_one_node(rank, 4))
+    assert mesh["dp"].get_local_rank() == shard.index
+    assert mesh["dp_shard_cp"].size() == 2
+    assert mesh["dp_cp"].size() == 2
+    assert mesh["tp"].get_local_rank() == place["tp"]

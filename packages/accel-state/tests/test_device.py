@@ -1,0 +1,146 @@
+"""Facts of device types, and which device a process gets."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from accel_state import DEVICE_KINDS, ConfigError, Device, Topology, TopologyError, count_devices
+from accel_state.device import _index_for
+
+HERE = Topology()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"ACCELERATE_USE_CPU": "true"}, {"ACCEL_USE_CPU": "1"}, {"ACCEL_TORCH_DEVICE": "cpu"}],
+    ids=lambda env: next(iter(env)),
+)
+def test_the_cpu_can_be_asked_for_by_variable(env):
+    assert Device.choose(HERE, env=env) == Device("cpu")
+
+
+def test_the_cpu_can_be_asked_for_by_argument():
+    assert Device.choose(Topology.on_one_node(3, 4), cpu=True, env={}) == Device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "device"),
+    [
+        ("ACCELERATE_TORCH_DEVICE", "cuda:64", Device("cuda", 64)),
+        ("ACCEL_TORCH_DEVICE", "cuda", Device("cuda", 1)),
+        ("ACCEL_TORCH_DEVICE", "mps", Device("mps")),
+    ],
+)
+def test_a_device_named_by_variable_is_taken_literally(name, value, device):
+    assert Device.choose(Topology.on_one_node(1, 2), env={name: value}) == device
+
+
+def test_our_own_variable_comes_before_accelerates():
+    assert Device.choose(HERE, env={"ACCELERATE_TORCH_DEVICE": "mps", "ACCEL_TORCH_DEVICE": "cpu"}) == Device("cpu")
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:x", "", "cuda:-1"])
+def test_devices_that_do_not_exist_are_refused(text):
+    with pytest.raises(ConfigError):
+        Device.parse(text)
+
+
+@pytest.mark.parametrize("given", ["cuda:2", torch.device("cuda", 2), Device("cuda", 2)])
+def test_any_form_of_a_device_is_read(given):
+    assert Device.parse(given) == Device("cuda", 2)
+
+
+@pytest.mark.parametrize("type_", DEVICE_KINDS)
+def test_every_type_can_be_counted_without_its_plugin(type_):
+    assert count_devices(type_) >= 0
+
+
+@pytest.mark.parametrize(
+    ("type_", "backend"),
+    [
+        ("cpu", "gloo"),
+        ("cuda", "cpu:gloo,cuda:nccl"),
+        ("xpu", "cpu:gloo,xpu:xccl"),
+        ("npu", "cpu:gloo,npu:hccl"),
+        ("hpu", "cpu:gloo,hpu:hccl"),
+        ("mlu", "cpu:gloo,mlu:cncl"),
+        ("musa", "cpu:gloo,musa:mccl"),
+        ("mps", "gloo"),
+        ("xla", "xla"),
+    ],
+)
+def test_host_tensors_have_a_backend_beside_device_tensors(type_, backend):
+    assert Device(type_).collective_backend == backend
+
+
+@pytest.mark.parametrize("local_rank", range(4))
+def test_process_i_gets_device_i(local_rank):
+    topology = Topology.on_one_node(local_rank, 4, launcher="torchrun")
+    assert _index_for(topology, DEVICE_KINDS["cuda"], count=4, env={}) == local_rank
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_more_processes_than_devices_are_refused(launcher):
+    topology = Topology.on_one_node(0, 4, launcher=launcher)
+    with pytest.raises(TopologyError, match=r"4 processes on this node but 2 cuda device.*cpu=True"):
+        _index_for(topology, DEVICE_KINDS["cuda"], count=2, env={})
+
+
+def test_a_scheduler_that_shows_each_task_its_own_device_is_understood():
+    topology = Topology.on_one_node(3, 4, launcher="slurm")
+    assert _index_for(topology, DEVICE_KINDS["cuda"], count=1, env={"CUDA_VISIBLE_DEVICES": "3"}) == 0
+
+
+def test_facts_of_the_cpu():
+    cpu = Device("cpu")
+    assert cpu.torch == torch.device("cpu")
+    assert str(cpu) == "cpu"
+    assert cpu.supports(torch.bfloat16)
+    assert not cpu.supports(torch.float8_e4m3fn)
+    free, total = cpu.memory()
+    assert 0 < free <= total
+    cpu.synchronize()
+    cpu.empty_cache()
+    cpu.set_current()
+
+
+def test_mps_has_no_double_precision():
+    assert not Device("mps").supports(torch.float64)
+
+
+def test_random_state_comes_back():
+    cpu = Device("cpu")
+    state = cpu.rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_choosing_the_cpu_loads_no_device():
+    code = (
+        "import torch, accel_state\n"
+        "with accel_state.Session.open(cpu=True, env={}): pass\n"
+        "accel_state.Session.open(env={}).close()\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not torch.xpu.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+def test_facts_of_a_gpu():
+    gpu = Device("cuda", 0)
+    free, total = gpu.memory()
+    assert 0 < free <= total
+    state = gpu.rng_state()
+    first = torch.rand(3, device=gpu.torch)
+    gpu.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=gpu.torch), first)
+    assert gpu.supports(torch.float16)
+    capability = torch.cuda.get_device_capability(0)
+    assert gpu.supports(torch.bfloat16) == (capability >= (8, 0))
+    assert gpu.supports(torch.float8_e4m3fn) == (capability >= (8, 9))
+    gpu.synchronize()
+    gpu.empty_cache()
