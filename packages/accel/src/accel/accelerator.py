@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_backends import BackendConfig, TorchDynamoPlugin
     from accel_data import LoaderOptions
     from accel_precision import AutocastKwargs, PrecisionPolicy
-    from accel_state import DataShard, ParallelismConfig
+    from accel_state import ParallelismConfig
 
 
 @final
@@ -110,6 +110,7 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         self.backend = parts.backend
         self.choice = parts.choice
         self.parallelism_config = parts.parallelism
+        self.data_shard = parts.parallelism.data_shard(parts.session.topology)
         self.dataloader_config = parts.loading
         self.project_configuration = parts.project
         self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin)
@@ -382,11 +383,6 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         """Closes what this Accelerator opened: the backend and, if it was opened here, the process group."""
         self.backend.close()
         self.session.close()
-
-    @property
-    def data_shard(self) -> "DataShard":
-        """Which share of the samples this process reads; equal for tensor, context and pipeline peers."""
-        return self.parallelism_config.data_shard(self.session.topology)
 
 
 class _MicroBatch:

@@ -1,20 +1,22 @@
 """Gradients of an accumulation window that was open when a checkpoint was taken."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel_backends.names import named_parameters
+
 GRADIENTS = "gradients"
 """Name of this rank's part of a checkpoint."""
 
 
-def collect(models: Sequence[nn.Module], name_of: Callable[[nn.Module], Mapping[str, nn.Parameter]]) -> dict[str, Any]:
+def collect(models: Sequence[nn.Module]) -> dict[str, Any]:
     """This rank's gradients by model position and parameter name."""
     return {
         str(position): {
-            name: parameter.grad for name, parameter in name_of(model).items() if parameter.grad is not None
+            name: parameter.grad for name, parameter in named_parameters(model).items() if parameter.grad is not None
         }
         for position, model in enumerate(models)
     }
@@ -22,7 +24,6 @@ def collect(models: Sequence[nn.Module], name_of: Callable[[nn.Module], Mapping[
 
 def restore(
     models: Sequence[nn.Module],
-    name_of: Callable[[nn.Module], Mapping[str, nn.Parameter]],
     saved: Sequence[Mapping[str, Any] | None],
     *,
     rank: int,
@@ -38,7 +39,7 @@ def restore(
     chosen = [saved[rank]] if same else list(saved) if rank == 0 else []
     factor = 1.0 if same else world_size / len(saved)
     for position, model in enumerate(models):
-        for name, parameter in name_of(model).items():
+        for name, parameter in named_parameters(model).items():
             parts = [part[str(position)][name] for part in chosen if part and name in part.get(str(position), {})]
             if not parts:
                 parameter.grad = None

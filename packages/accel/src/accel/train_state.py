@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 from torch import nn
@@ -53,6 +53,26 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.load_optimizer_state(self.optimizer, self.models, state)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """A prepared loader's position, which all ranks share, and what an opaque dataset of one rank needs besides."""
+
+    PRIVATE: ClassVar[str] = "private"
+
+    loader: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.loader.state_dict().items() if key != self.PRIVATE}
+
+    def private(self) -> Any:
+        """This rank's own part of the position, None nearly always."""
+        return self.loader.state_dict().get(self.PRIVATE)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(state)
 
 
 @final

@@ -15,7 +15,7 @@ from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
 from accel.scheduler import PreparedScheduler
-from accel.train_state import ModelState, OptimizerState, Stateful, TrainState, check_stateful
+from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_state.errors import CheckpointError, ConfigError
 from accel_state.session import Session
 
@@ -91,11 +91,16 @@ class CheckpointFacet(ABC):
                 "save_state needs a folder: give output_dir, or "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        state = self._train_state().collect()
+        self.backend.update_scaler()
+        self.backend.settle_buffers(self._models)
+        parts = self._train_state()
+        state = parts.collect()
         self._run_save_hooks(state, target)
         local: dict[str, Any] = {RNG: rng.rng_state()}
+        positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
+        local.update({name: own for name, own in positions.items() if own is not None})
         if self.clock.open:
-            local[open_window.GRADIENTS] = open_window.collect(self._models, self.backend.named_parameters)
+            local[open_window.GRADIENTS] = open_window.collect(self._models)
         described = {VERSION_KEY: _version(), SEED_KEY: _seed(), USER_KEY: dict(metadata or {})}
         accel_ckpt.save(target, state, local=local, metadata=described, group=self.session.group)
         if series is not None:
@@ -124,19 +129,26 @@ class CheckpointFacet(ABC):
         state.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
         for name, part in state.items():
             if name not in ignored:
-                tensors = isinstance(part, ModelState | OptimizerState)
-                like = part.state_dict() if tensors else None
-                part.load_state_dict(checkpoint.read(name, like=like, strict=False))
+                part.load_state_dict(self._read(checkpoint, name, part))
         self._restore_local(checkpoint)
         self._continue_numbering(checkpoint.path)
         return Path(checkpoint.path)
+
+    def _read(self, checkpoint: "Checkpoint", name: str, part: Stateful) -> Any:
+        """The saved state of one part: tensors where those of the part are, everything else as it is."""
+        like = part.state_dict() if isinstance(part, ModelState | OptimizerState) else None
+        state = checkpoint.read(name, like=like, strict=False)
+        if isinstance(part, LoaderState) and checkpoint.world_size == self.session.world_size:
+            own = checkpoint.read_local(name, self.session.rank)
+            return state if own is None else {**state, LoaderState.PRIVATE: own}
+        return state
 
     def _train_state(self, *, strict: bool = True) -> TrainState:
         state = TrainState()
         state.add(MODEL, [ModelState(self.backend, model, strict) for model in self._models])
         state.add("optimizer", [OptimizerState(self.backend, o.optimizer, self._models) for o in self._optimizers])
         state.add("scheduler", self._schedulers)
-        state.add("loader", self._dataloaders)
+        state.add("loader", [LoaderState(loader) for loader in self._dataloaders])
         state.add("scaler", [] if self.backend.scaler is None else [self.backend.scaler])
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
@@ -168,7 +180,6 @@ class CheckpointFacet(ABC):
             saved = [checkpoint.read_local(open_window.GRADIENTS, other) for other in range(checkpoint.world_size)]
             open_window.restore(
                 self._models,
-                self.backend.named_parameters,
                 saved,
                 rank=rank,
                 world_size=self.session.world_size,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
+    from accel_state import DataShard
 
 
 class DataFacet(ABC):
@@ -23,6 +24,7 @@ class DataFacet(ABC):
     session: Session
     clock: StepClock
     backend: "Backend"
+    data_shard: "DataShard"
     dataloader_config: "LoaderOptions"
     _dataloaders: list[Any]
 
@@ -58,7 +60,7 @@ class DataFacet(ABC):
                 for loader in self._dataloaders:
                     stack.enter_context(loader.override_even_batches(even_batches))
             if not even:
-                stack.enter_context(self.backend.join(list(joinables), True))
+                stack.enter_context(self.backend.join(list(joinables)))
             yield
 
     def _prepare_loader(
@@ -76,10 +78,6 @@ class DataFacet(ABC):
             device=self.session.device.torch if on_device else None,
             options=self.dataloader_config,
             observer=self.clock,
+            session_group=self.session.group,
             slice_fn=slice_fn,
         )
-
-    @property
-    def data_shard(self) -> Any:
-        """Which share of the samples this process reads."""
-        raise AttributeError
