@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.nested import tensor_leaves, unflatten
+from accel_state.nested import refill, tensor_leaves
 from accel_state.objects import agree as agree
 from accel_state.objects import all_gather_object as all_gather_object
 from accel_state.objects import broadcast_object_list as broadcast_object_list
@@ -19,10 +19,11 @@ from accel_state.packing import (
     as_bytes,
     by_dtype,
     gathered_shape,
+    in_packed_order,
     join,
     pack,
     per_device,
-    split_owned,
+    split,
     unpack,
     unpack_rows,
 )
@@ -49,27 +50,25 @@ def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | N
     group = resolve(group)
     if group is None:
         return tensor
-    world = group
-    leaves, structure = tensor_leaves(tensor, "gather")
+    leaves = tensor_leaves(tensor, "gather")
     if not leaves:
         return tensor
+    world = group
     with torch.no_grad():
-        if len(leaves) == 1:
-            return unflatten([_gather_one(leaves[0], world)], structure)
-        return unflatten(per_device(leaves, lambda mine: _gather_packed(mine, world)), structure)
-
-
-def _gather_one(leaf: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
-    flat = as_bytes(join([leaf]))
-    result = leaf.new_empty(gathered_shape(leaf, group.size()))
-    if flat.numel():
-        all_gather_flat(as_bytes(result.view(-1)), flat, group)
-    return result
+        gathered = per_device(leaves, lambda mine: _gather_packed(mine, world))
+    return refill(tensor, iter(gathered))
 
 
 def _gather_packed(leaves: list[torch.Tensor], group: "ProcessGroup") -> list[torch.Tensor]:
+    world_size = group.size()
+    if len(leaves) == 1:
+        flat = as_bytes(join(leaves))
+        result = leaves[0].new_empty(gathered_shape(leaves[0].shape, world_size))
+        if flat.numel():
+            all_gather_flat(as_bytes(result.view(-1)), flat, group)
+        return [result]
     packed = pack(leaves)
-    rows = packed.buffer.new_empty(group.size(), packed.buffer.numel())
+    rows = packed.buffer.new_empty(world_size, packed.buffer.numel())
     if packed.buffer.numel():
         all_gather_flat(rows.view(-1), packed.buffer, group)
     return unpack_rows(rows, packed)
@@ -94,11 +93,9 @@ def broadcast(
     if group is None:
         return tensor
     check_rank(from_process, group)
-    world = group
-    leaves, _ = tensor_leaves(tensor, "broadcast")
-    if leaves:
-        with torch.no_grad():
-            per_device(leaves, lambda mine: _broadcast_packed(mine, from_process, world))
+    leaves, world = tensor_leaves(tensor, "broadcast"), group
+    with torch.no_grad():
+        per_device(leaves, lambda mine: _broadcast_packed(mine, from_process, world))
     return tensor
 
 
@@ -138,14 +135,13 @@ def reduce(
         near = get_close_matches(str(reduction), _REDUCTIONS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}{hint}")
-    leaves, structure = tensor_leaves(tensor, "reduce")
+    leaves = tensor_leaves(tensor, "reduce")
     if reduction in ("max", "min") and any([leaf.is_complex() for leaf in leaves]):
         raise ValueError(f"complex numbers have no order, hence no {reduction}; reduce their abs() or their parts")
-    world = resolve(group)
-    if not leaves:
-        return tensor
+    group = resolve(group)
     with torch.no_grad():
-        return unflatten(per_device(leaves, lambda mine: _reduce_packed(mine, reduction, scale, world)), structure)
+        reduced = per_device(leaves, lambda mine: _reduce_packed(mine, reduction, scale, group))
+    return refill(tensor, iter(reduced))
 
 
 def _reduce_packed(
@@ -155,7 +151,8 @@ def _reduce_packed(
 
     op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
     running = []
-    for dtype, indices in by_dtype(leaves).items():
+    for dtype, by_shape in by_dtype(leaves).items():
+        indices = in_packed_order(by_shape)
         same = [leaves[index] for index in indices]
         flat = join(same).to(wire_dtype(dtype, reduction), copy=len(same) == 1)
         # Started one after the other and waited for together, so that their latencies overlap.
@@ -166,7 +163,7 @@ def _reduce_packed(
         if work is not None:
             work.wait()
         whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
-        results.update(zip(indices, split_owned(whole, same), strict=True))
+        results.update(zip(indices, split(whole, same), strict=True))
     return [results[index] for index in range(len(leaves))]
 
 

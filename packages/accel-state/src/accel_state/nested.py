@@ -21,8 +21,10 @@ from accel_state.structure import honor_type as honor_type
 from accel_state.structure import is_container as is_container
 from accel_state.structure import is_namedtuple as is_namedtuple
 from accel_state.structure import is_torch_tensor as is_torch_tensor
+from accel_state.structure import leaves_of as leaves_of
 from accel_state.structure import map_leaves as map_leaves
 from accel_state.structure import recursively_apply as recursively_apply
+from accel_state.structure import refill as refill
 from accel_state.structure import unflatten as unflatten
 from accel_state.structure import walk as walk
 
@@ -203,10 +205,10 @@ def _paths(data: Any) -> list[str]:
     return [path or "a single leaf" for path, _ in walk(data)]
 
 
-def tensor_leaves(data: Any, operation: str) -> tuple[list[torch.Tensor], Structure]:
-    """``flatten`` for operations that take tensors only: any other leaf raises TypeError naming the operation."""
-    leaves, structure = flatten(data)
+def tensor_leaves(data: Any, operation: str) -> list[torch.Tensor]:
+    """The leaves of ``data`` for an operation that takes tensors only: any other raises TypeError naming it."""
+    leaves = leaves_of(data)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise unsupported_leaf(leaf, operation)
-    return leaves, structure
+    return leaves

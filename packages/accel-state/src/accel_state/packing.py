@@ -5,8 +5,7 @@ widest dtype first, which leaves every piece aligned to its own element size. A 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -18,47 +17,49 @@ _SHARED_BYTES = 1 << 16
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The leaves of one dtype inside a packed buffer: their places in the list, and their bytes together."""
+class Piece(NamedTuple):
+    """The leaves of one dtype in a packed buffer: their places in the list, by shape and as packed, and their bytes."""
 
     dtype: torch.dtype
-    indices: list[int]
-    leaves: list[torch.Tensor]
+    by_shape: dict[torch.Size, list[int]]
     nbytes: int
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """Tensors as one buffer of bytes, and what is where in it."""
 
     buffer: torch.Tensor
     pieces: list[Piece]
-    num_leaves: int
+    leaves: list[torch.Tensor]
 
 
 def per_device(
     leaves: list[torch.Tensor], fn: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> list[torch.Tensor]:
     """``fn`` applied to the leaves of each device, devices as they come up; the results in the order of the leaves."""
+    if len({leaf.device for leaf in leaves}) <= 1:
+        return fn(leaves) if leaves else []
     found: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
         found.setdefault(leaf.device, []).append(index)
-    if len(found) == 1:
-        return fn(leaves)
     results: dict[int, torch.Tensor] = {}
     for indices in found.values():
         results.update(zip(indices, fn([leaves[index] for index in indices]), strict=True))
     return [results[index] for index in range(len(leaves))]
 
 
-def by_dtype(leaves: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
-    """Places of the leaves of each dtype, the widest dtypes first, equally wide ones as they come up."""
-    found: dict[torch.dtype, list[int]] = {}
+def by_dtype(leaves: list[torch.Tensor]) -> dict[torch.dtype, dict[torch.Size, list[int]]]:
+    """Places of the leaves of each dtype and shape, the widest dtypes first, otherwise as they come up."""
+    found: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for index, leaf in enumerate(leaves):
-        found.setdefault(leaf.dtype, []).append(index)
+        found.setdefault(leaf.dtype, {}).setdefault(leaf.shape, []).append(index)
     return found if len(found) < 2 else {dtype: found[dtype] for dtype in sorted(found, key=lambda one: -one.itemsize)}
+
+
+def in_packed_order(by_shape: dict[torch.Size, list[int]]) -> list[int]:
+    """The places of all leaves of one dtype, one shape after the other."""
+    return [index for indices in by_shape.values() for index in indices]
 
 
 def join(leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -89,17 +90,18 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 def pack(leaves: list[torch.Tensor]) -> Packed:
     """The leaves, all of one device, as one buffer of bytes."""
     pieces, parts = [], []
-    for dtype, indices in by_dtype(leaves).items():
-        members = [leaves[index] for index in indices]
-        part = as_bytes(join(members))
-        pieces.append(Piece(dtype, indices, members, part.numel()))
+    for dtype, by_shape in by_dtype(leaves).items():
+        part = as_bytes(join([leaves[index] for index in in_packed_order(by_shape)]))
+        pieces.append(Piece(dtype, by_shape, part.numel()))
         parts.append(part)
+    if len(parts) == 1:
+        return Packed(parts[0], pieces, leaves)
     # A row of this per rank must be as divisible as its widest element, or the rows could not be viewed as such.
     widest = pieces[0].dtype.itemsize
     odd = sum([piece.nbytes for piece in pieces]) % widest
     if odd:
         parts.append(parts[0].new_zeros(widest - odd))
-    return Packed(parts[0] if len(parts) == 1 else torch.cat(parts), pieces, len(leaves))
+    return Packed(torch.cat(parts), pieces, leaves)
 
 
 def unpack(packed: Packed) -> list[torch.Tensor]:
@@ -109,38 +111,61 @@ def unpack(packed: Packed) -> list[torch.Tensor]:
     for piece in packed.pieces:
         typed = packed.buffer[start : start + piece.nbytes].view(piece.dtype)
         start += piece.nbytes
-        results.update(zip(piece.indices, split(typed, piece.leaves), strict=True))
-    return [results[index] for index in range(packed.num_leaves)]
+        order = in_packed_order(piece.by_shape)
+        like = [packed.leaves[index] for index in order]
+        results.update(zip(order, _unflatten_dense_tensors(typed, like), strict=True))
+    return [results[index] for index in range(len(packed.leaves))]
 
 
-def split(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Views of ``flat`` with the shapes of ``like``, one after the other."""
-    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, like)
-    return parts
+def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of ``flat`` in the shapes of ``like``, one after the other.
 
-
-def split_owned(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``split``, with memory of their own for the parts of a buffer too large to be kept for one of them."""
-    parts = split(flat, like)
-    return parts if len(parts) == 1 or flat.nbytes <= _SHARED_BYTES else [part.clone() for part in parts]
+    They are detached: autograd does not take them for views, so that each may be changed in place under a gradient.
+    Parts of a large buffer are copies, as one of them must not keep all of it alive.
+    """
+    parts = _unflatten_dense_tensors(flat, like)
+    if len(like) > 1 and flat.nbytes > _SHARED_BYTES:
+        return [part.clone() for part in parts]
+    return [part.detach() for part in parts]
 
 
 def unpack_rows(rows: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-    """Each leaf of all ranks, joined along dim 0, from one packed row of bytes per rank; in memory of its own."""
-    results: dict[int, torch.Tensor] = {}
+    """Each leaf of all ranks, joined along dim 0, from one packed row of bytes per rank; detached as in ``split``.
+
+    Per leaf there are as few calls into torch as can be: their latency is what a gather of small tensors costs. The
+    many equal shapes of a batch or of a dict of metrics are taken apart together.
+    """
+    results: list[torch.Tensor] = [rows] * len(packed.leaves)
     start, world_size = 0, rows.shape[0]
-    for piece in packed.pieces:
-        part = rows[:, start : start + piece.nbytes]
-        start += piece.nbytes
-        typed = part.view(piece.dtype) if piece.nbytes else part.new_empty(world_size, 0, dtype=piece.dtype)
-        sizes = [leaf.numel() for leaf in piece.leaves]
+    for dtype, by_shape, nbytes in packed.pieces:
+        part = rows[:, start : start + nbytes]
+        start += nbytes
+        typed = part.view(dtype) if nbytes else part.new_empty(world_size, 0, dtype=dtype)
+        runs = _runs(by_shape, _SHARED_BYTES // (world_size * dtype.itemsize))
+        sizes = [shape.numel() * len(indices) for shape, indices in runs]
         columns: Sequence[torch.Tensor] = torch.split_with_sizes_copy(typed, sizes, dim=1)  # type: ignore[func-returns-value,assignment]
-        for index, leaf, column in zip(piece.indices, piece.leaves, columns, strict=True):
-            results[index] = column.view(gathered_shape(leaf, world_size))
-    return [results[index] for index in range(packed.num_leaves)]
+        for column, (shape, indices) in zip(columns, runs, strict=True):
+            joined = gathered_shape(shape, world_size)
+            if len(indices) == 1:
+                results[indices[0]] = column.resize_(joined)  # unlike a view of it, the column itself
+                continue
+            alike = column.view(world_size, len(indices), shape.numel()).transpose(0, 1).contiguous()
+            for index, leaf in zip(indices, alike.view(len(indices), *joined).unbind(), strict=True):
+                results[index] = leaf.detach()
+    return results
 
 
-def gathered_shape(leaf: torch.Tensor, world_size: int) -> tuple[int, ...]:
-    """Shape of a leaf joined over ``world_size`` ranks along dim 0: ``[W * n, ...]``, or ``[W]`` without dimensions."""
-    shape = leaf.shape
+def _runs(by_shape: dict[torch.Size, list[int]], limit: int) -> list[tuple[torch.Size, list[int]]]:
+    """The leaves of each shape together as far as they have at most ``limit`` elements in all, else one by one."""
+    runs = []
+    for shape, indices in by_shape.items():
+        if len(indices) == 1 or shape.numel() * len(indices) <= limit:
+            runs.append((shape, indices))
+        else:
+            runs.extend((shape, [index]) for index in indices)
+    return runs
+
+
+def gathered_shape(shape: torch.Size, world_size: int) -> tuple[int, ...]:
+    """``shape`` joined over ``world_size`` ranks along dim 0: ``[W * n, ...]``, or ``[W]`` without dimensions."""
     return (world_size * shape[0], *shape[1:]) if shape else (world_size,)

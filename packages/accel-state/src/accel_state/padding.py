@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.nested import recursively_apply, tensor_leaves, unflatten
+from accel_state.nested import recursively_apply, refill, tensor_leaves
 from accel_state.peers import resolve
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def pad_across_processes(
         TypeError: a leaf is no tensor.
         CollectiveMismatchError: structure, dtype or number of dimensions differ between ranks (only with ``verify``).
     """
-    leaves, structure = tensor_leaves(tensor, "pad_across_processes")
+    leaves = tensor_leaves(tensor, "pad_across_processes")
     world = resolve(group)
     chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
     if world is None or not chosen:
@@ -43,7 +43,7 @@ def pad_across_processes(
     lengths = _longest([leaves[index].shape[dim] for index in chosen], leaves[chosen[0]].device, world)
     for index, length in zip(chosen, lengths, strict=True):
         padded[index] = pad_to(leaves[index], length, dim=dim, value=pad_index, first=pad_first)
-    return unflatten(padded, structure)
+    return refill(tensor, iter(padded))
 
 
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:

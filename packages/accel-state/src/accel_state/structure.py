@@ -7,7 +7,7 @@ modules and dataclass types.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeGuard, final
 
@@ -134,19 +134,16 @@ class Structure:
     """The containers of a nested value without its leaves.
 
     Two structures are equal when their containers are of the same types, with the same keys and in the same nesting;
-    the order in which a mapping was filled does not matter, because ``flatten`` visits it by sorted key. ``like`` is
-    the container that ``unflatten`` imitates; it keeps its leaves alive, so a structure is something to hold briefly.
+    the order in which a mapping was filled does not matter, because ``flatten`` visits it by sorted key. ``num_leaves``
+    is how many leaves ``unflatten`` needs. ``like`` is the container that it imitates; that keeps the leaves inside
+    alive, so a structure is something to hold briefly.
     """
 
     kind: type | None
     keys: tuple[Any, ...] = ()
     parts: tuple["Structure", ...] = ()
+    num_leaves: int = 1
     like: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def num_leaves(self) -> int:
-        """How many leaves ``unflatten`` needs."""
-        return 1 if self.kind is None else sum(part.num_leaves for part in self.parts)
 
 
 LEAF = Structure(None)
@@ -166,18 +163,22 @@ def _flatten(data: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
     if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
         leaves.append(data)
         return LEAF
+    before = len(leaves)
+    keys: tuple[Any, ...] = ()
+    values: Iterable[Any]
     if isinstance(data, Mapping):
         keys = canonical_order(data)
-        parts = tuple([_flatten(data[key], leaves, is_leaf) for key in keys])
-        return Structure(type(data), keys, parts, data)
-    if isinstance(data, _SEQUENCES):
-        return Structure(type(data), (), tuple([_flatten(value, leaves, is_leaf) for value in data]), data)
-    if is_dataclass_instance(data):
-        names = field_names(data)
-        parts = tuple([_flatten(getattr(data, name), leaves, is_leaf) for name in names])
-        return Structure(type(data), names, parts, data)
-    leaves.append(data)
-    return LEAF
+        values = [data[key] for key in keys]
+    elif isinstance(data, _SEQUENCES):
+        values = data
+    elif is_dataclass_instance(data):
+        keys = field_names(data)
+        values = [getattr(data, name) for name in keys]
+    else:
+        leaves.append(data)
+        return LEAF
+    parts = tuple([_flatten(value, leaves, is_leaf) for value in values])
+    return Structure(type(data), keys, parts, len(leaves) - before, data)
 
 
 def canonical_order(data: Mapping[Any, Any]) -> tuple[Any, ...]:
@@ -211,6 +212,48 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
         built = dict(zip(structure.keys, values, strict=True))
         return rebuild_mapping(like, {key: built[key] for key in like})
     return rebuild(like, structure.keys, values)
+
+
+def leaves_of(data: Any) -> list[Any]:
+    """The leaves of ``data`` in ``flatten``'s order, without the structure."""
+    leaves: list[Any] = []
+    _collect(data, leaves)
+    return leaves
+
+
+def _collect(data: Any, leaves: list[Any]) -> None:
+    values: Iterable[Any]
+    if type(data) is dict or isinstance(data, Mapping):
+        values = [data[key] for key in canonical_order(data)]
+    elif isinstance(data, _SEQUENCES):
+        values = data
+    elif is_dataclass_instance(data):
+        values = [getattr(data, name) for name in field_names(data)]
+    else:
+        leaves.append(data)
+        return
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            leaves.append(value)
+        else:
+            _collect(value, leaves)
+
+
+def refill(data: Any, leaves: Iterator[Any]) -> Any:
+    """``data`` in fresh containers, its leaves replaced in ``flatten``'s order by the next ones of ``leaves``."""
+    if isinstance(data, torch.Tensor):
+        return next(leaves)
+    if type(data) is dict or isinstance(data, Mapping):
+        keys = canonical_order(data)
+        found = {
+            key: next(leaves) if isinstance(data[key], torch.Tensor) else refill(data[key], leaves) for key in keys
+        }
+        return rebuild_mapping(data, found if keys == tuple(data) else {key: found[key] for key in data})
+    if isinstance(data, _SEQUENCES):
+        return honor_type(data, [refill(value, leaves) for value in data])
+    if is_dataclass_instance(data):
+        return rebuild_dataclass(data, [refill(getattr(data, name), leaves) for name in field_names(data)])
+    return next(leaves)
 
 
 def walk(data: Any, path: str = "") -> Generator[tuple[str, Any], None, None]:
