@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.config import PRECEDENCE, AccelConfig, Origin, resolve_config, settings, unknown_variables
+from accel_precision import PrecisionPolicy
+from accel_precision.policy import ALIASES
 from accel_state.errors import ConfigError
 
 NAMES = list(settings())
@@ -135,7 +137,7 @@ def test_durations_are_read_as_people_write_them(given_text: str, seconds: float
         ("num_processes", "0", ("'0'", "at least 1", "nearest that works: 1")),
         ("num_processes", "two", ("'two'", "a whole number")),
         ("main_process_port", "70000", ("'70000'", "0 to 65535", "nearest that works: 65535")),
-        ("mixed_precision", "bf61", ("'bf61'", "no, fp16, bf16, fp8", "nearest that works: bf16")),
+        ("mixed_precision", "bf61", ("'bf61'", "one of no, fp16, bf16, fp8", "nearest that works: bf16")),
         ("cpu", "perhaps", ("'perhaps'", "true or false")),
         ("timeout", "soon", ("'soon'", "1h30m")),
         ("timeout", "-3", ("'-3'", "duration")),
@@ -147,6 +149,11 @@ def test_a_wrong_value_is_named_with_what_would_work(name: str, value: str, word
         resolve_config({}, {f"ACCEL_{name.upper()}": value})
     for word in (name, f"ACCEL_{name.upper()}", *words):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*PrecisionPolicy.Named, *ALIASES, "compute=bf16,reduce=fp32", "bf16,output=none"])
+def test_every_precision_that_accel_precision_reads_is_taken(name: str) -> None:
+    assert resolve_config({}, {"ACCEL_MIXED_PRECISION": name}).mixed_precision == name
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ def test_the_configuration_travels_as_one_document_with_origins() -> None:
     assert str(child.origin("mixed_precision")) == "flag --mixed_precision"
 
 
+def test_the_log_level_reaches_loggers_made_before_any_accelerator() -> None:
+    assert planned({"log_level": "debug"}).processes[0].env["ACCEL_LOG_LEVEL"] == "debug"
+
+
 @pytest.mark.parametrize(
     ("settings", "argv"),
     [

@@ -58,7 +58,7 @@ def setting_options(*, launch: bool) -> tuple[Option, ...]:
     return tuple(
         Option(
             row.name,
-            row.facts.help,
+            f"{row.facts.help} One of: {', '.join(row.facts.choices)}." if row.facts.choices else row.facts.help,
             row.facts.group,
             metavar(row),
             row.facts.short,

@@ -48,6 +48,8 @@ class Explanation:
     help: str
 
 
+# Other names of precisions, and roles. accel_precision reads them, and cannot be asked here: it needs torch.
+_PRECISIONS = r"none|half|double|fp32|fp64|(fp|bf)?16-mixed|(16|32|64)-true|32|64|.*=.*"
 _TRAIN, _PLACE, _PROCESSES, _MACHINES, _PROGRAM, _OUTPUT = (
     "Training",
     "Devices",
@@ -70,9 +72,10 @@ class AccelConfig:
     mixed_precision: str = setting(
         "no",
         Facts(
-            "Precision of the computation; parameters stay float32.",
+            "Precision of the computation; also roles, like compute=bf16,reduce=fp32.",
             _TRAIN,
-            choices=("no", "fp16", "bf16", "fp8"),
+            choices=("no", "fp16", "bf16", "fp8", "fp16-true", "bf16-true", "fp32-true", "fp64-true"),
+            pattern=_PRECISIONS,
             env=("ACCELERATE_MIXED_PRECISION",),
         ),
     )

@@ -22,11 +22,13 @@ class Facts:
     """What a field of the configuration says about itself beyond its name, type and default.
 
     ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys.
+    Beside its ``choices`` a value may match ``pattern``, where another package understands more than can be listed.
     """
 
     help: str
     group: str
     choices: tuple[str, ...] = ()
+    pattern: str = ""
     minimum: float | None = None
     maximum: float | None = None
     env: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ class Setting:
             parsed = _KINDS[self.type].parse(value)
         except (ValueError, TypeError, OverflowError):
             raise self._refusal(value, where) from None
-        if self.facts.choices and parsed not in self.facts.choices:
+        if self.facts.choices and parsed not in self.facts.choices and not self._matches(parsed):
             raise self._refusal(value, where)
         if not self._in_range(parsed):
             raise self._refusal(value, where)
@@ -101,6 +103,9 @@ class Setting:
     def dump(self, value: object) -> object:
         """``value`` as JSON can hold it; ``parse`` reads it back."""
         return value.total_seconds() if isinstance(value, timedelta) else value
+
+    def _matches(self, value: object) -> bool:
+        return bool(self.facts.pattern) and re.fullmatch(self.facts.pattern, str(value)) is not None
 
     def _in_range(self, value: object) -> bool:
         number = value.total_seconds() if isinstance(value, timedelta) else value
@@ -208,5 +213,5 @@ _KINDS: dict[type, _Kind] = {
 
 
 def metavar(row: Setting) -> str:
-    """What stands for the value in help: the choices, or the kind of value in capitals; empty for a switch."""
-    return "|".join(row.facts.choices) or _KINDS[row.type].metavar
+    """What stands for the value in help: a kind of value in capitals; empty for a switch."""
+    return "NAME" if row.facts.choices else _KINDS[row.type].metavar

@@ -158,6 +158,9 @@ def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
 
 def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mapping[str, str]) -> dict[str, str]:
     shared = {DOCUMENT_VARIABLE: config.to_document()}
+    if config.log_level is not None:
+        # Loggers are made before, and without, any Accelerator that would read the document.
+        shared["ACCEL_LOG_LEVEL"] = config.log_level
     threads = config.num_cpu_threads_per_process
     if threads is None and local > 1 and not env.get("OMP_NUM_THREADS"):
         # Each process would otherwise take every core for itself.
