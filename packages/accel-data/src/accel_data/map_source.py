@@ -101,6 +101,10 @@ class MapSource(Source):
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
+        self._pass: MapPass | None = None
+        self._sampler_start: Json = None
+        self._sampler_pending: Json = None
+        self._passed: tuple[Cursor, int] | None = None
         self.even_batches = options.even_batches
         size = reading.batch_size
         self._rank_batch = check_split(size, shard.count) if options.split_batches else size
@@ -110,10 +114,6 @@ class MapSource(Source):
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
         self._batches.length = self.length(Cursor())
         self.total_batch_size = (self._rank_batch or 1) * shard.count
-        self._pass: MapPass | None = None
-        self._sampler_start: Json = None
-        self._sampler_pending: Json = None
-        self._passed: tuple[Cursor, int] | None = None
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:

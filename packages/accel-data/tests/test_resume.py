@@ -1,0 +1,405 @@
+"""A saved position resumes at the next undelivered sample, whatever the ranks, workers and batches were."""
+
+import json
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_data import Cursor, LengthGrouped, LoaderOptions, OrderSampler, prepare_loader, skip_first_batches
+from accel_state.errors import DataError, DataStateError
+from accel_state.parallelism import DataShard
+
+
+class Walked:
+    """A sampler that shuffles with torch's global generator and says nothing about it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size).tolist())
+
+    def __len__(self):
+        return self.size
+
+
+class Ragged:
+    """A batch sampler whose batches have 1, 2, 3, 1, 2, 3, ... samples."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        order, first, width = torch.randperm(self.size).tolist(), 0, 1
+        while first < self.size:
+            yield order[first : first + width]
+            first, width = first + width, width % 3 + 1
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+class Segment(NamedTuple):
+    """One run of a job: how it reads and after how many steps it is stopped."""
+
+    ranks: int
+    batch_size: int
+    mode: str
+    stop: int
+
+
+class Job(NamedTuple):
+    size: int
+    kind: str
+    even: bool
+    drop_last: bool
+    epoch: int
+    segments: list[Segment]
+
+
+KINDS = ["sequential", "shuffled", "subset", "length_grouped", "walked", "ragged"]
+
+
+@st.composite
+def jobs(draw):
+    segments = [
+        Segment(
+            draw(st.integers(1, 5)),
+            draw(st.integers(1, 7)),
+            draw(st.sampled_from(["index", "split", "elastic"])),
+            draw(st.integers(0, 12)),
+        )
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    return Job(
+        draw(st.integers(1, 70)),
+        draw(st.sampled_from(KINDS)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, 3)),
+        segments,
+    )
+
+
+def make_sampling(job, batch_size):
+    """The arguments that say what a DataLoader of the job reads."""
+    if job.kind == "ragged":
+        return {"batch_sampler": Ragged(job.size)}
+    samplers = {
+        "subset": lambda: SubsetRandomSampler(range(job.size)),
+        "length_grouped": lambda: OrderSampler(LengthGrouped(range(job.size), group_size=4, pool=3), seed=11),
+        "walked": lambda: Walked(job.size),
+    }
+    common = {"batch_size": batch_size, "drop_last": job.drop_last}
+    if job.kind in samplers:
+        return {**common, "sampler": samplers[job.kind]()}
+    return {**common, "shuffle": job.kind == "shuffled"}
+
+
+def make_loaders(job, segment, *, num_workers=0):
+    batch_size, extra = segment.batch_size, {}
+    if segment.mode == "split" and job.kind != "ragged":
+        batch_size, extra = batch_size * segment.ranks, {"split_batches": True}
+    elif segment.mode == "elastic" and job.kind != "ragged":
+        extra = {"global_batch_size": 12}
+    return [
+        prepare_loader(
+            DataLoader(range(job.size), collate_fn=list, num_workers=num_workers, **make_sampling(job, batch_size)),
+            DataShard(rank, segment.ranks),
+            options=LoaderOptions(even_batches=job.even, data_seed=7, **extra),
+        )
+        for rank in range(segment.ranks)
+    ]
+
+
+def run(loaders, stop=None):
+    """Real samples delivered in the next ``stop`` steps, rank after rank, and the state they end in."""
+    delivered, states = [], [loader.state_dict() for loader in loaders]
+    passes = [iter(loader) for loader in loaders]
+    steps = 0
+    while stop is None or steps < stop:
+        batches = [next(one, None) for one in passes]
+        if all(batch is None for batch in batches):
+            break
+        steps += 1
+        counts = loaders[0].real_counts
+        for batch, count in zip_longest(batches, counts):
+            assert (batch is None) == (count == -1)
+            delivered += batch[: max(count, 0)] if batch is not None else []
+        states = [loader.state_dict() for loader, batch in zip(loaders, batches, strict=True) if batch is not None]
+        assert all(state == states[0] for state in states)
+    else:
+        # A stop is in the middle of the loop: nobody has seen the end of the epoch yet.
+        return delivered, json.loads(json.dumps(states[0]))
+    return delivered, json.loads(json.dumps(loaders[0].state_dict()))
+
+
+def check(job):
+    whole = job._replace(drop_last=False)
+    reference = make_loaders(whole, Segment(1, 1, "index", 0))[0]
+    reference.set_epoch(job.epoch)
+    order = list(chain.from_iterable(reference))
+    assert sorted(order) == list(range(job.size))
+
+    state, delivered = None, []
+    for segment in [*job.segments, job.segments[-1]._replace(stop=None)]:
+        loaders = make_loaders(job, segment)
+        for loader in loaders:
+            if state is None:
+                loader.set_epoch(job.epoch)
+            else:
+                loader.load_state_dict(state)
+        part, state = run(loaders, segment.stop)
+        delivered += part
+        if state["epoch"] != job.epoch:
+            break
+    assert delivered == order[: len(delivered)]
+    if not job.drop_last:
+        assert delivered == order
+    else:
+        step = max(12, segment.ranks * segment.batch_size, 3 * segment.ranks)
+        assert len(delivered) > job.size - step
+    assert (state["epoch"], state["samples"]) == (job.epoch + 1, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs())
+def test_every_sample_is_delivered_exactly_once_in_order_through_any_chain_of_resumes(job):
+    check(job)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None)
+@given(jobs())
+def test_every_sample_is_delivered_exactly_once_in_thousands_of_chains(job):
+    check(job)
+
+
+def loader_of(size=24, rank=0, ranks=1, *, options=None, **kwargs):
+    kwargs.setdefault("batch_size", 4)
+    kwargs.setdefault("collate_fn", list)
+    options = options or LoaderOptions(data_seed=3)
+    return prepare_loader(DataLoader(range(size), **kwargs), DataShard(rank, ranks), options=options)
+
+
+def test_state_before_the_start_starts_at_the_start():
+    other = loader_of(shuffle=True)
+    other.load_state_dict(loader_of(shuffle=True).state_dict())
+    assert list(other) == list(loader_of(shuffle=True))
+
+
+def test_state_at_the_last_batch_gives_an_empty_rest_and_then_the_next_epoch():
+    loader, expected = loader_of(shuffle=True), loader_of(shuffle=True)
+    for _ in loader:
+        state = loader.state_dict()
+    assert (state["epoch"], state["samples"]) == (0, 24)
+    resumed = loader_of(shuffle=True)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    list(expected)
+    assert list(resumed) == list(expected)
+
+
+def test_state_after_the_loop_begins_the_next_epoch():
+    loader = loader_of(shuffle=True)
+    list(loader)
+    state = loader.state_dict()
+    second = list(loader)
+    resumed = loader_of(shuffle=True)
+    resumed.load_state_dict(state)
+    assert list(resumed) == second
+
+
+def test_setting_the_epoch_it_is_in_keeps_a_resumed_position():
+    loader = loader_of()
+    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "samples": 8})
+    loader.set_epoch(2)
+    assert next(iter(loader))[0] == 8
+
+
+def test_setting_another_epoch_starts_that_one():
+    loader = loader_of()
+    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "samples": 8})
+    loader.set_epoch(3)
+    assert loader.position == Cursor(3, 0)
+
+
+def test_several_loaders_in_flight_keep_their_own_positions():
+    first, second = loader_of(shuffle=True), loader_of(12, batch_size=3)
+    one, two = iter(first), iter(second)
+    next(one), next(two), next(one)
+    assert (first.position.samples, second.position.samples) == (8, 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("extra", [{}, {"persistent_workers": True}, {"prefetch_factor": 4}])
+def test_what_workers_have_read_ahead_is_not_counted(workers, extra):
+    expected = list(loader_of(40, shuffle=True))
+    loader = loader_of(40, shuffle=True, num_workers=workers, **extra)
+    passing = iter(loader)
+    delivered = [next(passing) for _ in range(3)]
+    state = loader.state_dict()
+    del passing
+    resumed = loader_of(40, shuffle=True, num_workers=workers, **extra)
+    resumed.load_state_dict(state)
+    assert delivered + list(resumed) == expected
+    if extra:
+        assert len(list(resumed)) == 10
+
+
+def test_seed_of_the_state_wins_over_the_seed_of_the_new_run():
+    loader = loader_of(shuffle=True, options=LoaderOptions(data_seed=1))
+    passing = iter(loader)
+    first = next(passing)
+    resumed = loader_of(shuffle=True, options=LoaderOptions(data_seed=2))
+    resumed.load_state_dict(loader.state_dict())
+    assert first + list(chain.from_iterable(resumed)) == list(
+        chain.from_iterable(loader_of(shuffle=True, options=LoaderOptions(data_seed=1)))
+    )
+
+
+def test_weighted_draws_are_resumed():
+    def make():
+        return loader_of(sampler=WeightedRandomSampler([1.0, 2.0, 3.0] * 8, 20))
+
+    expected, loader, resumed = list(make()), make(), make()
+    next(iter(loader))
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == expected[1:]
+
+
+class Remembering(Walked):
+    """A sampler with a state: each pass shuffles on from where the one before ended."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.state = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=self.state).tolist())
+
+    def state_dict(self):
+        return {"words": self.state.get_state().tolist()}
+
+    def load_state_dict(self, state):
+        self.state.set_state(torch.tensor(state["words"], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_sampler_with_a_state_of_its_own_is_resumed(passes, stop):
+    loader = loader_of(sampler=Remembering(24))
+    for _ in range(passes):
+        list(loader)
+    passing = iter(loader)
+    for _ in range(stop):
+        next(passing)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = list(passing)
+    resumed = loader_of(sampler=Remembering(24))
+    resumed.load_state_dict(state)
+    assert list(resumed) == rest
+    assert list(resumed) == list(loader)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 5, 6, 9])
+@pytest.mark.parametrize("extra", [{"shuffle": True}, {"sampler": Walked(24)}, {"batch_sampler": Ragged(24)}])
+def test_skipping_keeps_what_comes_after_and_later_epochs_whole(skip, extra):
+    if "batch_sampler" in extra:
+        extra = {**extra, "batch_size": 1}
+    loader, other = loader_of(**extra), loader_of(**extra)
+    skipped = skip_first_batches(other, skip)
+    expected = list(loader)[skip:]
+    assert len(skipped) == len(expected)
+    assert list(skipped) == expected
+    assert list(skipped) == list(loader)
+
+
+def test_skipping_needs_no_data():
+    class Untouchable(Dataset):
+        def __len__(self):
+            return 10**9
+
+        def __getitem__(self, index):
+            assert index >= 4 * 10**8
+            return index
+
+    loader = prepare_loader(DataLoader(Untouchable(), batch_size=4), DataShard(0, 1))
+    assert next(iter(skip_first_batches(loader, 10**8))).tolist() == [400000000 + i for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"version": None}, "version None"),
+        ({"samples": -1}, "samples is -1"),
+        ({"samples": 25}, "sample 25"),
+        ({"epoch": "one"}, "epoch is 'one'"),
+    ],
+)
+def test_a_malformed_state_is_refused_and_changes_nothing(change, message):
+    loader = loader_of()
+    with pytest.raises(DataStateError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    assert loader.position == Cursor()
+
+
+def test_a_state_without_a_position_says_what_it_holds():
+    with pytest.raises(DataStateError, match="no epoch and no samples; it holds version"):
+        loader_of().load_state_dict({"version": 1})
+
+
+def test_a_dataset_that_shrank_is_refused():
+    with pytest.raises(DataStateError, match=r"dataset of 24 samples, this one has 20"):
+        loader_of(20).load_state_dict(loader_of(24).state_dict())
+
+
+class Named(Dataset):
+    def __init__(self, fingerprint):
+        self.fingerprint = fingerprint
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_another_dataset_of_the_same_length_is_refused_by_its_fingerprint():
+    first, second = (prepare_loader(DataLoader(Named(name)), DataShard(0, 1)) for name in ("a", "b"))
+    with pytest.raises(DataStateError, match="fingerprint 'a', this one has 'b'"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_another_order_is_refused_inside_an_epoch_only():
+    shuffled, plain = loader_of(shuffle=True), loader_of()
+    plain.load_state_dict(shuffled.state_dict())
+    next(iter(shuffled))
+    with pytest.raises(DataStateError, match="kind was 'shuffled' and is 'sequential'"):
+        plain.load_state_dict(shuffled.state_dict())
+
+
+def test_a_sampler_that_became_shorter_is_refused_when_it_is_walked():
+    loader, other = (
+        prepare_loader(DataLoader(range(24), sampler=Walked(size), batch_size=4), DataShard(0, 1)) for size in (24, 8)
+    )
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(DataStateError, match="gives only 8 indices"):
+        list(other)
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("index", [24, -25])
+def test_an_index_outside_of_the_dataset_is_named_on_every_rank(rank, index):
+    loader = loader_of(24, rank, 2, sampler=[0, 1, 2, index])
+    with pytest.raises(DataError, match=rf"index {index}, but the dataset has 24 samples"):
+        list(loader)
