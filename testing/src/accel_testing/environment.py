@@ -32,6 +32,7 @@ _FOREIGN = frozenset(
         "NODE_RANK",
         "ACCEL_CONFIG",
         "PYTEST_CURRENT_TEST",
+        "PYTEST_ADDOPTS",
     }
 )
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -1,5 +1,6 @@
 """How a pytest test function becomes work for ranks, and their answers the outcome of the test."""
 
+import inspect
 from typing import Any, final
 
 import pytest
@@ -35,6 +36,8 @@ class RankRunner:
         __tracebackhide__ = True
         marker = item.get_closest_marker("ranks")
         assert marker is not None
+        if inspect.iscoroutinefunction(item.function):
+            raise pytest.UsageError("@pytest.mark.ranks runs plain functions; await inside with asyncio.run(...)")
         options = read_marker(*marker.args, **marker.kwargs)
         timeout = options["timeout"] or float(self._config.getini("accel_ranks_timeout"))
         try:

@@ -2,17 +2,18 @@
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 # What libraries start once and keep on purpose, so that the first test that needs it is not blamed.
 _KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "QueueFeederThread", "tqdm_monitor", "ThreadPoolExecutor-loky")
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
+_MAY_END = ("thread ", "child process ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,12 @@ def differences(before: Snapshot, after: Snapshot, *, group_expected: bool = Fal
     return [text for text in found if not (group_expected and text.startswith("the default process group"))]
 
 
-def settled_differences(before: Snapshot, *, grace: float = _GRACE) -> list[str]:
+def settled_differences(before: Snapshot, *, group_expected: bool = False, grace: float = _GRACE) -> list[str]:
     """The differences to now, after up to ``grace`` seconds in which threads and children may still end."""
     deadline = time.monotonic() + grace
     while True:
-        found = differences(before, snapshot(before.seen))
-        if not found or time.monotonic() > deadline:
+        found = differences(before, snapshot(before.seen), group_expected=group_expected)
+        if not any(text.startswith(_MAY_END) for text in found) or time.monotonic() > deadline:
             return found
         time.sleep(0.02)
 
@@ -115,32 +116,36 @@ def _read(path: Path) -> str:
 
 
 def _shared_memory() -> dict[str, str]:
-    """Segments of this process: torch puts its process id into their names, Python's have none but the user."""
+    """Segments of this process: torch puts its process id into the names, Python's are known while they are mapped."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return {}
-    mark = f"_{os.getpid()}_"
+    mapped, mark = _read(Path("/proc/self/maps")), f"_{os.getpid()}_"
     return {
-        entry.name: "shared memory" for entry in folder.iterdir() if mark in entry.name or entry.name.startswith("psm_")
+        entry.name: "shared memory"
+        for entry in folder.iterdir()
+        if mark in entry.name or (entry.name.startswith("psm_") and str(entry) in mapped)
     }
 
 
 def _temporary() -> dict[str, str]:
-    folder = Path(tempfile.gettempdir())
-    mine = {}
-    for entry in os.scandir(folder):
-        if entry.name.startswith(("pytest-", "accel-ranks-", "torchinductor_")):
-            continue
-        try:
-            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                mine[entry.path] = "a folder" if entry.is_dir(follow_symlinks=False) else "a file"
-        except OSError:
-            continue
-    return mine
+    return {path: "a folder" if os.path.isdir(path) else "a file" for path in _made_here() if os.path.lexists(path)}
 
 
-#: The checks by name. ``shared_memory`` and ``temporary`` look at what all processes of the machine share, so they
-#: blame the wrong test where several run at once; the others see this process only.
+@cache
+def _made_here() -> list[str]:
+    """What ``tempfile`` makes in this process from now on, in a list that grows; its folder is shared by everybody."""
+    made: list[str] = []
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("tempfile.mkdtemp", "tempfile.mkstemp"):
+            made.append(str(arguments[0]))
+
+    sys.addaudithook(watch)
+    return made
+
+
+#: The checks by name. Each looks at this process only, so tests may run side by side.
 CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
     "environment": _environment,
     "groups": _groups,

@@ -87,6 +87,8 @@ def _runner(config: pytest.Config) -> "RankRunner":
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips, or fails under ``--require``, a test whose device is missing."""
+    if item.get_closest_marker("ranks") and type(item) is not pytest.Function:
+        pytest.fail(f"@pytest.mark.ranks works on test functions and plain classes, not on a {type(item).__name__}")
     for kind in ("gpu", "multigpu", "tpu"):
         if marker := item.get_closest_marker(kind):
             from accel_testing.hardware import what_is_missing

@@ -43,6 +43,7 @@ class RankPool:
         self.preload = tuple(preload)
         self._nursery: Nursery | None = None
         self._ranks: list[Rank] = []
+        self._team_before: list[Rank] = []
         self._jobs = count()
 
     def run(
@@ -84,7 +85,7 @@ class RankPool:
         variables: Mapping[str, str] | None = None,
     ) -> list[Answer]:
         """Runs ``work`` on the first ``ranks`` ranks and returns their answers; the basis of :meth:`run`."""
-        team = self._team(ranks)
+        team = self._team_before = self._team(ranks)
         store = Path(self._folder) / f"group-{next(self._jobs)}"
         try:
             for rank, process in enumerate(team):
@@ -119,7 +120,7 @@ class RankPool:
 
     def output(self, rank: int, *, limit: int = 20_000) -> str:
         """The end of what a rank printed in the last call (stdout and stderr as they came), at most ``limit`` bytes."""
-        return self._ranks[rank].output(limit) if rank < len(self._ranks) else ""
+        return self._team_before[rank].output(limit) if rank < len(self._team_before) else ""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -129,6 +130,7 @@ class RankPool:
     def close(self) -> None:
         """Ends all ranks; a later call starts new ones."""
         self._discard()
+        self._team_before = []
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
@@ -175,7 +177,7 @@ class RankPool:
                     dead[rank] = describe_exit(team[rank].exit_status(2.0))
                 else:
                     answers[rank] = answer
-                if answer is None or answer.outcome == "failed":
+                if answer is None or answer.outcome != "passed":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if len(answers) < len(team):
             raise _unanswered(team, answers, dead, seconds=time.monotonic() - began)
@@ -241,6 +243,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def _unanswered(team: list[Rank], answers: dict[int, Answer], dead: dict[int, str], *, seconds: float) -> RankError:
     """The error for ranks that died or did not answer, with everybody's stacks and what the others said."""
     missing = [rank for rank in range(len(team)) if rank not in answers and rank not in dead]
+    conditions = {rank: team[rank].condition() for rank in missing}
     for rank in missing:
         team[rank].request_stacks()
     failed = [rank for rank, answer in answers.items() if answer.outcome == "failed"]
@@ -249,8 +252,7 @@ def _unanswered(team: list[Rank], answers: dict[int, Answer], dead: dict[int, st
     dumps = {rank: team[rank].stacks() for rank in missing}
     since = "" if dead or failed else f" in {seconds:.0f} s"
     for rank in missing:
-        place = describe_place(dumps[rank])
-        lines.append(f"rank {rank} did not answer{since}{team[rank].condition()}; it stands {place}")
+        lines.append(f"rank {rank} did not answer{since}{conditions[rank]}; it stands {describe_place(dumps[rank])}")
     if done := [rank for rank, answer in answers.items() if answer.outcome != "failed"]:
         lines.append(f"{name_ranks(done)} had finished")
     for rank in failed:

@@ -219,5 +219,3 @@ class Rank:
             os.killpg(self.pid, signal.SIGKILL)
         self._nursery.exit_status(self.pid, 5.0)
         self.connection.close()
-        for file in (self._output, self._stacks):
-            file.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def _serve(connection: Connection) -> None:
                 connection.recv()
             except (EOFError, ConnectionResetError):
                 return
-            found = leaks.differences(before, leaks.snapshot(job.checks), group_expected=job.backend is not None)
+            found = leaks.settled_differences(before, group_expected=job.backend is not None)
             _leave_group()
         _flush()
         connection.send(Closed(tuple(found)))
@@ -88,7 +88,7 @@ def _answer(job: Job) -> Answer:
         return Answer("passed", value=pack(result))
     except BaseException as error:
         answer = judge(error) or report_failure(error, style=style, start=start)
-        if answer.outcome == "failed":
+        if job.backend is not None:
             # The others may be waiting for this rank in a collective: closing its connections lets them go.
             _leave_group()
         del error

@@ -63,18 +63,9 @@ def rewriting_config() -> RewritingConfig:
     from _pytest import config as pytest_config
     from _pytest.assertion import install_importhook
 
-    plugins = [
-        f"-pno:{name}" for name in ("cacheprovider", "terminal", "logging", "debugging", "capture", "accel_testing")
-    ]
-    before = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    try:
-        config: Any = pytest_config._prepareconfig([*plugins, "-c", os.devnull, "--noconftest", "--assert=rewrite"])
-    finally:
-        if before is None:
-            del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
-        else:
-            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = before
+    unwanted = ("cacheprovider", "terminal", "logging", "debugging", "capture")
+    arguments = ["--disable-plugin-autoload", *(f"-pno:{name}" for name in unwanted), "-c", os.devnull, "--noconftest"]
+    config: Any = pytest_config._prepareconfig(arguments)
     if not any(type(finder).__name__ == "AssertionRewritingHook" for finder in sys.meta_path):
         install_importhook(config)
     return RewritingConfig(config)

@@ -1,0 +1,228 @@
+"""A pool gives back results by rank, carries exceptions, outlives hung and dead ranks, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_testing.errors import LeakError, RankDied, RankError, RankHung
+from accel_testing.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+class Refused(Exception):
+    """Takes no message, so its pickle cannot be rebuilt."""
+
+    def __init__(self, a: int, *, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def test_results_come_by_rank(pool: RankPool) -> None:
+    offset = 10
+    assert pool.run(lambda factor: dist.get_rank() * factor + offset, 2) == [10, 12]
+
+
+def test_function_of_a_test_module_is_found(pool: RankPool) -> None:
+    assert pool.run(_reduce, scale=3.0) == [[9.0], [9.0]]
+
+
+def _reduce(scale: float) -> list[float]:
+    value = torch.tensor([scale * (dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    return value.tolist()
+
+
+def test_each_call_has_a_new_group(pool: RankPool) -> None:
+    assert pool.run(dist.get_world_size) == [2, 2]
+    assert pool.run(dist.get_world_size, ranks=3) == [3, 3, 3]
+    assert pool.run(dist.get_world_size, ranks=1) == [1]
+
+
+def test_ranks_are_reused(pool: RankPool) -> None:
+    assert pool.run(os.getpid) == pool.run(os.getpid) == list(pool.pids[:2])
+
+
+def test_process_is_as_before_after_each_call(pool: RankPool, tmp_path: Path) -> None:
+    def disturb() -> None:
+        os.environ["LEFT"] = "1"
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(7)
+
+    def look() -> tuple[object, ...]:
+        return os.environ.get("LEFT"), os.getcwd(), torch.ones(1).dtype, torch.is_grad_enabled(), torch.initial_seed()
+
+    before = pool.run(look)
+    pool.run(disturb)
+    assert pool.run(look) == before
+
+
+def test_ranks_use_one_thread_and_the_loopback(pool: RankPool) -> None:
+    assert pool.run(torch.get_num_threads, group=None) == [1, 1]
+    assert pool.run(lambda: os.environ["GLOO_SOCKET_IFNAME"])[0] in ("lo", "lo0")
+
+
+def test_launcher_variables_do_not_reach_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    with RankPool(1) as pool:
+        assert pool.run(lambda: [os.environ.get(name) for name in ("SLURM_PROCID", "MASTER_ADDR", "RANK")]) == [
+            [None, None, "0"]
+        ]
+
+
+def test_exception_keeps_type_and_traceback(pool: RankPool) -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("missing")
+
+    with pytest.raises(KeyError, match="missing") as caught:
+        pool.run(fail)
+    assert caught.value.__notes__ == ["raised on rank 1"]
+    assert isinstance(caught.value.__cause__, RankError)
+    assert "in fail" in str(caught.value.__cause__)
+
+
+def test_first_failure_is_raised_not_its_consequence(pool: RankPool) -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+            raise ZeroDivisionError
+        dist.barrier()
+
+    with pytest.raises(ZeroDivisionError):
+        pool.run(fail)
+
+
+def test_exception_that_cannot_be_rebuilt_becomes_a_rank_error(pool: RankPool) -> None:
+    def fail() -> None:
+        raise Refused(1, b=2)
+
+    with pytest.raises(RankError, match=r"rank \d raised Refused: 1 and 2"):
+        pool.run(fail)
+
+
+def test_result_that_cannot_travel_is_the_ranks_failure(pool: RankPool) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        pool.run(lambda: (item for item in ()))
+
+
+def test_hang_names_the_rank_and_the_pool_goes_on(pool: RankPool) -> None:
+    def hang() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(30)
+
+    before = pool.run(os.getpid)
+    with pytest.raises(RankHung, match=r"rank 1 did not answer in 0 s; it stands at .*test_pool.py:\d+ in hang"):
+        pool.run(hang, timeout=0.3)
+    after = pool.run(os.getpid)
+    assert not set(before) & set(after)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda: os._exit(3), "rank 0 ended with exit status 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"rank 0 was killed by SIGSEGV \(11\)"),
+    ],
+    ids=["exit", "signal"],
+)
+def test_dead_rank_is_named(pool: RankPool, how: object, words: str) -> None:
+    with pytest.raises(RankDied, match=words):
+        pool.run(how, ranks=1)  # type: ignore[arg-type]
+
+
+def test_rank_that_died_between_calls_is_replaced(pool: RankPool) -> None:
+    os.kill(pool.run(os.getpid)[1], signal.SIGKILL)
+    time.sleep(0.05)
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_leak_is_named(pool: RankPool) -> None:
+    with pytest.raises(LeakError, match=r"on rank 0: environment variable OF_RANK is '0'"):
+        pool.run(lambda: os.environ.__setitem__("OF_RANK", str(dist.get_rank())), checks=["environment"])
+
+
+def test_children_of_a_killed_rank_end_with_it(pool: RankPool) -> None:
+    def start_and_hang(path: str) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        Path(path).write_text(str(child.pid))
+        time.sleep(60)
+
+    path = Path(pool.run(os.getcwd)[0]) / f"child-of-{os.getpid()}"
+    try:
+        with pytest.raises(RankHung):
+            pool.run(start_and_hang, str(path), ranks=1, timeout=1.0)
+        assert wait_until(lambda: not is_running(int(path.read_text())))
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_folder_is_removed_on_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pool = RankPool(1)
+    pool.run(os.getpid)
+    assert list(tmp_path.iterdir())
+    pool.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="a pool of 0 ranks"):
+        RankPool(0)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.Signals) -> None:
+    """Whatever ends pytest, its ranks and the process they come from end within moments."""
+    test = tmp_path / "test_waits.py"
+    test.write_text(
+        "import os, pathlib, time, pytest\n"
+        "@pytest.mark.ranks(2)\n"
+        "def test_waits(rank):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'pid-{{rank}}').write_text(f'{{os.getpid()}} {{os.getppid()}}')\n"
+        "    time.sleep(60)\n"
+    )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = [sys.executable, "-m", "pytest", str(test), "-p", "no:cacheprovider", "-c", os.devnull]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
+    ) as running:
+        assert wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, seconds=30)
+        time.sleep(0.1)
+        running.send_signal(kill)
+        running.wait(20)
+    pids = {int(pid) for path in tmp_path.glob("pid-*") for pid in path.read_text().split()}
+    assert len(pids) == 3
+    assert wait_until(lambda: not any(map(is_running, pids)))
+    assert wait_until(lambda: not list(folder.glob("accel-ranks-*")))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: object, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
