@@ -82,6 +82,14 @@ def test_ragged_batches_are_dealt_whole():
     assert dealt.counts == (2, 2, 0, 0)
 
 
+def test_batches_of_no_fixed_size_are_dealt_whole_and_counted():
+    batches = [torch.zeros(3), torch.zeros(5)]
+    dealt = Dealer(shards=3).deal(batches, [3, 5])
+    assert [part.shape for part in dealt.parts] == [(3,), (5,), (3,)]
+    assert dealt.counts == (3, 5, 0)
+    assert Dealer(shards=3, has_rows=False).deal(batches, [1, 1]).counts is None
+
+
 def test_a_slice_function_is_given_joined_batches_and_the_rank():
     def slice_fn(batch, wanted, process_index, num_processes):
         return batch[wanted], process_index, num_processes

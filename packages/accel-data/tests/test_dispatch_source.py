@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data.dispatch_source import DispatchSource
 from accel_data.iterable_source import StreamSource
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
+from accel_data.prepare import prepare_loader
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
@@ -236,3 +237,49 @@ def test_ranks_at_different_positions_are_told(rank):
 def test_shards_that_do_not_make_up_the_whole_are_refused_everywhere(rank):
     with pytest.raises(DataError, match="together they must be 0 to 1 of 2"):
         next(iter(prepared(Numbers(4), shard=DataShard(0, 2))))
+
+
+class Squares(Dataset):
+    """Map-style, and read by the first rank only."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        assert dist.get_rank() == 0
+        return index * index
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_map_style_data_is_dispatched_in_the_order_of_one_process(rank, workers):
+    options = LoaderOptions(dispatch_batches=True, data_seed=3)
+
+    def make(shard, dataset, dispatch):
+        loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers)
+        return prepare_loader(loader, shard, options=options if dispatch else LoaderOptions(data_seed=3))
+
+    one = listed(make(DataShard(0, 1), [i * i for i in range(22)], False))
+    loader = make(DataShard(rank, 2), Squares(), True)
+    assert len(loader) == 6
+    got = []
+    for batch in loader:
+        got.append(batch.tolist())
+        if len(got) == 2:
+            state = loader.state_dict()
+    assert got[:5] == one[rank:10:2]
+    assert got[5] == [one[10][rank]]
+    assert (loader.remainder, loader.real_counts) == (2, (1, 1))
+    other = make(DataShard(rank, 2), Squares(), True)
+    other.load_state_dict(state)
+    assert listed(other) == got[2:]
+
+
+@pytest.mark.ranks(2)
+def test_a_custom_batch_sampler_is_dispatched_whole(rank):
+    batches = [[0, 1, 2], [3], [4, 5]]
+    loader = DataLoader(Squares(), batch_sampler=batches)
+    options = LoaderOptions(dispatch_batches=True, data_seed=0)
+    ours = prepare_loader(loader, DataShard(rank, 2), options=options)
+    assert listed(ours) == [[[0, 1, 4], [16, 25]], [[9], [16, 25]]][rank]
+    assert ours.real_counts == (2, 0)

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.cursor import Cursor
+from accel_data.iterable import Stride
+from accel_data.iterable_reader import StreamReader, WorkerInit
 from accel_data.iterable_source import Readers, StreamSource, resume
 from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream
 from accel_data.loader import PreparedLoader
@@ -153,9 +156,14 @@ def test_seeding_in_worker_init_fn_is_no_dividing():
     assert listed(prepared(Numbers(6), num_workers=2, worker_init_fn=init)) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_asking_too_late_is_an_error_not_a_loss():
+def test_asking_too_late_is_an_error_not_a_loss(monkeypatch):
+    # In this process: torch takes five seconds to end a worker that has raised.
+    reader = StreamReader(LateAsker(4), Stride(), list, batched=True, shared=False)
+    info = torch_worker.WorkerInfo(id=0, num_workers=2, seed=0, dataset=reader)
+    monkeypatch.setattr(torch_worker, "_worker_info", info)
+    WorkerInit(None, reader)(0)
     with pytest.raises(DataError, match="LateAsker asked which worker"):
-        listed(prepared(LateAsker(4), batch_size=1, num_workers=2))
+        list(reader)
 
 
 def test_a_dataset_that_can_is_asked_to_shard():

@@ -50,6 +50,8 @@ class Dealer:
     drop_last: bool = False
     batch_rows: int | None = None
     """Rows of a full batch; None: batches have no fixed size, or no rows at all."""
+    has_rows: bool = True
+    """The numbers of rows are known. Off for batches a dataset makes itself, which are counted whole."""
     slice_fn: SliceFunction | None = None
 
     @property
@@ -83,7 +85,7 @@ class Dealer:
         missing = self.shards - len(batches)
         filling = [batches[i % len(batches)] if self.even else ABSENT for i in range(missing)]
         absent = 0 if self.even else -1
-        counts = (*rows, *[absent] * missing) if missing and self.batch_rows is not None else None
+        counts = (*rows, *[absent] * missing) if missing and self.has_rows else None
         return Dealt((*batches, *filling), counts, sum(rows))
 
     def _cut(self, batch: Any, rows: int, full: bool) -> Dealt:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+from torch.utils.data import IterableDataset
+
 from accel_data.cursor import Cursor, Step
 from accel_data.dispatch import ABSENT, Dealer, SliceFunction
 from accel_data.dispatch_lane import READER, Dispatched, Message, Peers, Receiver, Sender, open_peers, take
@@ -68,6 +70,7 @@ class DispatchSource(Source):
             even=options.even_batches,
             drop_last=bool(loader.drop_last),
             batch_rows=rows,
+            has_rows=rows is not None or not isinstance(loader.dataset, IterableDataset),
             slice_fn=slice_fn,
         )
         self.total_batch_size = base.total_batch_size * self._dealer.takes

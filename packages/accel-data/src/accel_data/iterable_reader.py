@@ -111,14 +111,19 @@ class StreamReader(IterableDataset[Delivered]):
         begun = snapshot.at if snapshot is not None else 0
         camera = _Camera(stream)
         for part in parts(chain(first, iterator), stride, skip=position - begun):
-            if witness is not None and witness.asked is not splits:
-                raise DataError(
-                    f"{type(self.dataset).__name__} asked which worker reads it only after its first element, when the "
-                    "stream was already divided; ask at the beginning of __iter__"
-                )
+            self._check(witness, splits)
             stop = begun + part.stop
-            yield Delivered(
-                self._collated(part, witness), (part.real, part.group_real, stop), worker, splits, camera.take(stop)
+            # A stream that has ended may already stand at its beginning again.
+            snapshot = camera.take(stop) if part.group_real == stride.group_size else None
+            facts = part.real, part.group_real, stop
+            yield Delivered(self._collated(part, witness), facts, worker, splits, snapshot)
+        self._check(witness, splits)
+
+    def _check(self, witness: "_Witness | None", splits: bool) -> None:
+        if witness is not None and witness.asked is not splits:
+            raise DataError(
+                f"{type(self.dataset).__name__} asked which worker reads it only after its first element, when the "
+                "stream was already divided; ask at the beginning of __iter__"
             )
 
     def _collated(self, part: Part, witness: "_Witness | None") -> Any:
