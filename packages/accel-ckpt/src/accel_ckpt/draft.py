@@ -204,9 +204,7 @@ def _add(
     for box, here in boxes(holding.layout) if items is not None else ():
         whole = box.shape == holding.shape
         key = name if whole else f"{name}@{','.join(map(str, box.offset))}"
-        memory = (
-            holding.local if here.shape == tuple(holding.local.shape) else holding.local[here.within(_all(holding))]
-        )
+        memory = holding.local[here.within(_all(holding))]
         assert items is not None
         items.append((Item(key, holding.dtype, box.shape), memory))
         parts.append(Part(file, key, box))
