@@ -67,6 +67,15 @@ KNOWN = {
         "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_PTY_PORT=3 SLURM_NNODES=1",
         Topology(),
     ),
+    "srun from a shell by srun --pty": (
+        "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_STEP_ID=1 SLURM_PTY_PORT=3 SLURM_NNODES=1 SLURM_JOB_ID=1",
+        Topology(1, 2, 1, 2, 0, 1, "slurm", "127.0.0.1", 12001),
+    ),
+    "srun from salloc's shell": (
+        "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=1 "
+        "SLURM_JOB_NAME=interactive SLURM_SUBMIT_DIR=/ SLURM_TASK_PID=1 SLURM_JOB_ID=1",
+        Topology(1, 2, 1, 2, 0, 1, "slurm", "127.0.0.1", 12001),
+    ),
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
         Topology(1, 2, 1, 2, 0, 1, "openmpi", "127.0.0.1", 29500),

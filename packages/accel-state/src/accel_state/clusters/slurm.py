@@ -54,7 +54,8 @@ class SlurmReader:
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    if any(name.startswith("SLURM_PTY_") for name in env) or env.get("SLURM_JOB_NAME") in {"bash", "interactive"}:
+    # Steps that are started from a pty shell inherit its variables, but are not the allocation's first step.
+    if env.get("SLURM_PTY_PORT") and env.get("SLURM_STEP_ID", "0") == "0":
         return True
     in_step = any(env.get(name) for name in _STEP_VARIABLES)
     return not in_step and any(env.get(name) for name in _BATCH_VARIABLES)
