@@ -1,0 +1,139 @@
+"""Compares trees of tensors, and says which tensor differs, where, and by how much."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Relative tolerance by dtype, about what a few hundred operations in another order change.
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 2e-2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one leaf differs: ``reason`` where that cannot be measured, otherwise distances and the first index.
+
+    ``relative`` is the largest absolute distance over the largest magnitude of the expected tensor, not elementwise:
+    an element near zero says nothing about the tensor.
+    """
+
+    name: str
+    reason: str = ""
+    absolute: float = 0.0
+    relative: float = 0.0
+    index: tuple[int, ...] = ()
+    count: int = 0
+    size: int = 0
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.name}: {self.reason}"
+        return (
+            f"{self.name}: off by {self.absolute:.3g} ({self.relative:.3g} relative) in {self.count} of {self.size} "
+            f"elements, first at {list(self.index)}"
+        )
+
+
+def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and sequences with dotted names, in their own order; DTensors come whole."""
+    if isinstance(tree, torch.nn.Module):
+        tree = tree.state_dict()
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
+        for key, value in enumerate(tree):
+            yield from named_leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+
+
+def compare_trees(actual: Any, expected: Any, *, rtol: float | None = None, atol: float = 0.0) -> list[Difference]:
+    """What differs beyond ``atol + rtol * max|expected|`` per tensor; ``rtol`` defaults to the dtype's ``TOLERANCE``.
+
+    Modules count as their state. Integers, booleans and all that is no tensor must be equal; NaN equals NaN.
+    """
+    left, right = dict(named_leaves(actual)), dict(named_leaves(expected))
+    found = [Difference(name, "only in the first") for name in left if name not in right]
+    found += [Difference(name, "only in the second") for name in right if name not in left]
+    pairs = ((name, left[name], right[name]) for name in left if name in right)
+    found += [
+        difference
+        for name, a, b in pairs
+        if (difference := _compare_leaf(name, a, b, rtol=rtol, atol=atol)) is not None
+    ]
+    return found
+
+
+def assert_close_state(
+    actual: Any, expected: Any, *, rtol: float | None = None, atol: float = 0.0, names: tuple[str, str] = ("", "")
+) -> None:
+    """Fails unless the trees have the same names, shapes, dtypes and, within the tolerance, values.
+
+    The message lists the tensors that differ, the worst first. ``names`` say what the two are.
+    """
+    __tracebackhide__ = True
+    _fail(compare_trees(actual, expected, rtol=rtol, atol=atol), names)
+
+
+def assert_equal_state(actual: Any, expected: Any, *, names: tuple[str, str] = ("", "")) -> None:
+    """Fails unless the trees are equal, bit for bit."""
+    __tracebackhide__ = True
+    _fail(compare_trees(actual, expected, rtol=0.0), names)
+
+
+def _fail(found: list[Difference], names: tuple[str, str]) -> None:
+    __tracebackhide__ = True
+    if not found:
+        return
+    worst = sorted(found, key=lambda difference: (not difference.reason, -difference.relative))
+    which = f" between {names[0]} and {names[1]}" if any(names) else ""
+    more = [f"  and {len(worst) - 20} more"] if len(worst) > 20 else []
+    lines = [f"{len(worst)} tensors differ{which}:" if len(worst) > 1 else f"one tensor differs{which}:"]
+    raise AssertionError("\n".join([*lines, *(f"  {one}" for one in worst[:20]), *more]))
+
+
+def _compare_leaf(name: str, actual: Any, expected: Any, *, rtol: float | None, atol: float) -> Difference | None:
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        same = type(actual) is type(expected) and (actual == expected or (actual != actual and expected != expected))
+        return None if same else Difference(name, f"{actual!r} is not {expected!r}")
+    if actual.shape != expected.shape:
+        return Difference(name, f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
+    if actual.dtype != expected.dtype:
+        return Difference(name, f"dtype {actual.dtype} is not {expected.dtype}")
+    return _compare_tensors(name, actual.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol)
+
+
+def _compare_tensors(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float | None, atol: float
+) -> Difference | None:
+    if torch.equal(actual, expected):
+        return None
+    exact = not (actual.is_floating_point() or actual.is_complex())
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    a, b = actual.to(wide), expected.to(wide)
+    distance = (a - b).abs()
+    # Equal infinities and NaN on both sides are no distance; one-sided ones are an infinite one.
+    distance = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, distance.nan_to_num(nan=float("inf")))
+    finite = b.abs()[b.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 0.0
+    tolerance = 0.0 if exact else atol + (TOLERANCE.get(actual.dtype, 0.0) if rtol is None else rtol) * scale
+    beyond = distance > tolerance
+    if not beyond.any():
+        return None
+    absolute = float(distance.max())
+    first = beyond.nonzero()[0].tolist()
+    return Difference(
+        name,
+        absolute=absolute,
+        relative=absolute / scale if scale else float("inf"),
+        index=tuple(first),
+        count=int(beyond.sum()),
+        size=actual.numel(),
+    )
