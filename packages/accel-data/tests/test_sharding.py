@@ -292,10 +292,11 @@ def test_elastic_rank_without_a_part_gets_one_row_that_counts_nothing():
     assert [sharding.window(0, rank).share for rank in range(4)] == [0.0, 2.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize("start", range(0, 40, 3))
+@pytest.mark.parametrize("start", [0, 2, 3, 10, 11, 12, 29, 33, 39])
+@pytest.mark.parametrize(("batch_size", "ranks"), [(1, 1), (3, 1), (2, 3), (1, 2), (5, 4)])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_elastic_seek_agrees_with_single_steps(start, drop_last):
-    sharding = Elastic(total=40, batch_size=2, num_ranks=3, global_batch=11, drop_last=drop_last)
+def test_elastic_seek_agrees_with_single_steps(start, batch_size, ranks, drop_last):
+    sharding = Elastic(total=40, batch_size=batch_size, num_ranks=ranks, global_batch=11, drop_last=drop_last)
     position, steps = start, 0
     while sharding.steps(position):
         assert sharding.seek(start, steps) == position

@@ -62,6 +62,9 @@ class ShardedBatches:
             raise TypeError("the number of batches is unknown: the user's sampler has no length")
         return self.length
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "walk": None}
+
 
 @final
 class MapPass(Pass):
@@ -114,6 +117,10 @@ class MapSource(Source):
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
         self._batches.length = self.length(Cursor())
         self.total_batch_size = (self._rank_batch or 1) * shard.count
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pass in flight stays where it is; the loader carries its position over.
+        return {**vars(self), "_pass": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:

@@ -221,7 +221,9 @@ class Elastic:
             after = min(self._window(position)[1], end)
             parts = self._parts(after - position)
             if left < parts:
-                return position + (after - position) * left // parts
+                # The longer micro-batches come first: so cut, the rest of a global batch is cut as the whole of it was.
+                size, longer = divmod(after - position, parts)
+                return position + left * size + min(left, longer)
             left -= parts
             position = after
             # Whole global batches all at once.
