@@ -73,7 +73,12 @@ def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> It
     """A launch whose ranks have all begun; whatever is left of it at the end is killed."""
     (folder / "script.py").write_text(script)
     process = subprocess.Popen(
-        [*LAUNCH, *argv], cwd=folder, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*LAUNCH, *argv],
+        cwd=folder,
+        env=clean_env({"TMPDIR": str(folder)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         deadline = time.monotonic() + 20
@@ -191,6 +196,8 @@ def test_the_environment_of_a_dry_run_is_the_one_that_a_run_has(tmp_path: Path) 
         (["--config_file", "bad.yaml", "script.py"], "bad.yaml:1: unknown key 'sede'; did you mean seed?"),
         (["--mixed_precision", "bf61", "script.py"], "nearest that works: bf16"),
         (["--cpu", "--no_python", "./absent"], "./absent"),
+        (["--num_processes", "2", "--no_python", "./absent"], "./absent"),
+        (["--num_processes", "2", "--log_dir", "script.py/logs", "script.py"], "log_dir"),
     ],
 )
 def test_bad_input_is_refused_within_seconds(argv: list[str], words: str, tmp_path: Path) -> None:
@@ -291,6 +298,30 @@ if os.environ["RANK"] == "1": raise ValueError("boom")
     assert "out 1" in log
     assert "err 1" in log
     assert log.rstrip().endswith("ValueError: boom")
+
+
+def test_a_forked_child_that_fails_does_not_fail_its_rank(tmp_path: Path) -> None:
+    script = """
+import os
+child = os.fork()
+if child == 0: raise ValueError("only the child")
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+"""
+    done = launch(tmp_path, "--num_processes", "2", "script.py", script=script)
+    assert done.returncode == 0
+    assert done.stderr.count("ValueError: only the child") == 2
+
+
+def test_processes_go_on_when_nobody_reads_their_output_any_more(tmp_path: Path) -> None:
+    script = "for line in range(20000): print('x' * 100)\nopen(f'done_{__import__(\"os\").environ[\"RANK\"]}', 'w')"
+    (tmp_path / "script.py").write_text(script)
+    argv = [*LAUNCH, "--num_processes", "2", "--prefix_output", "script.py"]
+    process = subprocess.Popen(argv, cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(100)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 0
+    assert {path.name for path in tmp_path.glob("done_*")} == {"done_0", "done_1"}
 
 
 def test_processes_meet_and_reduce(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.launch.failure import Exit, Failure, in_order, read_failure, report
+from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure, report
 
 
 def ended(rank: int, status: int, at: float = 100.0, *, stopped: bool = False) -> Exit:
@@ -23,6 +23,19 @@ def error_file(folder: Path, *, seconds: float | None = None, message: object = 
 def test_a_success_and_a_process_that_was_stopped_are_no_failures(tmp_path: Path) -> None:
     assert read_failure(ended(0, 0), tmp_path / "none") is None
     assert read_failure(ended(0, -15, stopped=True), tmp_path / "none") is None
+
+
+def test_a_success_stays_one_whatever_a_child_of_it_has_written(tmp_path: Path) -> None:
+    assert read_failure(ended(0, 0), error_file(tmp_path, seconds=99.5)) is None
+
+
+def test_only_the_process_itself_speaks_for_its_coming_end(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "x", "extraInfo": {"seconds": 3.5, "pid": 7}}}))
+    assert failed_at(path, 7) == 3.5
+    assert failed_at(path, 8) is None
+    assert failed_at(error_file(tmp_path), 7) is None
+    assert failed_at(tmp_path / "none", 7) is None
 
 
 def test_a_process_that_failed_and_was_then_stopped_is_a_failure(tmp_path: Path) -> None:

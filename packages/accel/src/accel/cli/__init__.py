@@ -7,4 +7,8 @@ def main() -> None:
 
     from accel.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 130  # as a shell shows SIGINT
+    sys.exit(status)

@@ -54,17 +54,44 @@ def read_failure(ended: Exit, error_file: Path) -> Failure | None:
     The time is that of the error, where one was written: a process may take long to end after it, and would then
     seem to have failed after those that failed because of it.
     """
+    if ended.status == 0 and not ended.stopped:
+        return None
+    record = _read(error_file)
+    if record is None:
+        return None if ended.stopped else Failure(ended, ended.at)
+    return Failure(ended, record.at, record.summary, record.trace)
+
+
+def failed_at(error_file: Path, pid: int) -> float | None:
+    """When process ``pid`` wrote down the error that will end it, or None if it has not.
+
+    A file without its number came from a process that it started, and does not speak for it.
+    """
+    record = _read(error_file)
+    return record.at if record is not None and record.pid == pid else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Record:
+    at: float
+    pid: int
+    summary: str
+    trace: str
+
+
+def _read(path: Path) -> _Record | None:
     try:
-        at = error_file.stat().st_mtime
-        message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None if ended.status == 0 or ended.stopped else Failure(ended, ended.at)
-    if isinstance(message, str):
-        return Failure(ended, at, message)
-    extra = message.get("extraInfo", {})
-    # Torch's own writer knows whole seconds only; the file's date is finer.
-    at = float(extra.get("seconds", at))
-    return Failure(ended, at, str(message.get("message", "")), str(extra.get("py_callstack", "")))
+        at = path.stat().st_mtime
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        if isinstance(message, str):
+            return _Record(at, 0, message, "")
+        extra = message.get("extraInfo", {})
+        # Torch's own writer knows whole seconds only; the file's date is finer.
+        at, pid = float(extra.get("seconds", at)), int(extra.get("pid", 0))
+        return _Record(at, pid, str(message.get("message", "")), str(extra.get("py_callstack", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:

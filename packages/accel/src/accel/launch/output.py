@@ -1,9 +1,12 @@
 """Where the output of the processes goes: untouched, or through the launcher with the rank before each line."""
 
+import contextlib
 import os
 import threading
 from pathlib import Path
 from typing import BinaryIO, final
+
+from accel_state.errors import LaunchError
 
 _CHUNK = 65536
 
@@ -14,6 +17,9 @@ class Output:
 
     Used only where a prefix or files are asked for; otherwise the processes write to the launcher's streams directly,
     and a progress bar still sees a terminal.
+
+    Raises:
+        LaunchError: where ``folder`` cannot be made.
     """
 
     def __init__(self, *, prefix: bool, folder: Path | None) -> None:
@@ -23,7 +29,10 @@ class Output:
         self._threads: list[threading.Thread] = []
         self._logs: dict[int, BinaryIO] = {}
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"log_dir: cannot make {folder}: {error.strerror}") from error
 
     def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
         """Copies ``source`` until its end, in a thread of its own."""
@@ -66,7 +75,8 @@ class Output:
                 self._logs[rank].flush()
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        with self._lock:
+        # A reader that has gone away must not stop the processes, which would block on a full pipe.
+        with self._lock, contextlib.suppress(OSError):
             sink.write(data)
             sink.flush()
 

@@ -13,6 +13,7 @@ import runpy
 import sys
 import time
 import traceback
+from functools import partial
 from io import TextIOWrapper
 from types import ModuleType, TracebackType
 
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     import faulthandler
 
     faulthandler.enable()
-    sys.excepthook = record_exception
+    sys.excepthook = partial(record_exception, os.getpid())
     sys.argv = [target, *arguments]
     _write_whole_lines(sys.stdout)
     _write_whole_lines(sys.stderr)
@@ -50,16 +51,21 @@ def end_with_launcher() -> None:
         sys.exit(f"the launcher (process {launcher}) ended before this process began")
 
 
-def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Writes an exception that ends the process to the launcher's file; prints it where that cannot be done."""
+def record_exception(
+    process: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Writes an exception that ends ``process`` to the launcher's file; prints it where that cannot be done.
+
+    A forked child inherits this hook; its end is not that of the rank, so it prints its errors as ever.
+    """
     if issubclass(kind, KeyboardInterrupt):
         return  # the launcher, which passed the interrupt on, says so once
     error.__traceback__ = _program_part(trace)
-    path = os.environ.get(ERROR_FILE_VARIABLE)
     text = "".join(traceback.format_exception(error))
+    path = os.environ.get(ERROR_FILE_VARIABLE)
     try:
-        if not path:
-            raise OSError("no file was named")
+        if not path or os.getpid() != process:
+            raise OSError("the file is not for this process")
         _write_error(path, traceback.format_exception_only(error)[-1].strip(), text)
     except OSError:
         sys.stderr.write(text)
@@ -73,7 +79,7 @@ def _write_whole_lines(stream: object) -> None:
 
 def _write_error(path: str, summary: str, text: str) -> None:
     now = time.time()
-    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now}
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now, "pid": os.getpid()}
     staged = f"{path}.{os.getpid()}"
     with open(staged, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": summary, "extraInfo": extra}}, file)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from accel.launch.failure import Exit, Failure, in_order, read_failure
+from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import ProcessPlan
 from accel.launch.worker import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
+from accel_state.errors import LaunchError
 
 # Seconds between two looks where the system cannot tell when a process ends.
 _POLL = 0.05
@@ -41,13 +42,20 @@ class Workers:
         self._stopping = False
 
     def start(self, processes: Sequence[ProcessPlan], attempt: Mapping[str, str]) -> None:
-        """Starts all; ``attempt`` joins the environment of each. If one cannot start, those before it are ended."""
+        """Starts all; ``attempt`` joins the environment of each. After an error ``close`` ends those that did start.
+
+        Raises:
+            LaunchError: where the system refuses another process.
+        """
         for process in processes:
             env = {**os.environ, **process.env, **attempt}
             env[ERROR_FILE_VARIABLE] = str(self._error_file(process.rank))
             env[LAUNCHER_VARIABLE] = str(os.getpid())
             pipe = None if self._output is None else subprocess.PIPE
-            started = subprocess.Popen(process.argv, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
+            try:
+                started = subprocess.Popen(process.argv, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
+            except OSError as error:
+                raise LaunchError(f"cannot start rank {process.rank} ({process.argv[0]}): {error.strerror}") from error
             self._processes[process.rank] = started
             if hasattr(os, "pidfd_open"):
                 self._watches[process.rank] = os.pidfd_open(started.pid)
@@ -93,11 +101,9 @@ class Workers:
 
         It may hang in its exit handlers or in a thread while the other ranks wait for it in a collective.
         """
-        for rank in self.running:
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - self._error_file(rank).stat().st_mtime > patience:
-                    return True
-        return False
+        now = time.time()
+        times = (failed_at(self._error_file(rank), self._processes[rank].pid) for rank in self.running)
+        return any(at is not None and now - at > patience for at in times)
 
     def stop(self, number: signal.Signals, grace: float) -> None:
         """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal."""
