@@ -34,7 +34,9 @@ def add_weight(window: Window, weight: Weight, device: torch.device) -> None:
     """Adds what one micro-batch weighs (its tokens or samples; 0 is fine) to the window's sum on this rank."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     added = torch.as_tensor(weight, device=device).detach().to(dtype)
-    window.weight = added if window.weight is None else window.weight + added
+    before = window.weight
+    assert before is None or isinstance(before, torch.Tensor)
+    window.weight = added if before is None else before + added
 
 
 def normalise(window: Window, models: Iterable[nn.Module], *, collective: bool) -> None:

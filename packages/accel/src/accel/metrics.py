@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from accel_state import collectives, nested
+from accel_state import nested
 from accel_state.session import Session
 
 
@@ -17,31 +17,61 @@ def gather_for_metrics(
     Tensors in any nesting are concatenated along dimension 0. Anything else (or everything, with
     ``use_gather_object``) is sent as objects: a list counts its items as rows, and the result is one list.
     ``real_counts`` None keeps all rows: nothing was repeated, or nobody can know. Ranks that have no batch in this
-    step (an uneven end of an epoch) are not waited for, and do not get the rows of the others.
+    step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others.
     """
     leaves = nested.flatten(data)[0]
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    if real_counts is None or session.world_size == 1 or all(count == real_counts[0] for count in real_counts):
+    if real_counts is None or all(count == real_counts[0] for count in real_counts):
         return _gather_equal(session, data, None if real_counts is None else real_counts[0], as_objects)
-    present = [rank for rank, count in enumerate(real_counts) if count > 0]
-    group = None if len(present) == session.world_size else _group_of(present)
+    if min(real_counts) < 0:
+        return _gather_present(session, data, real_counts, as_objects)
     if as_objects:
-        kept = list(data[: real_counts[session.rank]]) if isinstance(data, (list, tuple)) else data
-        return collectives.gather_object(kept, group=group)
-    counts = [real_counts[rank] for rank in present]
-    padded = nested.map_leaves(lambda leaf: _pad_rows(leaf, max(counts)), data)
-    gathered = collectives.gather(padded, group=group)
-    return nested.map_leaves(lambda rows: _keep_rows(rows, counts), gathered)
+        return session.gather_object(_first(data, real_counts[session.rank]))
+    most = max(real_counts)
+    gathered = session.gather(nested.map_leaves(lambda leaf: _pad_rows(leaf, most), data))
+    return nested.map_leaves(lambda rows: _keep_rows(rows, real_counts), gathered)
 
 
 def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bool) -> Any:
     """All ranks keep equally many rows (None: all they have), so they are cut before they are sent."""
     if as_objects:
-        cut = isinstance(data, (list, tuple)) and count is not None
-        return session.gather_object(list(data[:count]) if cut else data)
+        return session.gather_object(data if count is None else _first(data, count))
     if count is not None:
         data = nested.map_leaves(lambda leaf: leaf if leaf.ndim == 0 else leaf[:count], data)
     return session.gather(data)
+
+
+def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_objects: bool) -> Any:
+    """Gathers among the ranks that still have data, through the first of them.
+
+    A group of their own would do it in one collective, but making one is a collective of all ranks, and the others
+    have left the loop.
+    """
+    import torch.distributed as dist
+
+    count = real_counts[session.rank]
+    own = _first(data, count) if as_objects else nested.map_leaves(lambda leaf: _rows(leaf)[:count].cpu(), data)
+    root, *others = (rank for rank, rows in enumerate(real_counts) if rows >= 0)
+    places: dict[str, Any] = {"group": session.group, "device": session.device.torch}
+    box: list[Any] = [None]
+    if session.rank == root:
+        parts = [own]
+        for rank in others:
+            dist.recv_object_list(box, src=rank, **places)
+            parts.append(box[0])
+        for rank in others:
+            dist.send_object_list([parts], dst=rank, **places)
+    else:
+        dist.send_object_list([own], dst=root, **places)
+        dist.recv_object_list(box, src=root, **places)
+        parts = box[0]
+    if as_objects:
+        return [item for part in parts for item in part]
+    return nested.send_to_device(nested.concatenate(parts), session.device.torch)
+
+
+def _first(data: Any, count: int) -> Any:
+    return list(data[:count]) if isinstance(data, list | tuple) else data
 
 
 def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -58,6 +88,5 @@ def _keep_rows(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.cat([rows[part * size : part * size + count] for part, count in enumerate(counts)])
 
 
-def _group_of(ranks: list[int]) -> torch.distributed.ProcessGroup:
-    """A group of the ranks that still have data; only they take part in making it."""
-    return torch.distributed.new_group(ranks, use_local_synchronization=True)
+def _rows(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf if leaf.ndim else leaf[None]

@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
         # Optimizer.__init__ would copy the groups and patch this class's step with profiler hooks: not wanted here.
         self.__dict__.update(optimizer=optimizer, step_was_skipped=False, _clock=clock, _backend=backend)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
 
         Raises:
@@ -91,7 +91,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's own list."""
         return self.optimizer.param_groups
 
@@ -100,7 +100,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's own state mapping."""
         return self.optimizer.state
 
@@ -109,7 +109,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's own defaults."""
         return self.optimizer.defaults
 

@@ -38,7 +38,7 @@ class DataFacet(ABC):
         from accel.metrics import gather_for_metrics
 
         loader = self.clock.active_loader
-        counts = loader.real_counts if loader is not None else None  # type: ignore[attr-defined]
+        counts = None if loader is None else loader.real_counts
         return gather_for_metrics(self.session, input_data, counts, use_gather_object=use_gather_object)
 
     def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":

@@ -73,27 +73,32 @@ class ProcessFacet(ABC):
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorates a function to run on the main process only; elsewhere it returns None."""
-        return self.session.on_main_process(function)
+        decorated: Callable[..., Any] = self.session.on_main_process(function)
+        return decorated
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorates a function to run on each machine's main process only; elsewhere it returns None."""
-        return self.session.on_local_main_process(function)
+        decorated: Callable[..., Any] = self.session.on_local_main_process(function)
+        return decorated
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorates a function to run on the last process only; elsewhere it returns None."""
-        return self.session.on_last_process(function)
+        decorated: Callable[..., Any] = self.session.on_last_process(function)
+        return decorated
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
         """Decorates a function to run on one process only; elsewhere it returns None."""
-        return self.session.on_process(function, process_index=process_index)
+        decorated: Callable[..., Any] = self.session.on_process(function, process_index=process_index)
+        return decorated
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
         """Decorates a function to run on one process of each machine only; elsewhere it returns None."""
-        return self.session.on_local_process(function, local_process_index=local_process_index)
+        decorated: Callable[..., Any] = self.session.on_local_process(function, local_process_index=local_process_index)
+        return decorated
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Yields this process's contiguous part of ``inputs`` (list, tuple, dict of them, tensor, dataset)."""

@@ -168,6 +168,7 @@ if TYPE_CHECKING:
     from accel.utils.operations import concatenate as concatenate
     from accel.utils.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
     from accel.utils.operations import convert_to_fp32 as convert_to_fp32
+    from accel.utils.operations import copy_tensor_to_devices as copy_tensor_to_devices
     from accel.utils.operations import find_batch_size as find_batch_size
     from accel.utils.operations import find_device as find_device
     from accel.utils.operations import gather as gather
@@ -190,6 +191,9 @@ if TYPE_CHECKING:
     from accel.utils.other import compile_regions as compile_regions
     from accel.utils.other import extract_model_from_parallel as extract_model_from_parallel
     from accel.utils.other import wait_for_everyone as wait_for_everyone
+    from accel.utils.random import set_seed as set_seed
+    from accel.utils.random import synchronize_rng_state as synchronize_rng_state
+    from accel.utils.random import synchronize_rng_states as synchronize_rng_states
     from accel.utils.versions import compare_versions as compare_versions
     from accel.utils.versions import is_torch_version as is_torch_version
     from accel_state.progress import tqdm as tqdm
@@ -364,6 +368,7 @@ _EXPORTS = {
         "concatenate",
         "convert_outputs_to_fp32",
         "convert_to_fp32",
+        "copy_tensor_to_devices",
         "find_batch_size",
         "find_device",
         "gather",
@@ -389,7 +394,11 @@ _EXPORTS = {
         "extract_model_from_parallel",
         "wait_for_everyone",
     ),
-    "accel.utils.random": (),
+    "accel.utils.random": (
+        "set_seed",
+        "synchronize_rng_state",
+        "synchronize_rng_states",
+    ),
     "accel.utils.versions": (
         "compare_versions",
         "is_torch_version",

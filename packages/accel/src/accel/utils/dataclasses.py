@@ -6,6 +6,7 @@ from accel.handlers import ProjectConfiguration as ProjectConfiguration
 from accel_backends.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_data.options import LoaderOptions as LoaderOptions
 from accel_precision.options import AutocastKwargs as AutocastKwargs
 from accel_precision.options import GradScalerKwargs as GradScalerKwargs
 from accel_precision.options import KwargsHandler as KwargsHandler
@@ -27,3 +28,5 @@ from accel_state.parallel_options import DeepSpeedSequenceParallelConfig as Deep
 from accel_state.parallel_options import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.parallelism import ParallelismConfig as ParallelismConfig
+
+DataLoaderConfiguration = LoaderOptions

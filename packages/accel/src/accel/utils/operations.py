@@ -5,11 +5,13 @@ from accel_state.casting import convert_outputs_to_fp32 as convert_outputs_to_fp
 from accel_state.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_state.collectives import broadcast as broadcast
 from accel_state.collectives import broadcast_object_list as broadcast_object_list
+from accel_state.collectives import copy_tensor_to_devices as copy_tensor_to_devices
 from accel_state.collectives import gather as gather
 from accel_state.collectives import gather_object as gather_object
 from accel_state.collectives import pad_across_processes as pad_across_processes
 from accel_state.collectives import pad_input_tensors as pad_input_tensors
 from accel_state.collectives import reduce as reduce
+from accel_state.errors import CollectiveMismatchError as CollectiveMismatchError
 from accel_state.nested import TensorInformation as TensorInformation
 from accel_state.nested import concatenate as concatenate
 from accel_state.nested import convert_to_fp32 as convert_to_fp32
@@ -27,3 +29,5 @@ from accel_state.nested import listify as listify
 from accel_state.nested import recursively_apply as recursively_apply
 from accel_state.nested import send_to_device as send_to_device
 from accel_state.nested import slice_tensors as slice_tensors
+
+DistributedOperationException = CollectiveMismatchError

@@ -2,3 +2,6 @@
 
 from accel.state import wait_for_everyone as wait_for_everyone
 from accel_backends.compile import compile_regions as compile_regions
+from accel_backends.compile import unwrap as unwrap
+
+extract_model_from_parallel = unwrap
