@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accel_state.collectives import all_gather_object as all_gather_object
     from accel_state.collectives import broadcast as broadcast
     from accel_state.collectives import broadcast_object_list as broadcast_object_list
+    from accel_state.collectives import copy_tensor_to_devices as copy_tensor_to_devices
     from accel_state.collectives import gather as gather
     from accel_state.collectives import gather_object as gather_object
     from accel_state.collectives import pad_across_processes as pad_across_processes
@@ -106,10 +107,19 @@ if TYPE_CHECKING:
     from accel_state.parallelism import DataShard as DataShard
     from accel_state.parallelism import ParallelismConfig as ParallelismConfig
     from accel_state.progress import tqdm as tqdm
+    from accel_state.rng import Determinism as Determinism
+    from accel_state.rng import derive_seed as derive_seed
+    from accel_state.rng import rng_state as rng_state
+    from accel_state.rng import set_deterministic as set_deterministic
+    from accel_state.rng import set_rng_state as set_rng_state
+    from accel_state.rng import set_seed as set_seed
+    from accel_state.rng import synchronize_rng_state as synchronize_rng_state
+    from accel_state.rng import synchronize_rng_states as synchronize_rng_states
     from accel_state.session import Session as Session
     from accel_state.session import current_topology as current_topology
     from accel_state.topology import ClusterReader as ClusterReader
     from accel_state.topology import Topology as Topology
+    from accel_state.verify import verify_collective as verify_collective
     from accel_state.versions import Version as Version
     from accel_state.versions import compare_versions as compare_versions
     from accel_state.versions import installed_version as installed_version
@@ -117,6 +127,17 @@ if TYPE_CHECKING:
 
 
 _EXPORTS = {
+    "accel_state.rng": (
+        "Determinism",
+        "derive_seed",
+        "rng_state",
+        "set_deterministic",
+        "set_rng_state",
+        "set_seed",
+        "synchronize_rng_state",
+        "synchronize_rng_states",
+    ),
+    "accel_state.verify": ("verify_collective",),
     "accel_state.casting": (
         "ConvertOutputsToFp32",
         "convert_outputs_to_fp32",
@@ -127,6 +148,7 @@ _EXPORTS = {
         "all_gather_object",
         "broadcast",
         "broadcast_object_list",
+        "copy_tensor_to_devices",
         "gather",
         "gather_object",
         "pad_across_processes",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.errors import CollectiveError
 from accel_state.nested import refill, tensor_leaves
 from accel_state.objects import agree as agree
 from accel_state.objects import all_gather_object as all_gather_object
@@ -31,6 +32,7 @@ from accel_state.padding import CannotPadNestedTensorWarning as CannotPadNestedT
 from accel_state.padding import pad_across_processes as pad_across_processes
 from accel_state.padding import pad_input_tensors as pad_input_tensors
 from accel_state.peers import resolve
+from accel_state.verify import is_verified, verify_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +52,8 @@ def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | N
     group = resolve(group)
     if group is None:
         return tensor
+    if is_verified(verify):
+        verify_collective("gather", tensor, group)
     leaves = tensor_leaves(tensor, "gather")
     if not leaves:
         return tensor
@@ -93,6 +97,8 @@ def broadcast(
     if group is None:
         return tensor
     check_rank(from_process, group)
+    if is_verified(verify):
+        verify_collective("broadcast", tensor, group, arguments={"from_process": from_process})
     leaves, world = tensor_leaves(tensor, "broadcast"), group
     with torch.no_grad():
         per_device(leaves, lambda mine: _broadcast_packed(mine, from_process, world))
@@ -135,10 +141,12 @@ def reduce(
         near = get_close_matches(str(reduction), _REDUCTIONS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}{hint}")
+    group = resolve(group)
+    if group is not None and is_verified(verify):
+        verify_collective("reduce", tensor, group, arguments={"reduction": reduction, "scale": scale})
     leaves = tensor_leaves(tensor, "reduce")
     if reduction in ("max", "min") and any([leaf.is_complex() for leaf in leaves]):
         raise ValueError(f"complex numbers have no order, hence no {reduction}; reduce their abs() or their parts")
-    group = resolve(group)
     with torch.no_grad():
         reduced = per_device(leaves, lambda mine: _reduce_packed(mine, reduction, scale, group))
     return refill(tensor, iter(reduced))
@@ -165,6 +173,34 @@ def _reduce_packed(
         whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
         results.update(zip(indices, split(whole, same), strict=True))
     return [results[index] for index in range(len(leaves))]
+
+
+def copy_tensor_to_devices(
+    tensor: torch.Tensor | None = None, *, group: "ProcessGroup | None" = None
+) -> torch.Tensor | None:
+    """The tensor that one rank gives (the others give None), on every rank, on the same type of device.
+
+    Without a group, ``tensor`` itself. Shape and dtype travel first, so that the others need to know neither.
+
+    Raises:
+        CollectiveError: no rank gave a tensor, or more than one did.
+    """
+    group = resolve(group)
+    if group is None:
+        return tensor
+    mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+    told = all_gather_object(mine, group=group, verify=False)
+    sources = [rank for rank, one in enumerate(told) if one is not None]
+    if len(sources) != 1:
+        who = f"processes {sources} did" if sources else "none did"
+        raise CollectiveError(f"copy_tensor_to_devices needs a tensor from exactly one process, but {who}")
+    if tensor is None:
+        shape, dtype, device = told[sources[0]]
+        result = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        result = tensor.detach().clone()
+    broadcast(result, sources[0], group=group, verify=False)
+    return result
 
 
 def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import CollectiveError
 from accel_state.peers import resolve
+from accel_state.verify import is_verified, verify_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None) -> list[Any]:
-    """``obj`` of every rank, in order of rank, on every rank; a list of one without a group."""
+def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> list[Any]:
+    """``obj`` of every rank, in order of rank, on every rank; a list of one without a group.
+
+    With ``verify`` it is an error, not a hang, when another rank does something else meanwhile.
+    """
     group = resolve(group)
     if group is None:
         return [obj]
+    if is_verified(verify):
+        verify_collective("all_gather_object", None, group)
     import torch.distributed as dist
 
     found: list[Any] = [None] * group.size()
@@ -25,10 +31,11 @@ def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None) -> list[
     return found
 
 
-def gather_object(object: Iterable[Any], *, group: "ProcessGroup | None" = None) -> Any:
+def gather_object(object: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
     """The lists of all ranks joined in order of rank, on every rank; without a group the argument itself.
 
-    Raises TypeError for what is not a list of things (a dict, a string): ``all_gather_object`` takes one object a rank.
+    Raises:
+        TypeError: ``object`` is not a list of things but a dict, a string or a single thing.
     """
     if isinstance(object, (Mapping, str, bytes)) or not isinstance(object, Iterable):
         raise TypeError(
@@ -38,11 +45,15 @@ def gather_object(object: Iterable[Any], *, group: "ProcessGroup | None" = None)
     group = resolve(group)
     if group is None:
         return object
-    return [item for items in all_gather_object(list(object), group=group) for item in items]
+    return [item for items in all_gather_object(list(object), group=group, verify=verify) for item in items]
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, group: "ProcessGroup | None" = None
+    object_list: list[Any],
+    from_process: int = 0,
+    *,
+    group: "ProcessGroup | None" = None,
+    verify: bool | None = None,
 ) -> list[Any]:
     """``object_list`` with its items replaced, in place, by those of rank ``from_process`` of the group.
 
@@ -54,6 +65,9 @@ def broadcast_object_list(
     import torch.distributed as dist
 
     check_rank(from_process, group)
+    if is_verified(verify):
+        arguments = {"from_process": from_process, "length": len(object_list)}
+        verify_collective("broadcast_object_list", None, group, arguments=arguments)
     dist.broadcast_object_list(object_list, group=group, group_src=from_process)
     return object_list
 
@@ -64,8 +78,11 @@ def agree(error: Exception | None, *, group: "ProcessGroup | None" = None) -> No
     A collective, for work that can fail on one rank only. A rank that brings an error raises that one; the others
     raise CollectiveError naming the ranks and what they said, so that nobody waits for a peer that has given up.
     """
+    world = resolve(group)
+    if world is not None and is_verified(None):
+        verify_collective("agree", None, world)
     said = None if error is None else f"{type(error).__name__}: {error}"
-    told = all_gather_object(said, group=group)
+    told = all_gather_object(said, group=group, verify=False)
     if error is not None:
         raise error
     failed = {rank: message for rank, message in enumerate(told) if message is not None}

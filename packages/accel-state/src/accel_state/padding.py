@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.errors import CollectiveMismatchError
 from accel_state.nested import recursively_apply, refill, tensor_leaves
 from accel_state.peers import resolve
+from accel_state.verify import is_verified, verify_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,8 +36,16 @@ def pad_across_processes(
         TypeError: a leaf is no tensor.
         CollectiveMismatchError: structure, dtype or number of dimensions differ between ranks (only with ``verify``).
     """
-    leaves = tensor_leaves(tensor, "pad_across_processes")
     world = resolve(group)
+    if world is not None and is_verified(verify):
+        try:
+            verify_collective("pad_across_processes", tensor, world, arguments={"dim": dim}, exact_shapes=False)
+        except CollectiveMismatchError as error:
+            raise CollectiveMismatchError(
+                "Error found while calling `accel.utils.operations.pad_across_processes`. Please see the earlier "
+                f"error: {error}"
+            ) from error
+    leaves = tensor_leaves(tensor, "pad_across_processes")
     chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
     if world is None or not chosen:
         return tensor
