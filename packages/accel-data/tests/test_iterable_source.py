@@ -12,7 +12,8 @@ from torch.utils.data._utils import worker as torch_worker
 from accel_data.cursor import Cursor
 from accel_data.iterable import Stride
 from accel_data.iterable_reader import StreamReader, WorkerInit
-from accel_data.iterable_source import Readers, StreamSource, resume
+from accel_data.iterable_resume import Readers, resume
+from accel_data.iterable_source import StreamSource
 from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions

@@ -4,18 +4,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 
 from accel_data.dispatch_message import pack, unpack
+from accel_data.peers import Peers
 from accel_state.errors import DataError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import Work
 
 READER = 0
 """The rank of the group that reads."""
@@ -74,24 +73,6 @@ class Lane:
             self.closed = True
             self._messages.clear()
             self._changed.notify_all()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The group of a dispatched loader: its own, and which rank of it gets which part.
-
-    The group is used by nobody else. The threads here talk while the step runs collectives on the user's groups; on a
-    shared group the two would meet in another order on each rank. It is a gloo group whatever the device: packed
-    batches are bytes in host memory, as any loader's are before placement.
-    """
-
-    group: "ProcessGroup"
-    rank: int
-    parts: tuple[int, ...]
-    """By rank of the group, the index of the part it gets: equal for ranks that share their data."""
-    patience: float | None
-    """Seconds the loop waits for a batch before it gives up; None: for ever."""
 
 
 @final
@@ -294,30 +275,6 @@ def take(end: "Sender | Receiver", patience: float | None, number: int) -> Messa
 
 def _failed(error: BaseException) -> Message:
     return Message("failed", (type(error).__name__, str(error)))
-
-
-def open_peers(
-    index: int, count: int, *, group: "ProcessGroup | None", patience: float | None, lifetime: timedelta
-) -> Peers:
-    """Makes the group of one loader, whose operations may take ``lifetime``. Collective over ``group`` (None: all).
-
-    Raises ``DataError`` on every rank when the ranks' parts are not 0 to ``count`` - 1.
-    """
-    import torch.distributed as dist
-
-    from accel_state.objects import all_gather_object
-
-    ranks = dist.get_process_group_ranks(group) if group is not None else None
-    own: ProcessGroup = dist.new_group(
-        ranks, timeout=lifetime, backend="gloo", use_local_synchronization=ranks is not None
-    )
-    parts = tuple(all_gather_object((index, count), group=own))
-    if {part for part, _ in parts} != set(range(count)) or any(size != count for _, size in parts):
-        raise DataError(
-            f"the ranks of a dispatched loader were given shards {', '.join(f'{i} of {n}' for i, n in parts)}; "
-            f"together they must be 0 to {count - 1} of {count}"
-        )
-    return Peers(own, dist.get_rank(own), tuple(part for part, _ in parts), patience)
 
 
 def _bytes_of(parts: tuple[Any, ...]) -> int:

@@ -1,18 +1,17 @@
 """One rank reads for all: the source behind ``dispatch_batches=True``."""
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch.utils.data import IterableDataset
 
 from accel_data.cursor import Cursor, Step
 from accel_data.dispatch import ABSENT, Dealer, SliceFunction
-from accel_data.dispatch_lane import READER, Dispatched, Message, Peers, Receiver, Sender, open_peers, take
+from accel_data.dispatch_lane import READER, Dispatched, Message, Receiver, Sender, take
 from accel_data.options import LoaderOptions
+from accel_data.peers import Peers, connect
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from accel_state.parallelism import DataShard
-
-_LIFETIME = timedelta(days=365)
-"""The timeout of the group's own operations. A receive waits through the user's evaluation, checkpoint or breakpoint;
-what must not take long is a batch the loop waits for, and that has a limit of its own."""
 
 
 class _Facts(NamedTuple):
@@ -88,25 +83,12 @@ class DispatchSource(Source):
         return DispatchPass(self, cursor)
 
     def _connect(self) -> Peers | None:
-        from accel_state.group import default_group, read_timeout
-
-        whole = self._group if self._group is not None else default_group()
-        if whole is None and self._shard.count > 1:
+        peers = connect(self, self._shard, self._group)
+        if peers is None and self._shard.count > 1:
             raise ConfigError(
                 f"dispatch_batches=True over {self._shard.count} ranks needs an open process group; open a Session "
                 "(or torch.distributed) before the loader is read"
             )
-        if whole is None or whole.size() == 1:
-            return None
-        limit = read_timeout(whole)
-        peers = open_peers(
-            self._shard.index,
-            self._shard.count,
-            group=self._group,
-            patience=None if limit is None else limit.total_seconds(),
-            lifetime=_LIFETIME,
-        )
-        weakref.finalize(self, _destroy, peers.group).atexit = False
         return peers
 
     def length(self, cursor: Cursor) -> int | None:
@@ -233,10 +215,3 @@ class DispatchPass(Pass):
             self._source.leave(self._end)
         if self._base is not None and (self._end is None or self._source._leaving is None):
             self._base.close()
-
-
-def _destroy(group: "ProcessGroup") -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)

@@ -1,15 +1,31 @@
-"""Iterable datasets as a source: who reads what, and from where a later run goes on."""
+"""Iterable datasets as a source: who reads what, and what is known behind each batch."""
 
 import copy
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from accel_data.cursor import Cursor, Step
 from accel_data.iterable import Stride, check_split
+from accel_data.iterable_agree import Lockstep
 from accel_data.iterable_reader import Delivered, Snapshot, Start, StreamReader, WorkerInit
+from accel_data.iterable_resume import (
+    INDEX_KEY,
+    KIND,
+    KIND_KEY,
+    LENGTH_KEY,
+    LEVEL_KEY,
+    MODE_KEY,
+    POSITIONS_KEY,
+    SHARDS_KEY,
+    SNAPSHOTS_KEY,
+    SPLITS_KEY,
+    TURN_KEY,
+    WORKERS_KEY,
+    Readers,
+    resume,
+)
 from accel_data.iterable_traits import (
     Mode,
     Reading,
@@ -19,88 +35,36 @@ from accel_data.iterable_traits import (
     shard_natively,
 )
 from accel_data.options import LoaderOptions
+from accel_data.peers import connect
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
     from accel_state.parallelism import DataShard
-
-KIND_KEY, KIND = "kind", "stream"
-MODE_KEY = "mode"
-SPLITS_KEY = "splits_itself"
-SHARDS_KEY = "shards"
-INDEX_KEY = "index"
-WORKERS_KEY = "workers"
-LENGTH_KEY = "length"
-POSITIONS_KEY = "positions"
-SNAPSHOTS_KEY = "snapshots"
-TURN_KEY = "turn"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Readers:
-    """Who reads a stream: ``shards`` ranks, this being rank ``index``, each with ``workers`` (0: in its process)."""
-
-    shards: int
-    index: int
-    workers: int
-
-
-def resume(
-    record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None, here: Readers
-) -> tuple[Start, Mode | None]:
-    """Where the readers begin for a saved position, and the mode in which it was counted (None: free to choose).
-
-    A position in a stream that all readers read alike holds for any number of ranks and workers. One in streams that
-    datasets cut themselves holds only where they are cut the same way again: raises ``DataStateError`` otherwise.
-    """
-    if record.get(KIND_KEY, KIND) != KIND:
-        raise DataStateError(f"the state is of a {record[KIND_KEY]!r} loader; this loader reads an iterable dataset")
-    if not cursor.samples:
-        return Start(cursor.epoch), None
-    mode, splits = record.get(MODE_KEY, "stride"), bool(record.get(SPLITS_KEY, False))
-    mine = private if private is not None and _same_readers(private, here, splits) else None
-    if mode == "stride" and not splits:
-        # Every reader sees the same stream, so any rank's snapshot serves any other.
-        known = [Snapshot(*entry) for entry in (private or {}).get(SNAPSHOTS_KEY, []) if entry is not None]
-        usable = [snapshot for snapshot in known if snapshot.at <= cursor.samples]
-        best = max(usable, key=lambda snapshot: snapshot.at, default=None)
-        return Start(cursor.epoch, (cursor.samples,), (best,)), "stride"
-    if mine is not None:
-        snapshots = tuple(None if entry is None else Snapshot(*entry) for entry in mine[SNAPSHOTS_KEY])
-        return Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, mine[TURN_KEY] if splits else 0), mode
-    if record.get(SHARDS_KEY) == here.shards and not splits and not cursor.samples % here.shards:
-        return Start(cursor.epoch, (cursor.samples // here.shards,)), mode
-    raise DataStateError(_cannot_resume(record, cursor, here, splits))
-
-
-def _same_readers(private: Mapping[str, Any], here: Readers, splits: bool) -> bool:
-    same_shard = (private.get(SHARDS_KEY), private.get(INDEX_KEY)) == (here.shards, here.index)
-    return same_shard and (not splits or private.get(WORKERS_KEY) == here.workers)
-
-
-def _cannot_resume(record: Mapping[str, Json], cursor: Cursor, here: Readers, splits: bool) -> str:
-    how = f"{record.get(SHARDS_KEY)} ranks" + (f" with {record.get(WORKERS_KEY)} workers each" if splits else "")
-    now = f"{here.shards} ranks" + (f" with {here.workers}" if splits else "")
-    by = "by loader workers" if splits else "into shards"
-    return (
-        f"this position (epoch {cursor.epoch}, {cursor.samples} samples) is in streams the dataset cut {by} for {how}; "
-        f"here are {now}, whose streams hold other samples. What works: resume with {how} and each rank's own state; "
-        f"begin epoch {cursor.epoch + 1} with set_epoch; and, for runs that must change their size, exact_streams=True "
-        "from the start with a dataset that does not divide itself"
-    )
 
 
 @final
 class StreamSource(Source):
     """Batches of an iterable dataset for one rank."""
 
-    def __init__(self, loader: "DataLoader[Any]", shard: "DataShard", options: LoaderOptions) -> None:
-        """Looks at the dataset and decides how it is shared; reads nothing. Warns once when that is wasteful."""
-        self._loader, self._shard = loader, shard
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        shard: "DataShard",
+        options: LoaderOptions,
+        *,
+        group: "ProcessGroup | None" = None,
+    ) -> None:
+        """Looks at the dataset and decides how it is shared; reads nothing. Warns once when that is wasteful.
+
+        ``group`` (None: the default one) lets ranks with streams of their own agree on when an epoch ends.
+        """
+        self._loader, self._shard, self._group = loader, shard, group
+        self._lockstep: Lockstep | None = None
+        self._level = True
         self._dataset: Any = loader.dataset
         self._here = Readers(shard.count, shard.index, loader.num_workers)
         self.even_batches = options.even_batches
@@ -174,7 +138,24 @@ class StreamSource(Source):
             # Living workers know the epoch only; a position has to be handed to new ones.
             self._inner._iterator = None
         self._reader.begin(start)
-        return StreamPass(self, cursor, start)
+        if not cursor.samples:
+            self._level = True
+        return StreamPass(self, cursor, start, self._agreement() if even and mode != "stride" else None)
+
+    def _agreement(self) -> Lockstep | None:
+        """With streams of their own, ranks must be told when another one ends. None without a process group."""
+        if self._lockstep is None:
+            peers = connect(self, self._shard, self._group)
+            self._lockstep = None if peers is None else Lockstep(peers)
+        return self._lockstep
+
+    def first(self) -> Delivered | None:
+        """The first batch of this rank's stream, read here: it fills up steps of a pass that begins behind its end."""
+        reader = StreamReader(
+            self._reader.dataset, self._reader.stride, self._loader.collate_fn, batched=self._batched, shared=False
+        )
+        reader.begin(Start(self._reader.start.epoch))
+        return next(iter(reader), None)
 
     def _start_for(self, cursor: Cursor) -> tuple[Start, Mode]:
         """The start that was restored, if it is this position's, or one found by counting."""
@@ -203,6 +184,7 @@ class StreamSource(Source):
             SPLITS_KEY: self._splits,
             SHARDS_KEY: self._here.shards,
             WORKERS_KEY: self._here.workers,
+            LEVEL_KEY: self._level,
         }
         if self.total_dataset_length is not None:
             record[LENGTH_KEY] = self.total_dataset_length
@@ -217,7 +199,7 @@ class StreamSource(Source):
             )
         self._start, self._start_mode = resume(record, cursor, private, self._here)
         self._restored = cursor
-        self._splits = bool(record.get(SPLITS_KEY, False))
+        self._splits, self._level = bool(record.get(SPLITS_KEY, False)), bool(record.get(LEVEL_KEY, True))
 
     def private(self, note: "_Note") -> dict[str, Any] | None:
         """What this rank alone needs to go on behind ``note``; None when the number of samples says it all."""
@@ -235,14 +217,17 @@ class StreamSource(Source):
 
     def step(self, cursor: Cursor, note: "_Note") -> Step:
         """The facts behind one delivered batch."""
-        stride, shards = self._reader.stride, self._shard.count
-        samples = sum(note.positions) * (1 if self._mode == "stride" else shards)
-        counts = None
-        if self._batched and stride.shards > 1 and note.group_real < stride.group_size:
-            cuts = (note.group_real - i * stride.batch_size for i in range(shards))
-            absent = 0 if stride.even else -1
-            counts = tuple(min(cut, stride.batch_size) if cut > 0 else absent for cut in cuts)
-        return Step(Cursor(cursor.epoch, samples), counts, private=self.private(note))
+        self._level = note.level
+        return Step(Cursor(cursor.epoch, note.samples), note.counts, private=self.private(note))
+
+    def counts(self, group_real: int) -> tuple[int, ...] | None:
+        """Real rows by data rank of a group cut from one stream; None when it is full."""
+        stride = self._reader.stride
+        if not self._batched or stride.shards == 1 or group_real == stride.group_size:
+            return None
+        cuts = (group_real - index * stride.batch_size for index in range(stride.shards))
+        absent = 0 if stride.even else -1
+        return tuple(min(cut, stride.batch_size) if cut > 0 else absent for cut in cuts)
 
     def saw(self, item: Delivered) -> None:
         """Remembers what only reading tells: whether the dataset divides itself among workers."""
@@ -256,52 +241,80 @@ class StreamSource(Source):
 class _Note(NamedTuple):
     """What is known behind one batch."""
 
-    group_real: int
     positions: tuple[int, ...]
     snapshots: tuple[Snapshot | None, ...]
-    turn: int
-    splits: bool
+    turn: int = 0
+    splits: bool = False
+    samples: int = 0
+    counts: tuple[int, ...] | None = None
+    level: bool = True
 
 
 @final
 class StreamPass(Pass):
     """One walk over a stream."""
 
-    def __init__(self, source: StreamSource, cursor: Cursor, start: Start) -> None:
+    def __init__(self, source: StreamSource, cursor: Cursor, start: Start, lockstep: Lockstep | None) -> None:
         self._source, self._cursor = source, cursor
-        self._group_size = source._reader.stride.group_size
         workers = max(source._here.workers, 1)
         self._positions = list(start.positions) if len(start.positions) > 1 else [start.positions[0]] * workers
         self._snapshots = list(start.snapshots) if len(start.snapshots) > 1 else [start.snapshots[0]] * workers
-        first = _Note(0, start.positions, start.snapshots, start.turn, source._splits)
-        self._before = first
-        self._notes: deque[tuple[int, _Note]] = deque(maxlen=3)
-        self._last = self._group_size
+        self._note = _Note(
+            start.positions, start.snapshots, start.turn, source._splits, cursor.samples, level=source._level
+        )
+        self._notes = deque([(0, self._note)], maxlen=3)
         self.length = source.length(cursor)
-        self.batches = self._read()
+        self.batches = self._read() if lockstep is None else self._read_together(lockstep)
 
     def _read(self) -> Iterator[Any]:
-        for number, item in enumerate(self._source.open(), 1):
-            self._notes.append((number, self._note(item)))
+        source, shards = self._source, self._source._shard.count
+        last = 0
+        for number, item in enumerate(source.open(), 1):
+            note, last = self._advanced(item), item.part[1]
+            # Without a word from the others their streams are taken to be like this one.
+            samples = sum(self._positions[: len(note.positions)]) * (1 if source.mode == "stride" else shards)
+            self._keep(number, note._replace(samples=samples, counts=source.counts(last)))
             yield item.batch
-        if self._source.mode == "stride" or self._source._shard.count == 1:
-            self.remainder = self._last % self._group_size
+        if source.mode == "stride" or shards == 1:
+            self.remainder = last % source._reader.stride.group_size
 
-    def _note(self, item: Delivered) -> _Note:
-        _, self._last, stop = item.part
+    def _read_together(self, lockstep: Lockstep) -> Iterator[Any]:
+        source = self._source
+        size = source._reader.stride.batch_size
+        last = 0
+        for number, (item, is_new, counts) in enumerate(lockstep.run(source.open(), source.first), 1):
+            note = self._advanced(item) if is_new else self._note
+            real = tuple(max(count, 0) for count in counts)
+            full, last = min(counts) == size, sum(real)
+            self._keep(
+                number,
+                note._replace(
+                    samples=self._note.samples + last,
+                    counts=real if not full and source._batched else None,
+                    level=self._note.level and full,
+                ),
+            )
+            yield item.batch
+        self.remainder = last % source.total_batch_size
+
+    def _advanced(self, item: Delivered) -> _Note:
         worker = item.worker if item.splits_itself else 0
-        self._positions[worker] = stop
+        self._positions[worker] = item.part[2]
         if item.snapshot is not None:
             self._snapshots[worker] = item.snapshot
         self._source.saw(item)
         used = slice(None) if item.splits_itself else slice(1)
         turn = (item.worker + 1) % len(self._positions)
-        return _Note(self._last, tuple(self._positions[used]), tuple(self._snapshots[used]), turn, item.splits_itself)
+        return _Note(tuple(self._positions[used]), tuple(self._snapshots[used]), turn, item.splits_itself)
+
+    def _keep(self, number: int, note: _Note) -> None:
+        self._note = note
+        self._notes.append((number, note))
 
     def step(self, number: int) -> Step:
-        if number == 0:
-            return Step(self._cursor, private=self._source.private(self._before) if self._cursor.samples else None)
         note = next(note for counted, note in self._notes if counted == number)
+        if number == 0:
+            return Step(self._cursor, private=self._source.private(note) if self._cursor.samples else None)
         return self._source.step(self._cursor, note)
 
 

@@ -62,7 +62,7 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
                 f"global_batch_size and sharding compute positions, which {type(dataloader.dataset).__name__} does not "
                 "have: they need a dataset with __getitem__ and __len__"
             )
-        return StreamSource(dataloader, placement.shard, options)
+        return StreamSource(dataloader, placement.shard, options, group=placement.group)
     from accel_data.map_source import MapSource
 
     reading = read_dataloader(dataloader)

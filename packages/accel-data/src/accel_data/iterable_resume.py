@@ -1,0 +1,80 @@
+"""From where the readers of a stream go on, given a saved position."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from accel_data.cursor import Cursor
+from accel_data.iterable_reader import Snapshot, Start
+from accel_data.iterable_traits import Mode
+from accel_data.source import Json
+from accel_state.errors import DataStateError
+
+KIND_KEY, KIND = "kind", "stream"
+MODE_KEY = "mode"
+SPLITS_KEY = "splits_itself"
+SHARDS_KEY = "shards"
+INDEX_KEY = "index"
+WORKERS_KEY = "workers"
+LENGTH_KEY = "length"
+POSITIONS_KEY = "positions"
+SNAPSHOTS_KEY = "snapshots"
+TURN_KEY = "turn"
+LEVEL_KEY = "level"
+"""Whether all ranks have delivered equally much, so that the global count tells each rank's position."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads a stream: ``shards`` ranks, this being rank ``index``, each with ``workers`` (0: in its process)."""
+
+    shards: int
+    index: int
+    workers: int
+
+
+def resume(
+    record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None, here: Readers
+) -> tuple[Start, Mode | None]:
+    """Where the readers begin for a saved position, and the mode in which it was counted (None: free to choose).
+
+    A position in a stream that all readers read alike holds for any number of ranks and workers. One in streams that
+    datasets cut themselves holds only where they are cut the same way again: raises ``DataStateError`` otherwise.
+    """
+    if record.get(KIND_KEY, KIND) != KIND:
+        raise DataStateError(f"the state is of a {record[KIND_KEY]!r} loader; this loader reads an iterable dataset")
+    if not cursor.samples:
+        return Start(cursor.epoch), None
+    mode, splits = record.get(MODE_KEY, "stride"), bool(record.get(SPLITS_KEY, False))
+    mine = private if private is not None and _same_readers(private, here, splits) else None
+    if mode == "stride" and not splits:
+        # Every reader sees the same stream, so any rank's snapshot serves any other.
+        known = [Snapshot(*entry) for entry in (private or {}).get(SNAPSHOTS_KEY, []) if entry is not None]
+        usable = [snapshot for snapshot in known if snapshot.at <= cursor.samples]
+        best = max(usable, key=lambda snapshot: snapshot.at, default=None)
+        return Start(cursor.epoch, (cursor.samples,), (best,)), "stride"
+    if mine is not None:
+        snapshots = tuple(None if entry is None else Snapshot(*entry) for entry in mine[SNAPSHOTS_KEY])
+        return Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, mine[TURN_KEY] if splits else 0), mode
+    level = record.get(LEVEL_KEY, True) and not cursor.samples % here.shards
+    if record.get(SHARDS_KEY) == here.shards and not splits and level:
+        return Start(cursor.epoch, (cursor.samples // here.shards,)), mode
+    raise DataStateError(_cannot_resume(record, cursor, here, splits))
+
+
+def _same_readers(private: Mapping[str, Any], here: Readers, splits: bool) -> bool:
+    same_shard = (private.get(SHARDS_KEY), private.get(INDEX_KEY)) == (here.shards, here.index)
+    return same_shard and (not splits or private.get(WORKERS_KEY) == here.workers)
+
+
+def _cannot_resume(record: Mapping[str, Json], cursor: Cursor, here: Readers, splits: bool) -> str:
+    how = f"{record.get(SHARDS_KEY)} ranks" + (f" with {record.get(WORKERS_KEY)} workers each" if splits else "")
+    now = f"{here.shards} ranks" + (f" with {here.workers}" if splits else "")
+    by = "by loader workers" if splits else "into shards"
+    return (
+        f"this position (epoch {cursor.epoch}, {cursor.samples} samples) is in streams the dataset cut {by} for {how}; "
+        f"here are {now}, whose streams hold other samples. What works: resume with {how} and each rank's own state; "
+        f"begin epoch {cursor.epoch + 1} with set_epoch; and, for runs that must change their size, exact_streams=True "
+        "from the start with a dataset that does not divide itself"
+    )
