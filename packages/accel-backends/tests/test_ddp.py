@@ -220,16 +220,37 @@ def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_siz
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("batches", [(3, 5), (0, 2)])
-def test_join_lets_ranks_run_out_at_different_times(rank, batches):
-    ddp = backend()
+@pytest.mark.parametrize("batches", [(3, 5), (0, 2), (4, 1), (2, 2)])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batches, precision):
+    """Weights are equal after the join, and stay so in the steps after it: momentum and loss scale are equal, too."""
+    ddp = backend(precision)
     model, optimizer = prepared(ddp)
+
+    def step():
+        ddp.backward(model(data(rank, world_size)).square().mean())
+        assert ddp.step(optimizer)
+        ddp.update_scaler()
+        ddp.zero_grad(optimizer)
+
     with ddp.join([model]):
         for _ in range(batches[rank]):
-            ddp.backward(model(data(rank)).square().mean())
-            ddp.step(optimizer)
-            ddp.zero_grad(optimizer)
+            step()
     assert torch.equal(*everywhere(flat(model)))
+    for _ in range(2):
+        step()
+        assert torch.equal(*everywhere(flat(model)))
+    if precision == "fp16":
+        steps = torch.tensor([ddp.scaler_state()["growth_tracker"]])
+        assert everywhere(steps)[0] == everywhere(steps)[1] == max(batches) + 2
+
+
+@pytest.mark.ranks(2)
+def test_join_can_be_switched_off(rank):
+    ddp = backend()
+    model, _ = prepared(ddp)
+    with ddp.join([model], enable=False):
+        model(data(rank))
 
 
 @pytest.mark.ranks(2)
@@ -270,6 +291,8 @@ def test_an_error_on_one_rank_reaches_all(rank):
 @pytest.mark.ranks(2)
 def test_options_reach_ddp():
     config = DDPConfig(bucket_cap_mb=15, find_unused_parameters=True, gradient_as_bucket_view=True)
+    model, _ = prepared(backend())
+    assert model.bucket_bytes_cap_default
     model, _ = prepared(backend(config=config))
     assert model.bucket_bytes_cap == 15 * 1024 * 1024
     assert model.find_unused_parameters
@@ -292,6 +315,18 @@ def test_buffers_are_synchronised_as_asked(rank, options, kept):
     model.module.seen.fill_(float(rank))
     model(torch.ones(1, 4))
     assert float(model.module.seen) == (kept if rank == 1 else 0.0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sync", [True, False])
+def test_buffers_are_settled_before_a_state_is_taken(rank, sync):
+    ddp = backend(config=DDPConfig(broadcast_buffers=sync))
+    model, _ = prepared(ddp, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model(data(rank, 2))
+    mean = ddp.model_state(model)["1.running_mean"]
+    assert not torch.equal(*everywhere(mean))
+    ddp.settle_buffers([model])
+    assert torch.equal(*everywhere(mean)) is sync
 
 
 @pytest.mark.ranks(2)

@@ -81,6 +81,7 @@ class Backend(ABC):
         self.device: torch.device = session.device.torch
         self.scaler: LossScaler | None = self.make_scaler(scaler)
         self._prepared: WeakSet[nn.Module] = WeakSet()
+        self._optimizers: list[ref[Optimizer]] = []
         # Parameters of prepared models by id; gone with them, because ids are used again.
         self._owned: dict[int, ref[nn.Parameter]] = {}
         self._root: tuple[Any, ...] | None = None
@@ -123,6 +124,8 @@ class Backend(ABC):
                     rebind(optimizer, old, new, convert=self.convert_state)
         for optimizer in bundle.optimizers:
             state_to_device(optimizer)
+        self._optimizers = [known for known in self._optimizers if known() is not None]
+        self._optimizers += map(ref, bundle.optimizers)
         for original, model in zip(originals, models, strict=True):
             self._prepared.update((original, innermost(model)))
             self._own(model)

@@ -9,6 +9,7 @@ import torch
 from accel_state.errors import BackendError
 
 Names = Callable[[], Mapping[int, str]]
+Places = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 
 def clip_grad_norm(
@@ -44,7 +45,13 @@ def clip_grad_norm(
     if not gradients:
         return torch.tensor(0.0)
     with torch.no_grad():
-        total = total_norm(gradients, norm_type)
+        places = _by_place(gradients)
+        sharded = any(_is_sharded(gradient) for gradient in gradients)
+        total = (
+            total_norm(gradients, norm_type)
+            if sharded
+            else _joined(_norms(places, norm_type), norm_type, gradients[0].device)
+        )
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             culprits = nonfinite(kept, names)
             raise BackendError(
@@ -52,7 +59,7 @@ def clip_grad_norm(
                 f"{culprits or 'none here'}"
             )
         if max_norm != math.inf:
-            _scale(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+            _scale(places, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
@@ -68,22 +75,21 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of all gradients together, as a scalar on the first one's device."""
-    if not any(_is_sharded(gradient) for gradient in gradients):
-        return _joined(_norms(gradients, norm_type), norm_type, gradients[0].device)
-    plain = [gradient for gradient in gradients if not _is_sharded(gradient)]
+    plain: list[torch.Tensor] = []
     meshes: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
         if _is_sharded(gradient):
             whole, dims = _reducible(gradient)
             meshes.setdefault((whole.device_mesh, dims), []).append(whole.to_local())
-    device = next(iter(meshes.values()))[0].device
-    parts = _norms(plain, norm_type) if plain else []
+        else:
+            plain.append(gradient)
+    parts = _norms(_by_place(plain), norm_type)
     for (mesh, dims), group in meshes.items():
         filled = [local for local in group if local.numel()]
         zero = torch.zeros((), device=group[0].device, dtype=group[0].dtype)
-        own = _joined(_norms(filled, norm_type), norm_type, group[0].device) if filled else zero
+        own = _joined(_norms(_by_place(filled), norm_type), norm_type, zero.device) if filled else zero
         parts.append(_over_mesh(own, mesh, dims, norm_type))
-    return _joined(parts, norm_type, device)
+    return _joined(parts, norm_type, _local(gradients[0]).device)
 
 
 def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
@@ -115,26 +121,26 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(tensor, "to_local"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
         return cast(torch.Tensor, tensor.to_local())
     return tensor._values() if tensor.is_sparse else tensor
 
 
-def _by_place(gradients: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def _by_place(gradients: list[torch.Tensor]) -> Places:
+    groups: Places = {}
     for gradient in gradients:
         local = _local(gradient)
         groups.setdefault((local.device, local.dtype), []).append(local)
     return groups
 
 
-def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+def _norms(places: Places, norm_type: float) -> list[torch.Tensor]:
     norms: list[torch.Tensor] = []
-    for group in _by_place(gradients).values():
+    for group in places.values():
         norms.extend(torch._foreach_norm(group, norm_type))
     return norms
 
@@ -166,6 +172,6 @@ def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: 
     return part if largest else part ** (1.0 / norm_type)
 
 
-def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    for (device, _), group in _by_place(gradients).items():
+def _scale(places: Places, factor: torch.Tensor) -> None:
+    for (device, _), group in places.items():
         torch._foreach_mul_(group, factor if factor.device == device else factor.to(device))

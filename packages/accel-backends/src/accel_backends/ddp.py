@@ -66,11 +66,22 @@ class DDPConfig(BackendConfig):
         if not self.bucket_cap_mb > 0:
             raise ConfigError(f"bucket_cap_mb is {self.bucket_cap_mb}; expected a size in MiB above 0")
 
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether each forward starts from rank 0's buffers, by whichever of its two names it was asked."""
+        return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
+
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``DistributedDataParallel``, by the names that the installed torch has."""
+        """The arguments of ``DistributedDataParallel``, by the names that the installed torch has.
+
+        Only what differs from the defaults: told its own default of 25 MiB, torch drops the small first bucket that
+        lets communication start early.
+        """
         arguments: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
+            name: value
+            for name, value in self.to_kwargs().items()
+            if name
+            in (
                 "dim",
                 "bucket_cap_mb",
                 "find_unused_parameters",
@@ -79,9 +90,8 @@ class DDPConfig(BackendConfig):
                 "init_sync",
             )
         }
-        sync = self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
         newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        arguments["forward_sync_buffers" if newer else "broadcast_buffers"] = sync
+        arguments["forward_sync_buffers" if newer else "broadcast_buffers"] = self.syncs_buffers
         return arguments
 
     def register_comm_hook(self, model: DistributedDataParallel, group: Any = None) -> None:
@@ -139,13 +149,19 @@ class DDPBackend(Backend):
         return _NOTHING if wrapped is None else _synchronising(wrapped)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """torch's Join over the DDP models: ranks that are out of batches shadow the collectives of the others."""
+        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are the same on all ranks."""
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
-        if not wrapped:
+        if not wrapped or not enable:
             return _NOTHING
-        from torch.distributed.algorithms.join import Join
+        from accel_backends.joining import joined
 
-        return Join(cast(Any, wrapped), enable=enable)
+        held = {id(parameter) for model in wrapped for parameter in model.parameters()}
+        optimizers = [
+            o
+            for known in self._optimizers
+            if (o := known()) is not None and any(id(p) in held for g in o.param_groups for p in g["params"])
+        ]
+        return joined(wrapped, optimizers, self.scaler)
 
     def average_parameters(self, model: nn.Module) -> None:
         """One all-reduce for each dtype of the parameters that train."""
@@ -153,11 +169,10 @@ class DDPBackend(Backend):
         average_tensors(tensors, self.session.group)
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank, as DDP's next forward would make them; not where DDP is told to leave them."""
-        config = cast(DDPConfig, self.config)
+        """Rank 0's buffers on every rank, as DDP's next forward would make them, unless it is told to leave them."""
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         buffers = [buffer for model in wrapped for buffer in model.buffers()]
-        if buffers and config.arguments().get("forward_sync_buffers", config.broadcast_buffers):
+        if buffers and cast(DDPConfig, self.config).syncs_buffers:
             from accel_state.collectives import broadcast
 
             broadcast(buffers, group=self.session.group)

@@ -29,6 +29,9 @@ class LossScaler:
     Args:
         options: start, growth and backoff of the scale.
         reduce: sums the tensor it is given, shape ``(1,)`` and float32, over all ranks in place; None: one rank.
+
+    Attributes:
+        reduce: as given; may be exchanged between steps.
     """
 
     SCALE, TRACKER, FACTORS = "scale", "growth_tracker", ("growth_factor", "backoff_factor", "growth_interval")
@@ -37,7 +40,7 @@ class LossScaler:
         self, options: GradScalerKwargs | None = None, *, reduce: Callable[[torch.Tensor], object] | None = None
     ) -> None:
         self._options = options or GradScalerKwargs()
-        self._reduce = reduce
+        self.reduce = reduce
         self._scale = float(self._options.init_scale)
         self._tracker = 0
         # Whether the gradients of an optimizer overflowed, by its id, from unscale() to update().
@@ -160,11 +163,11 @@ class LossScaler:
         self._known.add(kind)
 
     def _agreed(self, found: torch.Tensor | None, optimizer: Optimizer) -> bool:
-        if self._reduce is None:
+        if self.reduce is None:
             return found is not None and bool(found.item())
         if found is None:
             found = torch.zeros(1, device=_first_device(optimizer))
-        self._reduce(found)
+        self.reduce(found)
         return bool(found.item())
 
 
