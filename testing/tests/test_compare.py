@@ -24,8 +24,9 @@ def test_tensor_distance_and_place_are_named() -> None:
     actual["layer"]["weight"][1, 2] = 1.5
     with pytest.raises(AssertionError) as caught:
         assert_close_state(actual, expected, names=("ddp", "one process"))
-    text = "one tensor differs between ddp and one process:\n  layer.weight: off by 0.5 (0.5 relative) in 1 of 6 elements, first at [1, 2]"
-    assert str(caught.value) == text
+    head, line = str(caught.value).splitlines()
+    assert head == "one tensor differs between ddp and one process:"
+    assert line == "  layer.weight: off by 0.5 (0.5 relative) in 1 of 6 elements, first at [1, 2]"
 
 
 def test_worst_is_listed_first() -> None:
@@ -45,7 +46,7 @@ def test_worst_is_listed_first() -> None:
         (
             [torch.tensor([1, 2])],
             [torch.tensor([1, 3])],
-            "0: off by 1 (0.333 relative) in 1 of 2 elements, first at [1]",
+            "0: off by 1 (0.333 relative) in 1 of 2 elements",
         ),
         ([{"step": 3}], [{"step": 4}], "0.step: 3 is not 4"),
         ([1], [True], "0: 1 is not True"),

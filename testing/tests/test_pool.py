@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ from accel_testing.errors import LeakError, RankDied, RankError, RankHung
 from accel_testing.pool import RankPool
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
+@pytest.fixture
+def pool(rank_pool: RankPool) -> RankPool:
+    return rank_pool
 
 
 class Refused(Exception):

@@ -23,6 +23,11 @@ class RankRunner:
         self._config = config
         self._pool = RankPool(preload=config.getini("accel_preload"))
 
+    @property
+    def pool(self) -> RankPool:
+        """The pool itself."""
+        return self._pool
+
     def prepare(self) -> None:
         """Starts what takes time."""
         self._pool.prepare()

@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from accel_testing.items import RankRunner
+    from accel_testing.pool import RankPool
 
 _MARKERS = (
     "ranks(n, group=True, timeout=60, backend='gloo', env={}): run the test in n processes with a process group; the "
@@ -56,6 +57,12 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 in a test that is not marked ``ranks``."""
     return 1
+
+
+@pytest.fixture(scope="session")
+def rank_pool(request: pytest.FixtureRequest) -> "RankPool":
+    """The ranks of tests marked ``ranks``, for tests that hand them functions: ``rank_pool.run(fn, *args)``."""
+    return _runner(request.config).pool
 
 
 _RUNNER = pytest.StashKey["RankRunner | None"]()

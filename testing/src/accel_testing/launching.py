@@ -1,0 +1,245 @@
+"""Runs scripts in processes of their own, as a launcher would, with a time limit and a look at what stays behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, final
+
+from accel_testing.environment import rank_environment
+from accel_testing.signals import describe_exit
+
+# Every descendant inherits it, whatever session or group it moves to, so it finds orphans.
+_MARK = "ACCEL_TESTING_RUN"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a run ended: exit status and output of each process, and the processes that were still there afterwards.
+
+    ``statuses`` are negative for signals, as in ``subprocess``; ``timed_out`` says that the run was killed.
+    """
+
+    command: tuple[str, ...]
+    statuses: tuple[int, ...]
+    outputs: tuple[str, ...]
+    orphans: tuple[str, ...]
+    seconds: float
+    timed_out: bool
+
+    @property
+    def status(self) -> int:
+        """The exit status of the run: the first that is not 0, by rank."""
+        return next((status for status in self.statuses if status), 0)
+
+    @property
+    def output(self) -> str:
+        """What all processes printed (stdout and stderr as they came), by rank."""
+        return "".join(self.outputs)
+
+    def check(self) -> "Finished":
+        """This run, if every process ended with 0 in time and none stayed behind; otherwise AssertionError."""
+        __tracebackhide__ = True
+        complaints = [
+            f"rank {rank} {describe_exit(status)}" if len(self.statuses) > 1 else f"it {describe_exit(status)}"
+            for rank, status in enumerate(self.statuses)
+            if status
+        ]
+        if self.timed_out:
+            complaints.insert(0, f"not done after {self.seconds:.0f} s, so it was killed")
+        complaints += self._orphan_lines()
+        self._fail(complaints)
+        return self
+
+    def check_failed(self) -> "Finished":
+        """This run, if it failed by itself, in time, and left no process behind; otherwise AssertionError."""
+        __tracebackhide__ = True
+        complaints = [] if self.status else ["it ended with exit status 0, where a failure was expected"]
+        if self.timed_out:
+            complaints = [f"not done after {self.seconds:.0f} s, so it was killed"]
+        self._fail(complaints + self._orphan_lines())
+        return self
+
+    def _orphan_lines(self) -> list[str]:
+        return [f"process {orphan} stayed behind" for orphan in self.orphans]
+
+    def _fail(self, complaints: list[str]) -> None:
+        __tracebackhide__ = True
+        if complaints:
+            said = "\n".join(
+                f"--- output{f' of rank {rank}' if len(self.outputs) > 1 else ''} ---\n{text[-8000:]}"
+                for rank, text in enumerate(self.outputs)
+            )
+            raise AssertionError("\n".join([" ".join(self.command), *complaints, said]))
+
+
+def run_command(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    interrupt_after: float | None = None,
+    interrupt: int = signal.SIGINT,
+) -> Finished:
+    """Runs a command to its end, or for ``timeout`` seconds; then ends whatever is left of it.
+
+    ``env`` is added to this process's variables, less those of a launcher. ``interrupt_after`` seconds the signal
+    ``interrupt`` is sent to the process.
+    """
+    return _run(
+        [os.fspath(word) for word in command],
+        [dict(env or {})],
+        timeout=timeout,
+        cwd=cwd,
+        interruption=None if interrupt_after is None else (interrupt_after, interrupt),
+    )
+
+
+def run_script(
+    script: str | os.PathLike[str],
+    *arguments: str,
+    ranks: int = 1,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Finished:
+    """Runs a script in ``ranks`` processes with the variables that torchrun sets, on a free port of this machine."""
+    port = str(free_port())
+    seats = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            **(env or {}),
+        }
+        for rank in range(ranks)
+    ]
+    return _run([sys.executable, os.fspath(script), *arguments], seats, timeout=timeout, cwd=cwd)
+
+
+def launch(
+    script: str | os.PathLike[str],
+    *arguments: str,
+    options: Sequence[str] = (),
+    timeout: float = 90.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Finished:
+    """Runs a script by ``accel launch`` with ``options`` (as in ``["--num_processes", "2", "--cpu"]``)."""
+    command = [sys.executable, "-m", "accel", "launch", *options, os.fspath(script), *arguments]
+    return run_command(command, timeout=timeout, env=env, cwd=cwd)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago; no more can be promised."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _run(
+    command: list[str],
+    seats: list[dict[str, str]],
+    *,
+    timeout: float,
+    cwd: str | os.PathLike[str] | None,
+    interruption: tuple[float, int] | None = None,
+) -> Finished:
+    mark = uuid.uuid4().hex
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        files: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in seats]
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end_all, processes, mark)
+        for seat, file in zip(seats, files, strict=True):
+            env = {**rank_environment(os.environ), **seat, _MARK: mark}
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        timed_out = _wait(processes, began + timeout, interruption=interruption)
+        seconds = time.monotonic() - began
+        orphans = () if timed_out else _settled_orphans(mark)
+        _end_all(processes, mark)
+        return Finished(
+            command=tuple(command),
+            statuses=tuple(process.wait() for process in processes),
+            outputs=tuple(_read(file) for file in files),
+            orphans=orphans,
+            seconds=seconds,
+            timed_out=timed_out,
+        )
+
+
+def _wait(
+    processes: list["subprocess.Popen[bytes]"], deadline: float, *, interruption: tuple[float, int] | None
+) -> bool:
+    """Waits for all; True when the deadline came first."""
+    if interruption is not None:
+        after, number = interruption
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes[0].wait(after)
+        if processes[0].poll() is None:
+            processes[0].send_signal(number)
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return True
+    return False
+
+
+def _settled_orphans(mark: str, grace: float = 2.0) -> tuple[str, ...]:
+    deadline = time.monotonic() + grace
+    while (found := find_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return tuple(f"{pid} ({command})" for pid, command in found.items())
+
+
+def find_marked(mark: str) -> dict[int, str]:
+    """The living processes that were started under a mark, with their commands (Linux; elsewhere always none)."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return found
+
+
+def _end_all(processes: list["subprocess.Popen[bytes]"], mark: str) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for pid in find_marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

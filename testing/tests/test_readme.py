@@ -1,0 +1,32 @@
+"""The README's test runs as it stands, and the plugin costs a run without ranks next to nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import accel_testing
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    (tmp_path / "test_example.py").write_text(example)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-W", "error", "-x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_plugin_imports_neither_torch_nor_accel() -> None:
+    code = (
+        "import sys, accel_testing.plugin; print([name for name in sys.modules if name.startswith(('torch', 'accel'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(eval(done.stdout)) == {"accel_testing", "accel_testing._version", "accel_testing.plugin"}
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(hasattr(accel_testing, name) for name in accel_testing.__all__)
+    assert set(accel_testing.__all__) <= set(dir(accel_testing))
