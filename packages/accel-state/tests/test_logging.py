@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from accel_state import Device, Session, SessionError, Topology, get_logger
-from accel_state.session import _register
 
 NAME = "accel_state.tests.logging"
 
@@ -18,9 +17,7 @@ def log(caplog):
 
 def on_rank(rank, world_size=2):
     """A session that has this place without any peer: what a logger asks is its topology."""
-    session = Session(Topology.on_one_node(rank, world_size), Device("cpu"), lease=None, group=None, debug=False)
-    _register(session)
-    return session
+    return Session(Topology.on_one_node(rank, world_size), Device("cpu"), lease=None, group=None, debug=False)
 
 
 def test_no_session_is_needed(log):

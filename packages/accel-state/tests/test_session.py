@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import Device, Session, SessionError, Topology, TopologyError
+from accel_state.group import prepare_process
 
 SHORT = timedelta(seconds=1)
 
@@ -295,3 +297,71 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others(tmp_path):
     begin = time.monotonic()
     assert launch(tmp_path, "leave").returncode != 0
     assert time.monotonic() - begin < 60
+
+
+ELASTIC = """
+import os
+import torch
+from datetime import timedelta
+from accel_state import Session
+
+with Session.open(timeout=timedelta(seconds=30)) as session:
+    session.reduce(torch.tensor(1.0), "sum")
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and session.rank == 1:
+        os._exit(3)
+    session.wait_for_everyone()
+    print("done", session.rank, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_restarted_workers_do_not_meet_dead_ones_in_the_agents_store(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ELASTIC)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = subprocess.run([*torchrun, *rendezvous, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
+
+
+MPI = {
+    "openmpi": ("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe", "-np", "2"]),
+    "pmi": ("mpiexec.hydra", ["-n", "2"]),
+}
+
+
+@pytest.mark.parametrize("launcher", MPI)
+def test_a_real_mpi_launcher_makes_ranks(launcher, tmp_path):
+    name, arguments = MPI[launcher]
+    tool = shutil.which(name)
+    if tool is None:
+        pytest.skip(f"{name} is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [tool, *arguments, sys.executable, script]
+    env = {**os.environ, "MASTER_PORT": port, "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"2 cpu 3 {launcher}"] * 2
+
+
+@pytest.mark.parametrize(("env", "shared"), [({}, True), ({"OMP_NUM_THREADS": "7"}, False)])
+def test_processes_of_a_node_share_its_cores(env, shared):
+    before = torch.get_num_threads()
+    try:
+        prepare_process(Topology.on_one_node(0, 10_000), Device("cpu"), env)
+        assert torch.get_num_threads() == (1 if shared else before)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["ACCEL_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"])
+def test_debugging_can_be_asked_for_by_variable(name):
+    with Session.open(cpu=True, env={name: "1"}) as session:
+        assert session.debug
+    with Session.open(cpu=True, env={name: "1"}, debug=False) as session:
+        assert not session.debug

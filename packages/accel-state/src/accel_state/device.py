@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import device as TorchDevice
 from torch import dtype as Dtype
 
+from accel_state.environment import parse_flag
 from accel_state.errors import ConfigError, TopologyError
 from accel_state.topology import Topology
 
@@ -98,7 +99,7 @@ class Device:
             if device.index is None and _has_indices(device.type):
                 return cls(device.type, topology.local_rank)
             return device
-        if cpu or _is_true(env, "ACCELERATE_USE_CPU") or _is_true(env, "ACCEL_USE_CPU"):
+        if cpu or parse_flag(env, "ACCELERATE_USE_CPU") or parse_flag(env, "ACCEL_USE_CPU"):
             return cls("cpu")
         kind = next(_candidates(env), None)
         if kind is None:
@@ -301,12 +302,6 @@ def _host_memory() -> DeviceMemory:
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
     except (AttributeError, ValueError, OSError) as error:
         raise ConfigError("the operating system does not tell how much memory there is") from error
-
-
-def _is_true(env: Mapping[str, str], name: str) -> bool:
-    from accel_state.environment import str_to_bool
-
-    return bool(env.get(name)) and str_to_bool(env[name]) == 1
 
 
 def _cuda_supports(device: Device, dtype: torch.dtype) -> bool:

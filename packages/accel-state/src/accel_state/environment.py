@@ -51,6 +51,16 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     return default if value is None else bool(str_to_bool(value))
 
 
+def parse_flag(env: Mapping[str, str], key: str) -> bool:
+    """A variable of any mapping as a truth value; False when it is unset or empty.
+
+    Raises:
+        ValueError: the variable holds no truth value.
+    """
+    value = env.get(key)
+    return bool(value) and bool(str_to_bool(value or ""))
+
+
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """The variable's text."""
     return os.environ.get(key, default)

@@ -1,17 +1,17 @@
 """The process group of torch.distributed: opening, reading back, sharing and closing it."""
 
-import atexit
 import logging
+import os
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
 
 from accel_state.device import Device
+from accel_state.environment import parse_flag
 from accel_state.errors import SessionError
 from accel_state.topology import Topology
 
@@ -24,7 +24,6 @@ _LOG = logging.getLogger(__name__)
 _LONGEST_RENDEZVOUS = timedelta(minutes=10)
 # gloo's threads may still hold the last collective's tensors; destroying them under a dying interpreter aborts.
 _GLOO_SETTLES = 0.05
-_EXIT_PATIENCE = 5.0
 # Types whose backend makes its communicator at once when told the device, and then reports a wrong one at once.
 _BOUND_TYPES = frozenset({"cuda", "xpu"})
 
@@ -60,7 +59,7 @@ def open_default_group(
         raise SessionError(f"{topology} needs torch.distributed, which this build of torch lacks")
     backend = choose_backend(device, backend)
     patience = _LONGEST_RENDEZVOUS if timeout is None else min(timeout, _LONGEST_RENDEZVOUS)
-    device.set_current()
+    prepare_process(topology, device, env)
     store = connect(topology, init_method=init_method, timeout=patience, env=env)
     try:
         dist.init_process_group(
@@ -78,8 +77,35 @@ def open_default_group(
         ) from error
     group = default_group()
     assert group is not None
-    atexit.register(_ExitGuard(group))
     return group
+
+
+def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) -> None:
+    """What must be so before a backend starts: the current device, CPU threads shared fairly, cards that can talk.
+
+    Without ``OMP_NUM_THREADS`` the processes of a node would each start a thread per core and slow each other down.
+
+    Raises:
+        SessionError: NCCL would fail or hang on these cards with this driver.
+    """
+    device.set_current()
+    if parse_flag(env, "ACCELERATE_CPU_AFFINITY"):
+        from accel_state.hardware import set_numa_affinity
+
+        set_numa_affinity(topology.local_rank)
+    if device.type == "cpu" and topology.local_world_size > 1 and not env.get("OMP_NUM_THREADS"):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // topology.local_world_size)
+        torch.set_num_threads(min(share, torch.get_num_threads()))
+    detours = env.get("NCCL_P2P_DISABLE") and env.get("NCCL_IB_DISABLE")
+    if device.type == "cuda" and not detours and "RTX 40" in torch.cuda.get_device_name(device.torch):
+        from accel_state.hardware import check_cuda_p2p_ib_support
+
+        if not check_cuda_p2p_ib_support():
+            raise SessionError(
+                "GPUs of the RTX 40 series cannot talk to each other directly under this driver; set NCCL_P2P_DISABLE=1"
+                " and NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer"
+            )
 
 
 def choose_backend(device: Device, asked: str | None) -> str:
@@ -178,16 +204,3 @@ def _backends(group: "ProcessGroup") -> list[object]:
             continue
         found[id(backend)] = backend
     return list(found.values())
-
-
-@final
-class _ExitGuard:
-    """Closes a group at exit if it is still the default one; knows it weakly, so that it keeps nothing alive."""
-
-    def __init__(self, group: "ProcessGroup") -> None:
-        self._group = weakref.ref(group)
-
-    def __call__(self) -> None:
-        group = self._group()
-        if group is not None and group is default_group():
-            close_group(group, patience=_EXIT_PATIENCE)

@@ -6,12 +6,13 @@ of the same name does not count and asking stays cheap. What needs a device asks
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
 
 from accel_state.device import DEVICE_KINDS, count_devices
+from accel_state.environment import parse_flag
 from accel_state.versions import Version, compare_versions, installed_version, is_torch_version
 
 
@@ -31,7 +32,7 @@ class PackageProbe:
 
     def __call__(self) -> bool:
         """Whether the package is there, as described."""
-        if self.gate is not None and not is_flag_set(self.gate):
+        if self.gate is not None and not parse_flag(os.environ, self.gate):
             return False
         if not has_package(self.package):
             return False
@@ -56,14 +57,6 @@ def has_package(name: str) -> bool:
         return find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def is_flag_set(name: str, env: Mapping[str, str] | None = None) -> bool:
-    """Whether the variable holds a true word; ``env`` is ``os.environ`` by default."""
-    from accel_state.environment import str_to_bool
-
-    value = (os.environ if env is None else env).get(name, "")
-    return bool(value) and bool(str_to_bool(value))
 
 
 is_aim_available: Final = PackageProbe("aim", requires=("<", "4.0.0"))
@@ -158,7 +151,7 @@ def is_fp8_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Whether Megatron-LM is asked for by ``ACCELERATE_USE_MEGATRON_LM`` and megatron-core >= 0.8.0 is installed."""
-    if not is_flag_set("ACCELERATE_USE_MEGATRON_LM") or not has_package("megatron"):
+    if not parse_flag(os.environ, "ACCELERATE_USE_MEGATRON_LM") or not has_package("megatron"):
         return False
     core = installed_version("megatron-core")
     return core is not None and core >= Version("0.8.0") and has_package("megatron.training")
@@ -263,7 +256,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         AssertionError: both flags are set.
     """
     assert not (check_is_tpu and check_is_gpu), "check_is_tpu and check_is_gpu cannot both be true"
-    if "USE_TORCH_XLA" in os.environ and not is_flag_set("USE_TORCH_XLA"):
+    if "USE_TORCH_XLA" in os.environ and not parse_flag(os.environ, "USE_TORCH_XLA"):
         return False
     if not has_package("torch_xla"):
         return False

@@ -4,7 +4,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -56,8 +56,10 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
         return
     try:
         yield
-    except Exception as error:
-        agree(error, group=group)
+    except BaseException as error:
+        # Here the block's own error is what is raised, whatever comes of telling the others.
+        with suppress(Exception):
+            agree(error if isinstance(error, Exception) else CollectiveError(repr(error)), group=group)
         raise
     agree(None, group=group)
 
@@ -152,5 +154,6 @@ def _cut(inputs: Any, start: int, stop: int, *, repeat_last: int) -> Any:
         last = inputs[-1:].expand(repeat_last, *inputs.shape[1:]) if repeat_last else inputs[:0]
         return torch.cat([inputs[start:stop], last]) if repeat_last else inputs[start:stop]
     if isinstance(inputs, list | tuple):
-        return inputs[start:stop] + inputs[-1:] * repeat_last
+        items: Any = inputs
+        return items[start:stop] + items[-1:] * repeat_last
     return inputs.select([*range(start, stop), *[len(inputs) - 1] * repeat_last])

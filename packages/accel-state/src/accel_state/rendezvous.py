@@ -130,9 +130,9 @@ def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology:
         ) from error
     except RuntimeError as error:
         if serves:
+            why = "another process listens there; choose another port" if "EADDRINUSE" in str(error) else ""
             raise SessionError(
-                f"rank 0 cannot listen on port {port} (for {host}:{port}); another process has it, or it is not "
-                f"allowed: choose another port. {_first_line(error)}"
+                f"rank 0 cannot listen on port {port} for {host}:{port}: {why or _first_line(error)}"
             ) from error
         raise _StoreLost(_first_line(error)) from error
 

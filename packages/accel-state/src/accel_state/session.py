@@ -2,7 +2,6 @@
 
 import builtins
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 from accel_state import group as groups
 from accel_state import process
 from accel_state.device import Device
+from accel_state.environment import parse_flag
 from accel_state.errors import SessionError, TopologyError
+from accel_state.lease import GroupLease, add_session, current_lease, open_sessions, remove_session
 from accel_state.topology import Topology
 
 if TYPE_CHECKING:
@@ -25,26 +26,6 @@ R = TypeVar("R")
 
 
 @final
-class _Lease:
-    """The default group as the sessions of this process share it: the last to leave closes it, if accel opened it."""
-
-    def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
-        self.group = group
-        self.owned = owned
-        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-    def release(self, session: "Session", *, patience: float | None) -> None:
-        self.sessions.discard(session)
-        if self.owned and not self.sessions and self.group is groups.default_group():
-            groups.close_group(self.group, patience=patience)
-
-
-# The open sessions, oldest first. torch has one default group per process, so who shares it is a fact of the
-# process too; they are known weakly, and nothing is kept here that a Session does not hold itself.
-_open_sessions: list[weakref.ref["Session"]] = []
-
-
-@final
 class Session:
     """This process's place, device and process group, for as long as it is open.
 
@@ -54,7 +35,7 @@ class Session:
     """
 
     def __init__(
-        self, topology: Topology, device: Device, *, lease: _Lease | None, group: "ProcessGroup | None", debug: bool
+        self, topology: Topology, device: Device, *, lease: GroupLease | None, group: "ProcessGroup | None", debug: bool
     ) -> None:
         self._topology = topology
         self._device = device
@@ -62,6 +43,9 @@ class Session:
         self._group = group
         self._debug = debug
         self._closed = False
+        if lease is not None:
+            lease.join(self)
+        add_session(self)
 
     @classmethod
     def open(
@@ -73,7 +57,7 @@ class Session:
         backend: str | None = None,
         timeout: timedelta | None = None,
         init_method: "str | Store | None" = None,
-        debug: bool = False,
+        debug: bool | None = None,
         env: Mapping[str, str] | None = None,
     ) -> "Session":
         """Opens a session, and with it the default process group when there are several processes and none is open.
@@ -82,7 +66,8 @@ class Session:
         the device as :meth:`Device.choose` does. ``timeout`` is how long collectives wait, and at most how long the
         processes wait for each other here; a group that is already open keeps its own, and a session that asks for
         another gets a second group of all ranks with it. ``init_method`` may be a URL (``tcp://``, ``file://``,
-        ``env://``) or a ``torch.distributed.Store``. ``debug`` verifies every collective before it runs.
+        ``env://``) or a ``torch.distributed.Store``. ``debug`` verifies every collective before it runs; None asks
+        ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``.
 
         With several processes this is a collective call.
 
@@ -93,7 +78,7 @@ class Session:
         env = os.environ if env is None else env
         if timeout is not None and timeout <= timedelta(0):
             raise SessionError(f"timeout={timeout} is not positive")
-        lease = _current_lease()
+        lease = current_lease()
         if lease is not None:
             topology = _adopted_topology(lease.group, topology, env)
         elif topology is None:
@@ -106,25 +91,22 @@ class Session:
             opened = groups.open_default_group(
                 topology, chosen, backend=backend, timeout=timeout, init_method=init_method, env=env
             )
-            lease = _Lease(opened, owned=True)
+            lease = GroupLease(opened, owned=True)
         else:
             groups.choose_backend(chosen, backend)
         group = None if lease is None else lease.group
         if group is not None and timeout not in {None, groups.read_timeout(group)}:
             assert timeout is not None
             group = groups.own_group(timeout, group)
-        session = cls(topology, chosen, lease=lease, group=group, debug=debug)
-        _register(session)
-        return session
+        if debug is None:
+            debug = any(parse_flag(env, name) for name in ("ACCEL_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"))
+        return cls(topology, chosen, lease=lease, group=group, debug=debug)
 
     @classmethod
     def current(cls) -> "Session | None":
         """The session of this process that was opened last and is still open and referenced, or None."""
-        for reference in reversed(_open_sessions):
-            session = reference()
-            if session is not None:
-                return session
-        return None
+        sessions = open_sessions()
+        return sessions[-1] if sessions else None
 
     def close(self) -> None:
         """Ends this session; the group goes with the last session when accel opened it. Twice is once."""
@@ -143,14 +125,14 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        _open_sessions[:] = [reference for reference in _open_sessions if reference() not in {None, self}]
+        remove_session(self)
         group, self._group = self._group, None
         lease, self._lease = self._lease, None
         if lease is None:
             return
         if group is not None and group is not lease.group and groups.default_group() is lease.group:
             groups.close_group(group, patience=patience)
-        lease.release(self, patience=patience)
+        lease.leave(self, patience=patience)
 
     @property
     def topology(self) -> Topology:
@@ -169,6 +151,11 @@ class Session:
         None for one process without a group, and after :meth:`close`.
         """
         return self._group
+
+    @property
+    def lease(self) -> GroupLease | None:
+        """How this session shares torch's default group with others of this process; None without a group."""
+        return self._lease
 
     @property
     def debug(self) -> bool:
@@ -324,7 +311,7 @@ class Session:
         """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
         from accel_state.collectives import pad_across_processes
 
-        return pad_across_processes(tree, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self._live_group())
+        return pad_across_processes(tree, dim, pad_index, pad_first, group=self._live_group(), verify=self._debug)
 
     def _live_group(self) -> "ProcessGroup | None":
         if self._closed and self.use_distributed:
@@ -340,25 +327,6 @@ def current_topology(env: Mapping[str, str] | None = None) -> Topology:
     """
     session = Session.current()
     return Topology.from_env(os.environ if env is None else env) if session is None else session.topology
-
-
-def _register(session: Session) -> None:
-    if session._lease is not None:
-        session._lease.sessions.add(session)
-    _open_sessions[:] = [reference for reference in _open_sessions if reference() is not None]
-    _open_sessions.append(weakref.ref(session))
-
-
-def _current_lease() -> _Lease | None:
-    """The lease on the default group: shared with an open session, or a new one on a group that others opened."""
-    default = groups.default_group()
-    if default is None:
-        return None
-    for reference in _open_sessions:
-        session = reference()
-        if session is not None and session._lease is not None and session._lease.group is default:
-            return session._lease
-    return _Lease(default, owned=False)
 
 
 def _adopted_topology(group: "ProcessGroup", given: Topology | None, env: Mapping[str, str]) -> Topology:
