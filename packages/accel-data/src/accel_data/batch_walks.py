@@ -113,6 +113,7 @@ class BatchWalk:
         ahead: int,
     ) -> None:
         self._sampler, self._cut, self._rng = batch_sampler, cut, rng
+        self.exact = False
         self._start, self._shard, self._size = start, shard, size
         self._steps: deque[tuple[int, Step]] = deque([(0, Step(start))], maxlen=ahead + 3)
         self._passed: int | None = None if start.samples else 0
@@ -214,6 +215,7 @@ class FunctionWalk:
         self._start, self._shard = start, shard
         self._cursors: deque[tuple[int, Cursor, Cursor]] = deque([(0, start, start)], maxlen=ahead + 3)
         self.length: int | None = None
+        self.exact = False
         self.remainder = -1
 
     def step(self, number: int) -> Step:

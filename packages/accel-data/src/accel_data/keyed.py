@@ -4,6 +4,7 @@ Everything is computed in 64-bit integers that wrap, so the same numbers come ou
 device: a sample order saved as (seed, epoch) means the same order for ever.
 """
 
+import math
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
+_MULTIPLIER_A, _MULTIPLIER_B = _MIX_A - (1 << 64), _MIX_B - (1 << 64)
 _ROUNDS = 6
 
 
@@ -43,9 +45,9 @@ def random_words(positions: torch.Tensor, key: int) -> torch.Tensor:
     words = positions * _signed(_GOLDEN)
     words += _signed(key)
     words ^= (words >> 30) & ((1 << 34) - 1)
-    words *= _signed(_MIX_A)
+    words *= _MULTIPLIER_A
     words ^= (words >> 27) & ((1 << 37) - 1)
-    words *= _signed(_MIX_B)
+    words *= _MULTIPLIER_B
     words ^= (words >> 31) & ((1 << 33) - 1)
     return words
 
@@ -69,16 +71,15 @@ def sorted_permutation(size: int, key: int) -> torch.Tensor:
 class Bijection:
     """A permutation of ``range(size)`` that is computed where it is looked at, and never stored.
 
-    An alternating Feistel network over the smallest number of bits that holds ``size`` (Luby, Rackoff 1988), with
-    cycle walking back into the range (Black, Rogaway 2002): fewer than two evaluations on average.
+    A generalised Feistel network on the digits of ``position`` in a grid of about sqrt(size) x sqrt(size) cells, with
+    cycle walking from the few cells past ``size`` back into the range (Black, Rogaway 2002). Fewer than one position
+    in sqrt(size) has to walk at all.
     """
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
-        bits = max(2, (size - 1).bit_length())
-        self._low_bits = bits // 2
-        self._low_mask = (1 << self._low_bits) - 1
-        self._high_mask = (1 << (bits - self._low_bits)) - 1
+        self._rows = max(math.isqrt(max(size - 1, 0)) + 1, 1)
+        self._columns = -(-size // self._rows)
         self._keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
@@ -91,19 +92,22 @@ class Bijection:
         return images
 
     def _encrypt(self, words: torch.Tensor) -> torch.Tensor:
-        low, high = words & self._low_mask, words >> self._low_bits
+        column = words % self._columns
+        row = words // self._columns
         for number in range(0, _ROUNDS, 2):
-            high ^= _round(low, self._keys[number], self._high_mask)
-            low ^= _round(high, self._keys[number + 1], self._low_mask)
-        return high.bitwise_left_shift_(self._low_bits).bitwise_or_(low)
+            row += _round(column, self._keys[number])
+            row %= self._rows
+            column += _round(row, self._keys[number + 1])
+            column %= self._columns
+        return row.mul_(self._columns).add_(column)
 
 
-def _round(half: torch.Tensor, key: int, mask: int) -> torch.Tensor:
-    """Pseudo-random bits from one half; the middle bits of two multiplications depend on every bit of it."""
+def _round(half: torch.Tensor, key: int) -> torch.Tensor:
+    """31 pseudo-random bits from one half; the middle bits of two multiplications depend on every bit of it."""
     word = half + key
-    word *= _signed(_MIX_A)
+    word *= _MULTIPLIER_A
     word ^= word >> 32
-    word *= _signed(_MIX_B)
+    word *= _MULTIPLIER_B
     word >>= 32
-    word &= mask
+    word &= 0x7FFFFFFF
     return word

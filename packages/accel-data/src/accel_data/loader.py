@@ -65,32 +65,45 @@ class PreparedLoader:
         self._last: Pass | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        placer, observer = self._placer, self._observer
+        observer = self._observer
         run = self._begin()
-        batches = run.batches
         complete = False
         if observer is not None:
             observer.began(self)
         try:
-            current = next(batches, _END)
-            if placer is not None and current is not _END:
-                current = placer.start(current)
-            while current is not _END:
-                following = next(batches, _END)
-                if following is _END:
-                    run.at_end = True
-                elif placer is not None:
-                    # Its copy runs beside the step that computes on the current batch.
-                    following = placer.start(following)
-                run.delivered += 1
-                self._last = run
-                yield current if placer is None else current.take()  # type: ignore[attr-defined]
-                current = following
+            if run.exact and self._placer is None:
+                left = run.length or 0
+                for batch in run.batches:
+                    left -= 1
+                    run.at_end = left == 0
+                    run.delivered += 1
+                    self._last = run
+                    yield batch
+            else:
+                for batch in self._ahead(run):
+                    run.delivered += 1
+                    self._last = run
+                    yield batch
             complete = True
         finally:
             self._finish(run, complete)
             if observer is not None:
                 observer.ended(self)
+
+    def _ahead(self, run: Pass) -> Iterator[Any]:
+        """The batches of a pass on the device, one read ahead: it tells the last, and travels beside the step."""
+        placer, batches = self._placer, run.batches
+        current = next(batches, _END)
+        if placer is not None and current is not _END:
+            current = placer.start(current)
+        while current is not _END:
+            following = next(batches, _END)
+            if following is _END:
+                run.at_end = True
+            elif placer is not None:
+                following = placer.start(following)
+            yield current if placer is None else current.take()  # type: ignore[attr-defined]
+            current = following
 
     def _begin(self) -> Pass:
         start = self._next

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
 from accel_data.cursor import Cursor, Step
@@ -25,9 +27,6 @@ from accel_data.source import Json, Pass, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
 from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism import DataShard
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 SEED_KEY = "seed"
 ORDER_KEY = "order"
@@ -70,8 +69,10 @@ class ShardedBatches:
 class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of a walk."""
 
-    def __init__(self, batches: Iterator[Any], walk: Walk) -> None:
-        self.batches, self._walk = batches, walk
+    def __init__(self, dataloader: DataLoader[Any], walk: Walk) -> None:
+        self.batches, self._walk = iter(dataloader), walk
+        # A subclass may give more or fewer batches than its sampler.
+        self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
 
     @property
     def length(self) -> int | None:  # type: ignore[override]
@@ -100,7 +101,7 @@ class MapSource(Source):
     """
 
     def __init__(
-        self, dataloader: "DataLoader[Any]", shard: DataShard, *, reading: Reading, options: LoaderOptions
+        self, dataloader: DataLoader[Any], shard: DataShard, *, reading: Reading, options: LoaderOptions
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
@@ -213,7 +214,7 @@ class MapSource(Source):
         self._enter_epoch(cursor.epoch)
         walk = self._walk(cursor)
         self._batches.walk, self._batches.length = walk, self.length(Cursor(cursor.epoch))
-        self._pass = MapPass(iter(self.dataloader), walk)
+        self._pass = MapPass(self.dataloader, walk)
         return self._pass
 
     def _enter_epoch(self, epoch: int) -> None:

@@ -30,6 +30,7 @@ class Pass(ABC):
     Attributes:
         batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
         length: how many batches ``batches`` will give, or None when only its end tells.
+        exact: ``length`` is certain, so that the loader need not look ahead to know the last batch.
         remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
             nothing. A pass may learn it as late as when its last batch is taken.
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
@@ -38,6 +39,7 @@ class Pass(ABC):
 
     batches: Iterator[Any]
     length: int | None = None
+    exact: bool = False
     remainder: int = -1
     delivered: int = 0
     at_end: bool = False

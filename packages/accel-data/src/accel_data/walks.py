@@ -19,7 +19,7 @@ from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, Elastic, Rows, Sharding,
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
-_FIRST_CHUNK, _LARGEST_CHUNK = 1024, 16384
+_FIRST_CHUNK, _LARGEST_CHUNK = 128, 16384
 
 
 class Walk(Protocol):
@@ -28,6 +28,10 @@ class Walk(Protocol):
     @property
     def length(self) -> int | None:
         """How many batches there will be, if that is known."""
+
+    @property
+    def exact(self) -> bool:
+        """``length`` is computed, not told by somebody else."""
 
     @property
     def remainder(self) -> int:
@@ -70,6 +74,7 @@ class OrderWalk:
     ) -> None:
         self._order, self._sharding = order, sharding
         self._start, self._shard, self._nodes = start, shard, num_nodes
+        self.exact = True
 
     @property
     def length(self) -> int:
@@ -101,7 +106,7 @@ class OrderWalk:
                 yield from self._single(position, run)
             position = self._sharding.seek(position, run)
             left -= run
-            chunk = min(chunk * 2, _LARGEST_CHUNK)
+            chunk = min(chunk * 4, _LARGEST_CHUNK)
 
     def _grid(self, position: int, rows: Rows, steps: int) -> list[list[int]]:
         """Equal steps, as one look-up of a (steps, rows) table of positions."""
@@ -144,6 +149,7 @@ class ItemWalk:
         rng: AbstractContextManager[None],
     ) -> None:
         self._sampler, self._rng = sampler, rng
+        self.exact = False
         self._start, self._shard, self._size = start, shard, size
         self._planned = dataclasses.replace(sharding, total=sized(sampler) or 0) if sized(sampler) is not None else None
         self._sharding: ByIndex | Elastic = dataclasses.replace(sharding, total=UNKNOWN_TOTAL)
