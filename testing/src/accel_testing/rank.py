@@ -155,6 +155,8 @@ def _enter_group(job: Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=2 * job.timeout + 60),
     )
+    # A rank that fails at once would be gone while another still connects to it, which would wait for ever.
+    dist.barrier()
 
 
 def _leave_group() -> None:
