@@ -17,6 +17,7 @@ from accel_precision import (
     call_within,
     cast_parameters,
     is_swapped,
+    plain_module,
     restore_module,
 )
 
@@ -149,6 +150,17 @@ def test_restoring_gives_back_the_class_and_full_precision():
     model(x())
     assert model.seen is torch.float32
     assert restore_module(model) is model
+
+
+def test_a_plain_view_shares_everything_and_changes_nothing():
+    model = autocast_module(Net(), BF16, "cpu")
+    plain = plain_module(model)
+    assert type(plain) is Net
+    assert is_swapped(model)
+    assert plain.linear is model.linear
+    plain(x())
+    assert plain.seen is torch.float32
+    assert plain_module(plain) is plain
 
 
 def test_contexts_nest_and_are_restored_together():

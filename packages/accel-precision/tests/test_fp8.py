@@ -15,6 +15,7 @@ from accel_precision import (
     autocast_module,
     installed_converters,
     load_converter,
+    recipe_from_env,
 )
 
 NONE = DeviceFacts("cpu")
@@ -58,7 +59,9 @@ def test_an_unknown_library_lists_those_that_are_there():
         (lambda: TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=4), "no meaning"),
         (lambda: FP8RecipeKwargs(backend="MSAMP"), "no longer maintained.*AORecipeKwargs"),
         (lambda: FP8RecipeKwargs(backend="TEE"), "did you mean 'TE'"),
-        (lambda: FP8RecipeKwargs(backend="TE", options={"margins": 1}), "did you mean 'margin'"),
+        (lambda: FP8RecipeKwargs(opt_level="O2"), "MS-AMP"),
+        (lambda: FP8RecipeKwargs(backend="AO", margin=1), "margin: torchao has no such option"),
+        (lambda: FP8RecipeKwargs(fp8_format="E3M4"), "'E3M4' is not one of"),
     ],
 )
 def test_recipes_refuse_what_cannot_be(make, words):
@@ -67,8 +70,44 @@ def test_recipes_refuse_what_cannot_be(make, words):
 
 
 def test_the_combined_handler_makes_the_recipe_it_names():
-    assert FP8RecipeKwargs(backend="te", options={"fp8_format": "e4m3"}).recipe() == TERecipeKwargs(fp8_format="E4M3")
+    assert FP8RecipeKwargs(backend="te", fp8_format="e4m3").recipe() == TERecipeKwargs(fp8_format="E4M3")
+    assert FP8RecipeKwargs(amax_history_len=16).recipe() == TERecipeKwargs(amax_history_len=16)
     assert FP8RecipeKwargs().recipe() == AORecipeKwargs()
+    assert PrecisionPolicy.parse("fp8", fp8=FP8RecipeKwargs(backend="TE")).fp8 == TERecipeKwargs()
+
+
+@pytest.mark.parametrize(
+    ("env", "recipe"),
+    [
+        ({}, None),
+        ({"BACKEND": "NO", "MARGIN": "3"}, None),
+        ({"BACKEND": "ao", "PAD_INNER_DIM": "false"}, AORecipeKwargs(pad_inner_dim=False)),
+        ({"BACKEND": "TE"}, TERecipeKwargs()),
+        (
+            {
+                "BACKEND": "TE",
+                "FORMAT": "e4m3",
+                "MARGIN": "2",
+                "OVERRIDE_DGRAD": "1",
+                "USE_AUTOCAST_DURING_EVAL": "yes",
+            },
+            TERecipeKwargs(
+                fp8_format="E4M3",
+                margin=2,
+                override_linear_precision=(False, True, False),
+                use_autocast_during_eval=True,
+            ),
+        ),
+    ],
+)
+def test_a_launchers_variables_make_a_recipe(env, recipe):
+    assert recipe_from_env({f"ACCELERATE_FP8_{name}": value for name, value in env.items()} | {"HOME": "/"}) == recipe
+
+
+@pytest.mark.parametrize("env", [{"MARGIN": "two"}, {"OVERRIDE_WGRAD": "maybe"}, {"FORMAT": "E9"}])
+def test_a_launchers_wrong_variable_is_named(env):
+    with pytest.raises(PrecisionError, match=next(iter(env.values()))):
+        recipe_from_env({f"X_{name}": value for name, value in {"BACKEND": "TE", **env}.items()}, "X_")
 
 
 @pytest.fixture(scope="module")

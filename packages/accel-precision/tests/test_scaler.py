@@ -48,7 +48,7 @@ def test_overflow_of_any_kind_skips_and_halves_once(bad):
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.tensor([bad])
     assert scaler.step(optimizer) is False
-    assert float(weight) == 1.0
+    assert weight.item() == 1.0
     scaler.update()
     scaler.update()
     assert scaler.current == 32768.0
@@ -64,7 +64,7 @@ def test_one_update_for_several_optimizers():
     assert [scaler.step(optimizer) for optimizer in optimizers] == [False, True]
     scaler.update()
     assert scaler.current == 32768.0
-    assert [float(weight) for weight in weights] == [1.0, 0.0]
+    assert [weight.item() for weight in weights] == [1.0, 0.0]
 
 
 def test_unscaling_twice_divides_once():
@@ -75,7 +75,7 @@ def test_unscaling_twice_divides_once():
     scaler.unscale(optimizer)
     assert float(weight.grad) == 1.0
     scaler.step(optimizer)
-    assert float(weight) == 0.0
+    assert weight.item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -139,6 +139,25 @@ def test_a_static_scale_never_moves():
         assert scaler.current == 128.0
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overflow_on", [None, 0, 1])
+def test_shards_are_unscaled_where_they_lie_and_ranks_agree(rank, overflow_on):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    full = torch.full((4,), 65536.0)
+    if overflow_on is not None:
+        full[2 * overflow_on] = math.inf
+    weight.grad = distribute_tensor(full, mesh, [Shard(0)])
+    scaler = LossScaler(reduce=dist.all_reduce)
+    assert scaler.step(torch.optim.SGD([weight], lr=1.0)) is (overflow_on is None)
+    expected = 0.0 if overflow_on is not None else -1.0
+    assert weight.to_local().detach().tolist() == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("policy", "options"), [("bf16", None), ("no", None), ("fp16", GradScalerKwargs(enabled=False))]
 )
@@ -158,7 +177,7 @@ def test_a_closure_runs_once_before_gradients_are_looked_at():
     with torch.no_grad():
         assert scaler.step(optimizer, closure)
     assert calls == [True]
-    assert float(weight) == 0.0
+    assert weight.item() == 0.0
 
 
 def test_an_optimizer_that_repeats_its_closure_is_refused():

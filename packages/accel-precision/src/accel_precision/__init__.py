@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from accel_precision.autocast import call_within as call_within
     from accel_precision.autocast import cast_parameters as cast_parameters
     from accel_precision.autocast import is_swapped as is_swapped
+    from accel_precision.autocast import plain_module as plain_module
     from accel_precision.autocast import restore_module as restore_module
     from accel_precision.convert import converter as converter
     from accel_precision.errors import PrecisionError as PrecisionError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from accel_precision.recipes import Fp8Recipe as Fp8Recipe
     from accel_precision.recipes import FP8RecipeKwargs as FP8RecipeKwargs
     from accel_precision.recipes import TERecipeKwargs as TERecipeKwargs
+    from accel_precision.recipes import recipe_from_env as recipe_from_env
     from accel_precision.scaler import LossScaler as LossScaler
     from accel_precision.scaler import make_scaler as make_scaler
 
@@ -51,6 +53,8 @@ _HOMES = {
     "is_swapped": "autocast",
     "load_converter": "fp8",
     "make_scaler": "scaler",
+    "plain_module": "autocast",
+    "recipe_from_env": "recipes",
     "resolve": "policy",
     "restore_module": "autocast",
     "unsupported": "policy",

@@ -6,6 +6,7 @@ such as DDP call the module as always, and a copy or a pickle is of the original
 instance.
 """
 
+import copy
 import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -111,6 +112,14 @@ def restore_module(model: nn.Module) -> nn.Module:
     if original is not type(model):
         model.__class__ = original
     return model
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """A module of the original class that shares parameters, buffers and children with this one, which stays as it is.
+
+    The module itself if its calls run in no context of ours.
+    """
+    return copy.copy(model) if isinstance(model, _Swapped) else model
 
 
 def is_swapped(model: nn.Module) -> bool:

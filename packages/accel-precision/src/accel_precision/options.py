@@ -1,7 +1,7 @@
 """Options of autocast and of loss scaling, as users pass them in ``kwargs_handlers``."""
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from accel_precision.errors import PrecisionError
@@ -18,8 +18,12 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields whose values differ from the class's defaults."""
-        default = type(self)()
-        return {name: value for name, value in self.to_dict().items() if value != getattr(default, name)}
+        given = self.to_dict()
+        return {f.name: given[f.name] for f in fields(self) if given[f.name] != _default(f)}  # type: ignore[arg-type]
+
+
+def _default(given: Field[Any]) -> Any:
+    return given.default_factory() if given.default_factory is not MISSING else given.default
 
 
 @dataclass(frozen=True, slots=True)

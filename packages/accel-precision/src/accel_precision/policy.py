@@ -12,7 +12,7 @@ import torch
 from accel_precision.errors import PrecisionError
 from accel_precision.facts import HALVES, DeviceFacts
 from accel_precision.options import AutocastKwargs
-from accel_precision.recipes import AORecipeKwargs, Fp8Recipe, TERecipeKwargs
+from accel_precision.recipes import AORecipeKwargs, Fp8Recipe, FP8RecipeKwargs, TERecipeKwargs
 
 Scaling = Literal["none", "dynamic", "static"]
 
@@ -75,7 +75,7 @@ class PrecisionPolicy:
         *,
         device_type: str | None = None,
         facts: DeviceFacts | None = None,
-        fp8: Fp8Recipe | None = None,
+        fp8: Fp8Recipe | FP8RecipeKwargs | None = None,
     ) -> "PrecisionPolicy":
         """Reads a name ("bf16"), roles ("params=fp32,compute=bf16,reduce=fp32"), or both ("bf16,output=none").
 
@@ -86,6 +86,8 @@ class PrecisionPolicy:
             PrecisionError: an unknown name, role or dtype; or a device that cannot do it, with the nearest that it can.
         """
         policy = spec if isinstance(spec, PrecisionPolicy) else _read(spec or "no")
+        if isinstance(fp8, FP8RecipeKwargs):
+            fp8 = fp8.recipe()
         if fp8 is not None:
             if policy.fp8 is None:
                 raise PrecisionError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -86,36 +87,89 @@ class TERecipeKwargs(Fp8Recipe):
 
 @dataclass(frozen=True, slots=True)
 class FP8RecipeKwargs(KwargsHandler):
-    """One handler for either library: ``backend`` names it, ``options`` are the fields of its recipe.
+    """One handler for any library: ``backend`` ("AO" or "TE") names it; without, a field of TransformerEngine's does.
+
+    The other fields are those of ``TERecipeKwargs``, None where not given; prefer that class and ``AORecipeKwargs``.
 
     Raises:
-        PrecisionError: MS-AMP, which its authors gave up, or an unknown backend or option.
+        PrecisionError: MS-AMP (``backend`` or ``opt_level``), which is no longer maintained; an unknown backend; a
+            field of TransformerEngine's for torchao.
     """
 
-    backend: str = "AO"
-    options: Mapping[str, Any] | None = None
+    opt_level: str | None = None
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         self.recipe()
 
     def recipe(self) -> Fp8Recipe:
-        """The recipe of the library that ``backend`` names."""
-        name = self.backend.upper()
-        if name == "MSAMP":
+        """The recipe of the library that is meant."""
+        given = self.to_kwargs()
+        name = str(given.pop("backend", "TE" if given else "AO")).upper()
+        if name == "MSAMP" or "opt_level" in given:
             raise PrecisionError(
                 "fp8 backend 'MSAMP' is not supported: MS-AMP is no longer maintained and does not run with this "
                 "torch; use AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine)"
             )
-        kind: type[Fp8Recipe] = {"AO": AORecipeKwargs, "TE": TERecipeKwargs}[_choice("backend", name, ("AO", "TE"))]
-        try:
-            return kind(**(self.options or {}))
-        except TypeError:
-            from dataclasses import fields
+        if _choice("backend", name, ("AO", "TE")) == "TE":
+            return TERecipeKwargs(**given)
+        if given:
+            raise PrecisionError(f"{', '.join(given)}: torchao has no such option; it takes AORecipeKwargs(...)")
+        return AORecipeKwargs()
 
-            known = tuple(f.name for f in fields(kind))
-            for given in self.options or {}:
-                _choice(f"option of {kind.__name__}", given, known)
-            raise
+
+def recipe_from_env(env: Mapping[str, str], prefix: str = "ACCELERATE_FP8_") -> Fp8Recipe | None:
+    """The recipe that a launcher's variables describe (``<prefix>BACKEND=AO|TE``, ``<prefix>FORMAT``, ...); pure.
+
+    None if ``<prefix>BACKEND`` is missing or "NO".
+
+    Raises:
+        PrecisionError: a value that the recipe does not take.
+    """
+    given = {name.removeprefix(prefix): value for name, value in env.items() if name.startswith(prefix) and value}
+    backend = given.pop("BACKEND", "NO").upper()
+    if backend == "NO":
+        return None
+    if backend == "AO":
+        names = {"PAD_INNER_DIM": "pad_inner_dim", "ENABLE_FSDP_FLOAT8_ALL_GATHER": "enable_fsdp_float8_all_gather"}
+        values: dict[str, Any] = {field: _flag(name, given[name]) for name, field in names.items() if name in given}
+        return AORecipeKwargs(**values)
+    values = {"backend": backend}
+    for name in ("USE_AUTOCAST_DURING_EVAL", "USE_MXFP8_BLOCK_SCALING"):
+        if name in given:
+            values[name.lower()] = _flag(name, given[name])
+    for name in ("MARGIN", "INTERVAL", "AMAX_HISTORY_LEN"):
+        if name in given:
+            values[name.lower()] = _number(name, given[name])
+    values |= {field: given[name] for name, field in _TEXTS.items() if name in given}
+    overrides = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
+    if any(name in given for name in overrides):
+        values["override_linear_precision"] = tuple(_flag(name, given.get(name, "0")) for name in overrides)
+    return FP8RecipeKwargs(**values).recipe()
+
+
+_TEXTS: Mapping[str, str] = MappingProxyType({"FORMAT": "fp8_format", "AMAX_COMPUTE_ALGO": "amax_compute_algo"})
+
+
+def _flag(name: str, text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in known:
+        raise PrecisionError(f"{name}={text!r}; expected true or false")
+    return known[text.lower()]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.strip().lstrip("-").isdecimal():
+        raise PrecisionError(f"{name}={text!r}; expected a whole number")
+    return int(text)
 
 
 def _choice(what: str, given: str, known: tuple[str, ...]) -> str:
