@@ -14,7 +14,7 @@ from accel_data.iterable import Stride
 from accel_data.iterable_reader import StreamReader, WorkerInit
 from accel_data.iterable_resume import Readers, resume
 from accel_data.iterable_source import StreamSource
-from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream
+from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream, is_seekable
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -335,6 +335,51 @@ def test_a_dataset_that_divides_itself_goes_on_with_the_same_workers(steps):
     other.load_state_dict(loader.state_dict())
     assert listed(other) == whole[steps:]
     assert listed(other) == whole
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_position_of_one_stream_is_not_sought_in_divided_ones(workers):
+    loader = prepared(WorkerAware(12))
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    other = prepared(WorkerAware(12), num_workers=workers)
+    other.load_state_dict(loader.state_dict())
+    assert listed(other) == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert listed(other) == listed(prepared(WorkerAware(12), num_workers=workers))
+
+
+def test_exact_streams_hold_for_any_workers_even_of_a_dataset_that_divides_itself():
+    options = LoaderOptions(exact_streams=True)
+    loader = prepared(WorkerAware(12), 1, 2, num_workers=2, options=options)
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[2, 3], [6, 7]]
+    other = prepared(WorkerAware(12), 1, 2, num_workers=1, options=options)
+    other.load_state_dict(loader.state_dict())
+    assert listed(other) == [[10, 11]]
+
+
+def test_living_workers_divide_again_after_a_whole_pass():
+    def make():
+        return prepared(WorkerAware(12), num_workers=2, persistent_workers=True)
+
+    loader = make()
+    loader.load_state_dict({**prepared(WorkerAware(12)).state_dict(), "samples": 2})
+    assert listed(loader) == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    divided = [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
+    assert [listed(loader), listed(loader)] == [divided, divided]
+
+
+def test_a_shuffle_buffer_that_would_be_lost_is_not_sought():
+    class BufferShuffledExamplesIterable:
+        ex_iterable = None
+
+    class Mapped:
+        ex_iterable = BufferShuffledExamplesIterable()
+
+    dataset = Seekable(3)
+    assert is_seekable(dataset)
+    dataset._ex_iterable = Mapped()
+    assert not is_seekable(dataset)
 
 
 def test_a_position_in_native_shards_goes_on_with_the_same_ranks():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, final
@@ -12,7 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.iterable import Part, Stride, forward_epoch, parts, reseed_generator
 from accel_data.iterable_traits import is_seekable
-from accel_state.errors import DataError
+from accel_state.errors import DataError, DataStateError
 
 _SNAPSHOT_SHARE = 0.05
 """Taking snapshots of a dataset's state may cost this share of the time; between them positions are counted."""
@@ -53,6 +54,8 @@ class Start:
     positions: tuple[int, ...] = (0,)
     snapshots: tuple[Snapshot | None, ...] = (None,)
     turn: int = 0
+    whole: bool = False
+    """The position was counted in an undivided stream: a dataset that divides itself must not now."""
 
 
 @final
@@ -65,11 +68,23 @@ class StreamReader(IterableDataset[Delivered]):
     """
 
     def __init__(
-        self, dataset: Iterable[Any], stride: Stride, collate: Callable[[Any], Any], *, batched: bool, shared: bool
+        self,
+        dataset: Iterable[Any],
+        stride: Stride,
+        collate: Callable[[Any], Any],
+        *,
+        batched: bool,
+        shared: bool,
+        whole: bool = False,
     ) -> None:
-        """``batched``: the loader makes batches of samples. ``shared``: workers outlive an epoch (persistent)."""
+        """``batched``: the loader makes batches of samples. ``shared``: workers outlive an epoch (persistent).
+
+        ``whole``: hide from the dataset that workers read it, so that it never divides itself.
+        """
         self.dataset, self.stride, self.collate, self.batched = dataset, stride, collate, batched
+        self.whole = whole
         self.start = Start()
+        self.witness: _Witness | None = None
         # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
         self._epoch = torch.zeros((), dtype=torch.int64)
         if shared:
@@ -84,7 +99,7 @@ class StreamReader(IterableDataset[Delivered]):
     def __iter__(self) -> Iterator[Delivered]:
         epoch = int(self._epoch)
         start = self.start if self.start.epoch == epoch else Start(epoch)
-        info = get_worker_info()
+        info = get_worker_info() or self.witness
         reseed_generator(self.dataset, epoch)
         if info is None:
             return self._deliver(start, 0, 1, None)
@@ -93,6 +108,9 @@ class StreamReader(IterableDataset[Delivered]):
         return self._deliver(start, witness.number, witness.count, witness)
 
     def _deliver(self, start: Start, worker: int, workers: int, witness: "_Witness | None") -> Iterator[Delivered]:
+        hidden = witness is not None and (start.whole or self.whole)
+        if witness is not None:
+            witness.hide(hidden)
         position = _of_worker(start.positions, worker, 0)
         snapshot = _of_worker(start.snapshots, worker, None)
         in_dataset = is_seekable(self.dataset)
@@ -106,7 +124,7 @@ class StreamReader(IterableDataset[Delivered]):
             stream.load_state_dict(snapshot.state)
         # A generator only runs when it is asked: the first element tells whether the dataset looked at its worker.
         first = list(islice(iterator, 1))
-        splits = witness is not None and witness.asked
+        splits = witness is not None and witness.asked and workers > 1
         stride = self.stride if splits else replace(self.stride, worker=worker, workers=workers)
         begun = snapshot.at if snapshot is not None else 0
         camera = _Camera(stream)
@@ -120,19 +138,18 @@ class StreamReader(IterableDataset[Delivered]):
         self._check(witness, splits)
 
     def _check(self, witness: "_Witness | None", splits: bool) -> None:
-        if witness is not None and witness.asked is not splits:
+        if witness is not None and not splits and witness.asked and witness.count > 1:
             raise DataError(
                 f"{type(self.dataset).__name__} asked which worker reads it only after its first element, when the "
                 "stream was already divided; ask at the beginning of __iter__"
             )
 
     def _collated(self, part: Part, witness: "_Witness | None") -> Any:
-        if witness is not None:
-            witness.listening = False
-        batch = self.collate(part.elements if self.batched else part.elements[0])
-        if witness is not None:
-            witness.listening = True
-        return batch
+        content = part.elements if self.batched else part.elements[0]
+        if witness is None:
+            return self.collate(content)
+        with witness.aside():
+            return self.collate(content)
 
 
 @final
@@ -149,6 +166,8 @@ class WorkerInit:
         reader = self.reader
         witness = _Witness(get_worker_info(), reader.dataset)
         witness.turned(reader.start)
+        # Kept by this worker's copy, because the next pass of a living worker may begin hidden.
+        reader.witness = witness
         torch_worker._worker_info = witness  # type: ignore[assignment]
         if self.init is not None:
             self.init(witness.number)
@@ -171,7 +190,7 @@ class _Witness:
         self._info, self._dataset = info, dataset
         self.number: int = info.id
         self.count: int = info.num_workers
-        self.asked = self.touched = self.divided = False
+        self.asked = self.touched = self.divided = self.hidden = False
         self.listening = True
 
     @classmethod
@@ -185,6 +204,27 @@ class _Witness:
         """Takes the number that is due at ``start``."""
         self.number = (self._info.id + start.turn) % self.count
         return self
+
+    def hide(self, hidden: bool) -> None:
+        """Makes this process look like the rank's own to whoever asks for a worker, or no longer so."""
+        if hidden and self.divided:
+            raise DataStateError(
+                "worker_init_fn divides the dataset among workers, so a position in the undivided stream cannot be "
+                "found; divide in the dataset's __iter__ instead, or resume with num_workers=0"
+            )
+        self.hidden = hidden
+        torch_worker._worker_info = None if hidden else self  # type: ignore[assignment]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside is no reading: it may know its worker and asks for its own purposes."""
+        self.listening = False
+        torch_worker._worker_info = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.listening = True
+            self.hide(self.hidden)
 
     @property
     def id(self) -> int:

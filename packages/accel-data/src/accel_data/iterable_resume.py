@@ -53,13 +53,14 @@ def resume(
         known = [Snapshot(*entry) for entry in (private or {}).get(SNAPSHOTS_KEY, []) if entry is not None]
         usable = [snapshot for snapshot in known if snapshot.at <= cursor.samples]
         best = max(usable, key=lambda snapshot: snapshot.at, default=None)
-        return Start(cursor.epoch, (cursor.samples,), (best,)), "stride"
+        return Start(cursor.epoch, (cursor.samples,), (best,), whole=True), "stride"
     if mine is not None:
         snapshots = tuple(None if entry is None else Snapshot(*entry) for entry in mine[SNAPSHOTS_KEY])
-        return Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, mine[TURN_KEY] if splits else 0), mode
+        turn = mine[TURN_KEY] if splits else 0
+        return Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, turn, whole=not splits), mode
     level = record.get(LEVEL_KEY, True) and not cursor.samples % here.shards
     if record.get(SHARDS_KEY) == here.shards and not splits and level:
-        return Start(cursor.epoch, (cursor.samples // here.shards,)), mode
+        return Start(cursor.epoch, (cursor.samples // here.shards,), whole=True), mode
     raise DataStateError(_cannot_resume(record, cursor, here, splits))
 
 
@@ -76,5 +77,5 @@ def _cannot_resume(record: Mapping[str, Json], cursor: Cursor, here: Readers, sp
         f"this position (epoch {cursor.epoch}, {cursor.samples} samples) is in streams the dataset cut {by} for {how}; "
         f"here are {now}, whose streams hold other samples. What works: resume with {how} and each rank's own state; "
         f"begin epoch {cursor.epoch + 1} with set_epoch; and, for runs that must change their size, exact_streams=True "
-        "from the start with a dataset that does not divide itself"
+        "from the start"
     )

@@ -64,6 +64,7 @@ class StreamSource(Source):
         """
         self._loader, self._shard, self._group = loader, shard, group
         self._lockstep: Lockstep | None = None
+        self._exact = options.exact_streams
         self._level = True
         self._dataset: Any = loader.dataset
         self._here = Readers(shard.count, shard.index, loader.num_workers)
@@ -116,7 +117,12 @@ class StreamSource(Source):
         )
         self._mode = mode
         self._reader = StreamReader(
-            dataset, stride, loader.collate_fn, batched=self._batched, shared=loader.persistent_workers
+            dataset,
+            stride,
+            loader.collate_fn,
+            batched=self._batched,
+            shared=loader.persistent_workers,
+            whole=self._exact,
         )
         self._inner = _with(
             loader,

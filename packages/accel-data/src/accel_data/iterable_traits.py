@@ -42,7 +42,7 @@ class Reading:
 def inspect_stream(dataset: object) -> StreamTraits:
     """The traits of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods.
 
-    ``datasets.distributed.split_by_node`` leaves a ``_distributed`` record on what it returns.
+    ``datasets.distributed.split_dataset_by_node`` leaves a ``_distributed`` record on what it returns.
     """
     given = None
     if getattr(dataset, "_distributed", None) is not None:
@@ -92,8 +92,23 @@ def amplification_warning(reading: Reading, *, name: str, shards: int, workers: 
 
 
 def is_seekable(stream: object) -> bool:
-    """Whether a dataset or iterator can say where it is and go back there."""
-    return callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
+    """Whether a dataset or iterator can say where it is and go back there without losing anything.
+
+    Hugging Face ``datasets`` forget what is in a shuffle buffer when a state is loaded (their documentation says so):
+    a dataset with such a buffer is read again up to the position instead.
+    """
+    has_state = callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
+    return has_state and not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(stage: object) -> bool:
+    """Whether any stage of a ``datasets`` pipeline is a buffer."""
+    if stage is None:
+        return False
+    if type(stage).__name__.startswith("BufferShuffled"):
+        return True
+    sources = getattr(stage, "ex_iterables", None)
+    return any(map(_has_shuffle_buffer, [getattr(stage, "ex_iterable", None), *(sources or ())]))
 
 
 def shard_natively(dataset: Any, shards: int, index: int) -> Any:

@@ -28,8 +28,8 @@ class LoaderOptions:
             range of the dataset, and a function decides by itself.
         num_nodes: nodes that hold a part of the dataset each, for ``sharding="node"``.
         already_sharded: an iterable dataset yields this rank's part only (found out by itself where it can be).
-        exact_streams: never ask an iterable dataset to shard itself. Every rank then reads all of it, and a position
-            in it holds for any number of ranks.
+        exact_streams: never let an iterable dataset shard itself over ranks or workers. Every reader then reads all of
+            it, and a position in it holds for any number of ranks and workers.
 
     Raises:
         ConfigError: two choices exclude each other.
