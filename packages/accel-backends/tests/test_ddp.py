@@ -198,6 +198,54 @@ def test_twenty_steps_equal_one_process_at_the_same_global_batch(
     assert distance <= bound, distance
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_four_ranks_equal_one_process(rank, world_size, precision):
+    """Bound after 10 steps: 1e-10 in fp64, 2 % with fp16."""
+    ddp = backend(precision)
+    reference = net(dtype=torch.float64)
+    model, optimizer = prepared(
+        ddp, copy.deepcopy(reference).to(torch.float64 if precision == "fp64" else torch.float32)
+    )
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    draw = torch.Generator().manual_seed(7)
+    for _ in range(10):
+        batch = torch.randn(8, 4, dtype=torch.float64, generator=draw)
+        share = batch[rank * 2 : (rank + 1) * 2].to(next(model.parameters()).dtype)
+        ddp.backward(model(share).square().mean())
+        assert ddp.step(optimizer)
+        ddp.update_scaler()
+        reference(batch).square().mean().backward()
+        other.step()
+        for each in (optimizer, other):
+            each.zero_grad()
+    distance = float((flat(model) - flat(reference)).norm() / flat(reference).norm())
+    assert distance < (1e-10 if precision == "fp64" else 0.02)
+
+
+@pytest.mark.ranks(2)
+def test_emulated_fp8_trains_alike_on_all_ranks(rank, world_size):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    reference = copy.deepcopy(layers)
+    ddp = backend("fp8")
+    model, optimizer = prepared(ddp, layers)
+    assert type(ddp.unwrap(model)[2]).__name__ == "Float8Linear"
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    draw = torch.Generator().manual_seed(7)
+    for _ in range(10):
+        batch = torch.randn(8, 16, generator=draw)
+        ddp.backward((model(batch[rank * 4 : (rank + 1) * 4]) - batch[rank * 4 : (rank + 1) * 4]).square().mean())
+        ddp.step(optimizer)
+        (reference(batch) - batch).square().mean().backward()
+        other.step()
+        for each in (optimizer, other):
+            each.zero_grad()
+    assert torch.equal(*everywhere(flat(model)))
+    assert float((flat(model) - flat(reference)).norm() / flat(reference).norm()) < 0.03
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true"])
 def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_size, precision):

@@ -192,6 +192,12 @@ def test_models_that_cannot_be_prepared_are_refused(single, models, words):
         single().prepare(Bundle(models()))
 
 
+def test_a_model_that_is_not_to_be_placed_stays_where_it_is(single, monkeypatch):
+    backend, model = single(), net()
+    monkeypatch.setattr(model, "to", lambda *_: pytest.fail("moved"))
+    backend.prepare(Bundle([model], place=(False,)))
+
+
 def test_preparing_again_is_refused_until_released(single):
     backend = single("bf16")
     model, _ = prepared(backend)
