@@ -205,8 +205,8 @@ def synchronize_rng_state(
 ) -> None:
     """Gives every rank the state that rank 0 has of one generator. A collective; nothing happens without a group.
 
-    ``rng_type`` is "torch", "python", "numpy", "generator" (then ``generator`` is the one) or a device type, for its current
-    device; enum members with such a value are taken. Left out, it is ``generator`` if given, else torch's.
+    ``rng_type`` is "torch", "python", "numpy", "generator" (the one given as ``generator``) or a type of device, whose
+    current one is meant; enum members with such a value are taken. Left out, it is the ``generator`` given, or torch's.
 
     Raises:
         ValueError: another type, "generator" without one, or a device or library that this process does not have.

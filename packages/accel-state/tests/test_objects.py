@@ -1,0 +1,57 @@
+"""Objects reach every rank, and a failure on one rank is a failure on all."""
+
+import pytest
+import torch
+
+from accel_state import CollectiveError
+from accel_state.collectives import agree, all_gather_object, broadcast_object_list, gather_object
+
+
+@pytest.mark.ranks(2)
+def test_objects_come_in_order_of_rank(rank):
+    assert all_gather_object({"rank": rank, "list": [rank]}) == [{"rank": 0, "list": [0]}, {"rank": 1, "list": [1]}]
+    assert gather_object([rank]) == [0, 1]
+    assert gather_object(["x"] * rank) == ["x"]
+    assert gather_object((str(rank), torch.tensor(rank))) == ["0", torch.tensor(0), "1", torch.tensor(1)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_list_is_overwritten_in_place(rank, source):
+    mine = [f"from {rank}", {"nested": rank}]
+    assert broadcast_object_list(mine, source) is mine
+    assert mine == [f"from {source}", {"nested": source}]
+
+
+@pytest.mark.parametrize("given", [{"a": 1}, "text", b"bytes", 3])
+def test_what_is_not_a_list_is_refused_with_what_works(given):
+    with pytest.raises(TypeError, match="all_gather_object"):
+        gather_object(given)
+
+
+def test_alone_everything_is_as_it_was():
+    items = [1, 2]
+    assert gather_object(items) is items
+    assert broadcast_object_list(items) is items
+    assert all_gather_object(items) == [items]
+    agree(None)
+    with pytest.raises(KeyError, match="mine"):
+        agree(KeyError("mine"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("failing", [[], [2], [1, 3], [0, 1, 2, 3]])
+def test_no_rank_goes_on_when_one_has_failed(rank, failing):
+    if not failing:
+        agree(None)
+    elif rank in failing:
+        own = ValueError(f"disk of {rank} full")
+        with pytest.raises(ValueError, match=f"disk of {rank} full") as caught:
+            agree(own)
+        assert caught.value is own
+    else:
+        with pytest.raises(CollectiveError) as caught:
+            agree(None)
+        for one in failing:
+            assert f"process {one} failed with ValueError: disk of {one} full" in str(caught.value)
+    assert all_gather_object(rank) == [0, 1, 2, 3]
