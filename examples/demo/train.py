@@ -22,24 +22,30 @@ from accel.utils import set_seed, tqdm
 
 
 class Progress:
-    """Optimizer steps taken, and training time spent in the attempts before this one."""
+    """Optimizer steps taken; saved and loaded with everything else."""
 
     def __init__(self) -> None:
         self.step = 0
-        self.seconds = 0.0
 
-    def state_dict(self) -> dict[str, float]:
-        return {"step": self.step, "seconds": self.seconds}
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.step, self.seconds = int(state["step"]), float(state["seconds"])
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def seconds_before(folder: Path, step: int) -> float:
+    """Training time that earlier attempts spent up to ``step``, from what they logged."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if step else []
+    return next((row["seconds"] for row in reversed(rows) if row["step"] == step), 0.0)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints, metrics and results go")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    parser.add_argument("--batch_size", type=int, default=16, help="windows per process and step")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows per process and step")
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--save_every", type=int, default=125, help="steps between checkpoints")
     parser.add_argument("--width", type=int, default=128)
@@ -92,8 +98,7 @@ def main() -> None:
     tokens_per_step = args.batch_size * args.context * accelerator.num_processes
     metrics = (args.folder / "metrics.jsonl").open("a") if accelerator.is_main_process else None
     bar = tqdm(total=args.steps, initial=progress.step, unit="step", dynamic_ncols=True)
-    started, first = time.perf_counter() - progress.seconds, progress.step
-    attempt = time.perf_counter()
+    before, first, started = seconds_before(args.folder, progress.step), progress.step, time.perf_counter()
     while progress.step < args.steps:
         for batch in loader:
             with accelerator.accumulate(model):
@@ -104,18 +109,18 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             progress.step += 1
-            progress.seconds = time.perf_counter() - started
+            elapsed = time.perf_counter() - started
             mean = accelerator.reduce(loss.detach(), reduction="mean").item()
             if metrics is not None:
                 row = {
                     "step": progress.step,
                     "loss": mean,
                     "lr": scheduler.get_last_lr()[0],
-                    "seconds": progress.seconds,
+                    "seconds": before + elapsed,
                     "pid": os.getpid(),
                 }
                 print(json.dumps(row), file=metrics, flush=True)
-                rate = (progress.step - first) * tokens_per_step / (time.perf_counter() - attempt)
+                rate = (progress.step - first) * tokens_per_step / elapsed
                 bar.set_postfix(loss=f"{mean:.3f}", tokens_per_s=f"{rate:,.0f}")
             bar.update(1)
             if progress.step % args.save_every == 0 and progress.step < args.steps:
@@ -135,7 +140,7 @@ def main() -> None:
             "device": str(accelerator.device),
             "tokens": progress.step * tokens_per_step,
             "steps": progress.step,
-            "seconds": progress.seconds,
+            "seconds": before + elapsed,
             "sample": plain.sample(b"def ", 240).decode("utf-8", "replace"),
         }
         (args.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+import torch
 from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
@@ -22,7 +23,7 @@ from accel_data.reading import (
     order_of,
 )
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
-from accel_data.skipping import swapped
+from accel_data.skipping import iterated, swapped
 from accel_data.source import Json, Pass, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
 from accel_state.errors import ConfigError, DataStateError
@@ -69,8 +70,8 @@ class ShardedBatches:
 class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of a walk."""
 
-    def __init__(self, dataloader: DataLoader[Any], walk: Walk) -> None:
-        self.batches, self._walk = iter(dataloader), walk
+    def __init__(self, dataloader: DataLoader[Any], walk: Walk, key: int) -> None:
+        self.batches, self._walk = iterated(dataloader, key), walk
         # A subclass may give more or fewer batches than its sampler.
         self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
 
@@ -214,7 +215,7 @@ class MapSource(Source):
         self._enter_epoch(cursor.epoch)
         walk = self._walk(cursor)
         self._batches.walk, self._batches.length = walk, self.length(Cursor(cursor.epoch))
-        self._pass = MapPass(self.dataloader, walk)
+        self._pass = MapPass(self.dataloader, walk, derive_key(torch.initial_seed(), cursor.epoch, self._shard.index))
         return self._pass
 
     def _enter_epoch(self, epoch: int) -> None:

@@ -23,6 +23,22 @@ def swapped(dataloader: LoaderT, sampler: object, *, slot: str = "batch_sampler"
     return other
 
 
+def iterated(dataloader: "DataLoader[Any]", key: int) -> Iterator[Any]:
+    """Iterates a DataLoader whose workers are seeded from ``key`` (64 bits) instead of from the global generator.
+
+    Starting a pass then leaves the random state of the process alone, so that a run that starts one more pass because
+    it was resumed draws the same numbers as one that was not.
+    """
+    import torch
+
+    before = vars(dataloader)["generator"]
+    vars(dataloader)["generator"] = torch.Generator().manual_seed(key)
+    try:
+        return iter(dataloader)
+    finally:
+        vars(dataloader)["generator"] = before
+
+
 @final
 class SkippedStream:
     """A loader without its first ``skip_batches`` batches, which it reads and forgets: it knows no positions."""

@@ -1,0 +1,384 @@
+"""What ``save_state`` saved, ``load_state`` puts back: bit for bit, on any number of processes, or it says why not."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
+from accel.utils import set_seed
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+
+
+class Numbered(Dataset):
+    """Samples that carry their own number."""
+
+    def __init__(self, count: int = 96) -> None:
+        self.rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, self.rows[index]
+
+
+class Run:
+    """One training run with dropout, a norm with buffers, a schedule and a shuffled loader."""
+
+    def __init__(self, accelerator: Accelerator, *, batch: int = 4, width: int = 6) -> None:
+        set_seed(5)
+        model = nn.Sequential(
+            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Tanh(), nn.Linear(width, 1)
+        ).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+        loader = DataLoader(Numbered(), batch_size=batch, shuffle=True)
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.batches = self._forever()
+
+    def _forever(self):
+        while True:
+            yield from self.loader
+
+    def train(self, micro_steps: int) -> list[tuple[list[int], float]]:
+        """Ids and loss of every micro-batch; a fresh iterator, as a resumed script has."""
+        seen = []
+        for _ in range(micro_steps):
+            ids, rows = next(self.batches)
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(rows).square().mean() + (torch.rand(()) + random.random()) * 1e-3
+                self.accelerator.backward(loss)
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            seen.append((ids.tolist(), loss.item()))
+        return seen
+
+    def weights(self) -> list[torch.Tensor]:
+        state = self.accelerator.get_state_dict(self.model)
+        return [state[name].clone() for name in sorted(state)]
+
+
+def check_resumes(folder: Path, before: int, *, accumulate: int, workers: int = 0) -> None:
+    """Trains ``before`` micro-steps, saves, trains on; a new run loads and must do the same, bit for bit."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    run = Run(accelerator)
+    run.train(before)
+    accelerator.save_state(folder / "saved")
+    expected, weights = run.train(15), run.weights()
+    again = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    other = Run(again)
+    other.train(3)  # so that everything has another value than at the start
+    other.batches.close()
+    again.load_state(folder / "saved")
+    other.batches = other._forever()
+    assert other.train(15) == expected
+    assert all(torch.equal(one, two) for one, two in zip(other.weights(), weights, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("before", [0, 6, 7, 24])
+def test_one_process_resumes_bit_for_bit(tmp_path: Path, before: int, accumulate: int) -> None:
+    check_resumes(tmp_path, before, accumulate=accumulate)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("before", [6, 7])
+def test_two_processes_resume_bit_for_bit(tmp_path: Path, before: int, accumulate: int) -> None:
+    check_resumes(tmp_path, before, accumulate=accumulate)
+
+
+# The same global batches on any number of processes: what is saved by P and loaded by Q goes on as if nothing happened.
+
+GLOBAL = 12
+
+
+def elastic_run(folder: str, steps: int, *, save_at: int | None = None, load: bool = False, accumulate: int = 1):
+    """Trains on global batches of 12; returns ids by global batch and the weights, as every rank sees them."""
+    options = DataLoaderConfiguration(global_batch_size=GLOBAL)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    set_seed(7)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(Numbered(100), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if load:
+        accelerator.load_state(Path(folder) / "saved")
+    seen, taken = [], []
+    while len(seen) < steps:
+        for ids, rows in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(rows).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            share = loader.window.share
+            parts = accelerator.session.gather_object([ids.tolist() if share else []])
+            taken += [item for part in parts for item in part]
+            if accelerator.sync_gradients:
+                seen.append(sorted(taken))
+                taken = []
+                if save_at is not None and len(seen) == save_at:
+                    accelerator.save_state(Path(folder) / "saved")
+                if len(seen) == steps:
+                    break
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    return seen, weights
+
+
+@pytest.fixture(scope="module")
+def pool():
+    from accel_testing.pool import RankPool
+
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1), (2, 3), (4, 1), (3, 4)])
+def test_a_run_moves_between_numbers_of_processes(pool, tmp_path: Path, saving: int, loading: int) -> None:
+    expected, weights = pool.run(elastic_run, str(tmp_path), 20, ranks=1)[0]
+    first, _ = pool.run(elastic_run, str(tmp_path), 7, save_at=7, ranks=saving)[0]
+    results = pool.run(elastic_run, str(tmp_path), 13, load=True, ranks=loading)
+    assert first + results[0][0] == expected
+    for _, mine in results:
+        for name, value in weights.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-12)
+
+
+def open_window_run(folder: str, *, load: bool) -> dict[str, torch.Tensor]:
+    """Saves after one micro-batch of a window of two, or loads there; each micro-batch is the same on all ranks."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    set_seed(1)
+    model = nn.Linear(3, 1).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    halves = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for position, half in enumerate(halves):
+        if load and position == 0:
+            accelerator.load_state(Path(folder) / "open")
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(half).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not load and position == 0:
+            accelerator.save_state(Path(folder) / "open")
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 2)])
+def test_an_open_window_goes_on_on_any_number_of_processes(pool, tmp_path: Path, saving: int, loading: int) -> None:
+    whole = pool.run(open_window_run, str(tmp_path), load=False, ranks=saving)[0]
+    for weights in pool.run(open_window_run, str(tmp_path), load=True, ranks=loading):
+        for name, value in whole.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_new_ranks_derive_their_random_state(pool, tmp_path: Path) -> None:
+    def draws(folder: str, *, load: bool) -> float:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 2))
+        if load:
+            accelerator.load_state(Path(folder) / "rng")
+        else:
+            set_seed(11)
+            accelerator.save_state(Path(folder) / "rng")
+        return torch.rand(()).item()
+
+    alone = pool.run(draws, str(tmp_path), load=False, ranks=1)[0]
+    first = pool.run(draws, str(tmp_path), load=True, ranks=3)
+    assert first[0] == alone
+    assert len(set(first)) == 3
+    assert pool.run(draws, str(tmp_path), load=True, ranks=3) == first
+
+
+# Series of checkpoints
+
+
+def project(folder: Path, limit: int | None = None) -> ProjectConfiguration:
+    return ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
+
+
+def test_eleven_saves_with_a_limit_of_two_keep_the_last_two(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path, 2))
+    accelerator.prepare(nn.Linear(2, 2))
+    for _ in range(11):
+        accelerator.save_state()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_10", "checkpoint_9"]
+
+
+def test_numbering_goes_on_after_a_resume(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    accelerator.save_state()
+    again = Accelerator(cpu=True, project_config=project(tmp_path))
+    again.prepare(nn.Linear(2, 2))
+    assert again.load_state().name == "checkpoint_1"
+    assert again.save_state().name == "checkpoint_2"
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    kept = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    newest = accelerator.save_state()
+    damage(newest)
+    assert accelerator.load_state("latest").name == "checkpoint_0"
+    assert torch.equal(model.weight, kept)
+    assert "passing over checkpoint_1" in caplog.text
+
+
+def damage(folder: Path) -> Path:
+    """Flips one byte in the middle of the largest file."""
+    file = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+# Objects and hooks
+
+
+class Counter:
+    def __init__(self, value: object = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value = state["value"]
+
+
+def test_registered_objects_come_back(tmp_path: Path) -> None:
+    accelerator, counter = Accelerator(cpu=True), Counter([1, {"x": torch.ones(2)}])
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path / "a")
+    counter.value = None
+    accelerator.load_state(tmp_path / "a")
+    assert counter.value[0] == 1
+    assert torch.equal(counter.value[1]["x"], torch.ones(2))
+
+
+def test_objects_without_a_state_are_refused_when_registered() -> None:
+    with pytest.raises(ConfigError, match=r"Item at index 1, builtins\.list"):
+        Accelerator(cpu=True).register_for_checkpointing(Counter(), [1])
+
+
+def test_a_state_that_is_no_tensor_or_json_is_refused_by_its_path(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(Counter({"deep": {1, 2}}))
+    with pytest.raises(CheckpointError, match="deep"):
+        accelerator.save_state(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_hooks_may_keep_weights_out_and_models_unloaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    saved = accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop())
+    accelerator.save_state(tmp_path / "without")
+    saved.remove()
+    with pytest.raises(CheckpointMismatchError, match="holds no model"):
+        accelerator.load_state(tmp_path / "without")
+    loaded = accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    before = model.weight.detach().clone()
+    accelerator.load_state(tmp_path / "without")
+    assert torch.equal(model.weight, before)
+    loaded.remove()
+
+
+# What cannot be loaded or written
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    first = Accelerator(cpu=True)
+    first.prepare(nn.Linear(2, 2))
+    first.save_state(tmp_path / "a")
+    second = Accelerator(cpu=True)
+    model = second.prepare(nn.Sequential(nn.Linear(2, 3)))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(CheckpointMismatchError, match=r"0\.weight"):
+        second.load_state(tmp_path / "a")
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_checkpoint_with_other_objects_says_which(tmp_path: Path) -> None:
+    first = Accelerator(cpu=True)
+    first.prepare(nn.Linear(2, 2))
+    first.save_state(tmp_path / "a")
+    second = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointMismatchError, match="holds no optimizer"):
+        second.load_state(tmp_path / "a")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        Accelerator(cpu=True).load_state(tmp_path)
+
+
+def test_no_folder_and_no_naming_is_refused() -> None:
+    with pytest.raises(ConfigError, match="automatic checkpoint naming is disabled"):
+        Accelerator(cpu=True).load_state()
+    with pytest.raises(ConfigError, match="give output_dir"):
+        Accelerator(cpu=True).save_state()
+
+
+def test_an_unwritable_folder_leaves_earlier_checkpoints_intact(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "good")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="file"):
+        accelerator.save_state(tmp_path / "file" / "inside")
+    accelerator.load_state(tmp_path / "good")
+
+
+@pytest.mark.ranks(2)
+def test_damage_raises_on_every_rank(tmp_path: Path, rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(64, 64))
+    accelerator.save_state(tmp_path / "a")
+    if rank == 0:
+        damage(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointCorruptError):
+        accelerator.load_state(tmp_path / "a")
+
+
+@pytest.mark.ranks(2)
+def test_buffers_of_the_main_rank_are_saved(tmp_path: Path, rank: int) -> None:
+    """Each rank's norm has seen its own batch; the next forward of DDP would take rank 0's."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    accelerator.backward(model(torch.randn(8, 2) + 10 * rank).sum())
+    mean = accelerator.gather(model.module[0].running_mean[None].clone())
+    accelerator.save_state(tmp_path / "a")
+    accelerator.load_state(tmp_path / "a")
+    assert torch.equal(model.module[0].running_mean, mean[0])
+
+
+def test_user_metadata_is_readable_json(tmp_path: Path) -> None:
+    from accel_ckpt import open_checkpoint
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "a", metadata={"loss": 1.5, "note": "best"})
+    user = open_checkpoint(tmp_path / "a").metadata["user"]
+    assert json.loads(json.dumps(user)) == {"loss": 1.5, "note": "best"}
