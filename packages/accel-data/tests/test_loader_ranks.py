@@ -1,0 +1,191 @@
+"""Real ranks: they agree on the order, deliver every sample once, and go on with other numbers of ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accel_data import LoaderOptions, prepare_loader
+from accel_state.errors import DataError
+from accel_state.objects import all_gather_object
+from accel_state.parallelism import DataShard
+
+SIZE = 53
+
+
+class Numbers(Dataset):
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Walked:
+    """A custom sampler that shuffles with torch's global generator."""
+
+    def __iter__(self):
+        return iter(torch.randperm(SIZE).tolist())
+
+    def __len__(self):
+        return SIZE
+
+
+def make(rank, ranks, *, num_workers=0, batch_size=3, options=None, **kwargs):
+    kwargs = kwargs or {"shuffle": True}
+    dataset = DataLoader(Numbers(), batch_size=batch_size, num_workers=num_workers, **kwargs)
+    return prepare_loader(dataset, DataShard(rank, ranks), options=options)
+
+
+def real(loader, batch, rank):
+    return batch[: max(loader.real_counts[rank], 0)].tolist()
+
+
+def together(mine):
+    """The steps of all ranks, rank after rank within a step."""
+    steps = zip(*all_gather_object(mine), strict=True)
+    return [index for step in steps for part in step for index in part]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("sampler", [None, "walked"])
+def test_differently_seeded_ranks_share_one_order(rank, world_size, num_workers, sampler):
+    torch.manual_seed(rank)
+    kwargs = {"sampler": Walked()} if sampler else {}
+    loader = make(rank, world_size, num_workers=num_workers, **kwargs)
+    for _ in range(2):
+        everything = together([real(loader, batch, rank) for batch in loader])
+        assert sorted(everything) == list(range(SIZE))
+        assert everything != list(range(SIZE))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("batch_size", "fewer"), [(2, 2), (5, 3)])
+def test_fewer_ranks_go_on_where_more_have_stopped(rank, world_size, num_workers, batch_size, fewer):
+    loader = make(rank, world_size, num_workers=num_workers)
+    iterator = iter(loader)
+    first = together([real(loader, next(iterator), rank) for _ in range(2)])
+    state = loader.state_dict()
+    assert all(other == state for other in all_gather_object(state))
+    del iterator
+
+    # All take part in agreeing on a seed; the state's replaces it.
+    resumed = make(min(rank, fewer - 1), fewer, num_workers=num_workers, batch_size=batch_size)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    mine = [real(resumed, batch, min(rank, fewer - 1)) for batch in resumed]
+    parts = all_gather_object(mine)[:fewer]
+    rest = [index for step in zip(*parts, strict=True) for part in step for index in part]
+    assert sorted(first + rest) == list(range(SIZE))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_more_ranks_read_the_same_global_batches(rank, world_size, num_workers):
+    options = LoaderOptions(global_batch_size=7, data_seed=4)
+    loader = make(rank, world_size, num_workers=num_workers, batch_size=2, options=options)
+    alone = make(0, 1, batch_size=2, options=options)
+    sharded = together([real(loader, batch, rank) for batch in loader])
+    assert sharded == [index for batch in alone for index in batch.tolist()]
+
+
+@pytest.mark.ranks(2)
+def test_uneven_ends_are_known_on_every_rank(rank, world_size):
+    options = LoaderOptions(even_batches=False, data_seed=4)
+    loader = make(rank, world_size, batch_size=26, options=options)
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == ([26, 1] if rank == 0 else [26])
+    assert loader.end_of_dataloader
+    assert loader.epoch == 1
+    assert loader.real_counts == ((1, -1) if rank == 0 else (26, 26))
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallel_peers_read_the_same(rank, world_size):
+    torch.manual_seed(rank)
+    loader = make(0, 1)
+    orders = all_gather_object([batch.tolist() for batch in loader])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.ranks(2)
+def test_datasets_of_different_lengths_are_refused_on_every_rank(rank, world_size):
+    dataset = DataLoader(Numbers(SIZE - rank), batch_size=3, shuffle=True)
+    with pytest.raises(DataError, match=r"different lengths, \[53, 52\]"):
+        prepare_loader(dataset, DataShard(rank, world_size))
+
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from accel_data import LoaderOptions, prepare_loader
+from accel_state.objects import all_gather_object
+from accel_state.parallelism import DataShard
+
+rank, ranks, workers, batch_size = map(int, sys.argv[1:5])
+store, log = sys.argv[5:7]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
+torch.manual_seed(os.getpid())
+loader = prepare_loader(
+    DataLoader(range(600), batch_size=batch_size, shuffle=True, num_workers=workers), DataShard(rank, ranks)
+)
+lines = [line for line in open(log).read().splitlines(True) if line.endswith(chr(10))] if os.path.exists(log) else []
+dist.barrier()
+if lines:
+    loader.load_state_dict(json.loads(lines[-1])["state"])
+for batch in loader:
+    mine = batch[: max(loader.real_counts[rank], 0)].tolist()
+    indices = [index for part in all_gather_object(mine) for index in part]
+    if rank == 0:
+        with open(log, "a") as file:
+            file.write(json.dumps({"indices": indices, "state": loader.state_dict()}) + chr(10))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def start(folder, run, ranks, workers, batch_size):
+    arguments = [str(workers), str(batch_size), str(folder / f"store{run}"), str(folder / "log")]
+    return [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), str(ranks), *arguments], start_new_session=True)
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parametrize("runs", [[(2, 1, 3), (3, 0, 2), (1, 2, 7)], [(4, 0, 2), (2, 2, 5)]])
+def test_killed_ranks_are_resumed_by_others_without_loss(tmp_path, runs):
+    log = tmp_path / "log"
+    for number, (ranks, workers, batch_size) in enumerate(runs):
+        before = len(log.read_text().splitlines()) if log.exists() else 0
+        processes = start(tmp_path, number, ranks, workers, batch_size)
+        try:
+            if number == len(runs) - 1:
+                assert [process.wait(120) for process in processes] == [0] * ranks
+                break
+            deadline = time.monotonic() + 120
+            while not log.exists() or len(log.read_text().splitlines()) < before + 8:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        # What a kill leaves of a line that was being written is no checkpoint.
+        log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")))
+    indices = [index for line in log.read_text().splitlines() for index in json.loads(line)["indices"]]
+    assert sorted(indices) == list(range(600))
