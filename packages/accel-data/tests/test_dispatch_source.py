@@ -13,7 +13,7 @@ from accel_data.iterable_source import StreamSource
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
-from accel_state.errors import DataError, DataStateError
+from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.parallelism import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
@@ -283,3 +283,17 @@ def test_a_custom_batch_sampler_is_dispatched_whole(rank):
     ours = prepare_loader(loader, DataShard(rank, 2), options=options)
     assert listed(ours) == [[[0, 1, 4], [16, 25]], [[9], [16, 25]]][rank]
     assert ours.real_counts == (2, 0)
+
+
+class Part(Numbers):
+    already_sharded = True
+
+
+def test_data_that_is_already_shared_out_is_not_dispatched():
+    device = torch.device("cpu")
+    with pytest.raises(ConfigError, match="already_sharded = True"):
+        prepare_loader(
+            DataLoader(Part(4)), DataShard(0, 2), device=device, options=LoaderOptions(dispatch_batches=True)
+        )
+    loader = prepare_loader(DataLoader(Part(4), batch_size=2), DataShard(0, 2), device=device)
+    assert listed(loader) == [[0, 1], [2, 3]]

@@ -10,6 +10,8 @@ from accel_data._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from accel_data.collate import PaddingCollator as PaddingCollator
+    from accel_data.collate import pad_sequences as pad_sequences
+    from accel_data.collate import padding_share as padding_share
     from accel_data.collate_budget import TokenBudget as TokenBudget
     from accel_data.collate_budget import TokenBudgetSampler as TokenBudgetSampler
     from accel_data.cursor import Cursor as Cursor
@@ -52,7 +54,11 @@ if TYPE_CHECKING:
     from accel_data.source import Source as Source
 
 _EXPORTS = {
-    "accel_data.collate": ("PaddingCollator",),
+    "accel_data.collate": (
+        "PaddingCollator",
+        "pad_sequences",
+        "padding_share",
+    ),
     "accel_data.collate_budget": (
         "TokenBudget",
         "TokenBudgetSampler",

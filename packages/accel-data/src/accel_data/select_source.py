@@ -33,6 +33,8 @@ def dispatches(dataloader: "DataLoader[Any]", options: LoaderOptions, placement:
     if placement.shard.count == 1 or options.dispatch_batches is False:
         return False
     is_stream = isinstance(dataloader.dataset, IterableDataset)
+    if is_stream and _is_sharded(dataloader, options):
+        return False
     if options.dispatch_batches is None and not (is_stream and placement.on_device):
         return False
     if options.global_batch_size is not None or options.sharding != "index":
@@ -41,6 +43,19 @@ def dispatches(dataloader: "DataLoader[Any]", options: LoaderOptions, placement:
             "dispatch_batches=False"
         )
     return True
+
+
+def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
+    """Whether each rank was given another part of the data, of which rank 0 could only send its own."""
+    from accel_data.iterable_traits import inspect_stream
+
+    given = inspect_stream(dataloader.dataset).given or ("already_sharded=True" if options.already_sharded else None)
+    if given is not None and options.dispatch_batches:
+        raise ConfigError(
+            f"dispatch_batches=True sends what rank 0 reads, but each rank holds a part of this dataset ({given}): the "
+            "others' parts would never be read. Drop dispatch_batches, or give rank 0 the whole dataset"
+        )
+    return given is not None
 
 
 def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> Source:

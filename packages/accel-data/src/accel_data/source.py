@@ -4,8 +4,8 @@ A ``Source`` belongs to one loader for life; each time the user iterates, the lo
 ``Cursor``. There is one source for each way of reading:
 
 - ``map_source.MapSource``: map-style data. The user's DataLoader is kept, its sampler replaced by ours.
-- ``iterable.StreamSource``: iterable datasets, asked to shard or seek, or strided.
-- ``dispatch.DispatchSource``: rank 0 reads, all receive.
+- ``iterable_source.StreamSource``: iterable datasets, asked to shard or seek, or strided.
+- ``dispatch_source.DispatchSource``: rank 0 reads, all receive.
 
 ``select_source.select_source`` picks one. The loader itself looks one batch ahead, places batches on the device,
 tells the observer, and counts what it has delivered; a source does none of that.
