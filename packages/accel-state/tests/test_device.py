@@ -37,6 +37,22 @@ def test_a_device_named_by_variable_is_taken_literally(name, value, device):
     assert Device.choose(Topology.on_one_node(1, 2), env={name: value}) == device
 
 
+@pytest.mark.parametrize(
+    ("asked", "index"), [("cuda", 1), ("cuda:0", 0), (torch.device("cuda"), 1), (Device("cuda", 5), 5)]
+)
+def test_a_device_asked_for_without_index_is_the_one_of_this_process(asked, index):
+    chosen = Device.choose(Topology.on_one_node(1, 2), asked=asked, env={"ACCEL_TORCH_DEVICE": "cpu"})
+    assert chosen == Device("cuda", index)
+
+
+@pytest.mark.parametrize("type_", [kind.type for kind in DEVICE_KINDS.values() if kind.plugin])
+def test_a_missing_plugin_is_named(type_):
+    if count_devices(type_):
+        pytest.skip(f"this machine has {type_}")
+    with pytest.raises(ConfigError, match=DEVICE_KINDS[type_].plugin):
+        Device(type_).load_collectives()
+
+
 def test_our_own_variable_comes_before_accelerates():
     assert Device.choose(HERE, env={"ACCELERATE_TORCH_DEVICE": "mps", "ACCEL_TORCH_DEVICE": "cpu"}) == Device("cpu")
 

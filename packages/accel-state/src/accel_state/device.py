@@ -23,7 +23,8 @@ class DeviceKind:
 
     ``collective`` is torch.distributed's backend for tensors on it, ``plugin`` the module that teaches torch the type
     (None when torch knows it), ``visible`` the variable that hides devices from a process, ``family`` the name that
-    Accelerate's ``DistributedType`` has for several of them.
+    Accelerate's ``DistributedType`` has for several of them, ``unsupported`` dtypes that no device of the type
+    computes, ``collective_plugin`` the module that adds the backend.
     """
 
     type: str
@@ -32,6 +33,7 @@ class DeviceKind:
     visible: str | None = None
     family: str = "NO"
     unsupported: frozenset[torch.dtype] = frozenset()
+    collective_plugin: str | None = None
 
 
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -45,11 +47,21 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         DeviceKind("sdaa", "tccl", "torch_sdaa", "SDAA_VISIBLE_DEVICES", "MULTI_SDAA", _FP8),
         DeviceKind("musa", "mccl", "torch_musa", "MUSA_VISIBLE_DEVICES", "MULTI_MUSA", _FP8),
         DeviceKind("npu", "hccl", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "MULTI_NPU", _FP8),
-        DeviceKind("hpu", "hccl", "habana_frameworks.torch", "HABANA_VISIBLE_MODULES", "MULTI_HPU", _FP8),
+        DeviceKind(
+            "hpu",
+            "hccl",
+            "habana_frameworks.torch",
+            "HABANA_VISIBLE_MODULES",
+            "MULTI_HPU",
+            _FP8,
+            "habana_frameworks.torch.distributed.hccl",
+        ),
         DeviceKind("cuda", "nccl", None, "CUDA_VISIBLE_DEVICES", "MULTI_GPU"),
         DeviceKind("xpu", "xccl", None, "ZE_AFFINITY_MASK", "MULTI_XPU", _FP8),
         DeviceKind("neuron", "neuron", "torch_neuronx", "NEURON_RT_VISIBLE_CORES", "MULTI_NEURON", _FP8),
-        DeviceKind("xla", "xla", "torch_xla", None, "XLA", _FP8 | {torch.complex128}),
+        DeviceKind(
+            "xla", "xla", "torch_xla", None, "XLA", _FP8 | {torch.complex128}, "torch_xla.distributed.xla_backend"
+        ),
         DeviceKind("cpu", "gloo", None, None, "MULTI_CPU", _FP8),
     )
 }
@@ -81,19 +93,27 @@ class Device:
             raise ConfigError(f"unknown device type {self.type!r}; known: {', '.join(DEVICE_KINDS)}")
 
     @classmethod
-    def choose(cls, topology: Topology, *, cpu: bool = False, env: Mapping[str, str] | None = None) -> "Device":
+    def choose(
+        cls,
+        topology: Topology,
+        *,
+        cpu: bool = False,
+        asked: "str | TorchDevice | Device | None" = None,
+        env: Mapping[str, str] | None = None,
+    ) -> "Device":
         """The device of the process at ``topology``: asked for, else the machine's accelerator, else the CPU.
 
-        ``ACCEL_TORCH_DEVICE`` or ``ACCELERATE_TORCH_DEVICE`` ("cuda:3") is taken literally; ``cpu=True`` or
-        ``ACCELERATE_USE_CPU`` keeps to the CPU. Otherwise process *i* of a node gets device *i*. Neither choosing the
-        CPU nor counting CUDA devices makes a CUDA context. ``env`` defaults to ``os.environ``.
+        ``asked``, else ``ACCEL_TORCH_DEVICE`` or ``ACCELERATE_TORCH_DEVICE``, is taken literally ("cuda:3"); without an
+        index it means process *i*'s device *i*. ``cpu=True`` or ``ACCELERATE_USE_CPU`` keeps to the CPU. Otherwise
+        process *i* of a node gets device *i*. Neither choosing the CPU nor counting CUDA devices makes a CUDA context.
+        ``env`` defaults to ``os.environ``.
 
         Raises:
             TopologyError: the node has more processes than devices.
             ConfigError: the device asked for by name does not exist for torch.
         """
         env = os.environ if env is None else env
-        asked = env.get("ACCEL_TORCH_DEVICE") or env.get("ACCELERATE_TORCH_DEVICE")
+        asked = asked or env.get("ACCEL_TORCH_DEVICE") or env.get("ACCELERATE_TORCH_DEVICE")
         if asked:
             device = cls.parse(asked)
             if device.index is None and _has_indices(device.type):
@@ -132,7 +152,8 @@ class Device:
         """The same device in torch's own type."""
         if self.type == "xla":
             return _xla_device()
-        _load_plugin(self.kind)
+        if self.kind.plugin is not None:
+            _load(self.kind.plugin, for_type=self.type)
         return torch.device(self.type) if self.index is None else torch.device(self.type, self.index)
 
     @property
@@ -186,6 +207,16 @@ class Device:
         """Makes this the device that torch uses when none is named; the CPU and single devices need nothing."""
         if self.index is not None and self.type != "xla":
             self._module().set_device(self.index)
+
+    def load_collectives(self) -> None:
+        """Imports what adds this type's backend to torch.distributed; nothing where torch has it.
+
+        Raises:
+            ConfigError: the package that adds it is missing.
+        """
+        for plugin in (self.kind.plugin, self.kind.collective_plugin):
+            if plugin is not None:
+                _load(plugin, for_type=self.type)
 
     def rng_state(self) -> Tensor:
         """The device generator's state: a uint8 vector on the CPU; on XLA one int64 seed."""
@@ -271,27 +302,26 @@ def _is_installed(module: str) -> bool:
     return find_spec(module.partition(".")[0]) is not None
 
 
-def _load_plugin(kind: DeviceKind) -> None:
-    if kind.plugin is None:
-        return
+def _load(plugin: str, *, for_type: str) -> None:
     try:
-        import_module(kind.plugin)
+        import_module(plugin)
     except ImportError as error:
-        raise ConfigError(f"device type {kind.type!r} needs the package {kind.plugin!r}: {error}") from error
+        raise ConfigError(f"device type {for_type!r} needs the package {plugin!r}: {error}") from error
 
 
 def _device_module(kind: DeviceKind) -> Any:
-    if kind.type == "xla":
-        _load_plugin(kind)
-        return import_module("torch_xla")
-    if kind.plugin is not None and not _is_installed(kind.plugin):
-        raise ConfigError(f"device type {kind.type!r} needs the package {kind.plugin!r}, which is not installed")
-    _load_plugin(kind)
-    return getattr(torch, kind.type)
+    if kind.plugin is not None:
+        if not _is_installed(kind.plugin):
+            raise ConfigError(f"device type {kind.type!r} needs the package {kind.plugin!r}, which is not installed")
+        _load(kind.plugin, for_type=kind.type)
+    module = import_module("torch_xla") if kind.type == "xla" else getattr(torch, kind.type, None)
+    if module is None:
+        raise ConfigError(f"{kind.plugin} did not add torch.{kind.type}; is its version made for this torch?")
+    return module
 
 
 def _xla_device() -> torch.device:
-    _load_plugin(DEVICE_KINDS["xla"])
+    _load("torch_xla", for_type="xla")
     device: torch.device = import_module("torch_xla").device()
     return device
 

@@ -57,9 +57,9 @@ def open_default_group(
 
     if not dist.is_available():
         raise SessionError(f"{topology} needs torch.distributed, which this build of torch lacks")
-    backend = choose_backend(device, backend)
     patience = _LONGEST_RENDEZVOUS if timeout is None else min(timeout, _LONGEST_RENDEZVOUS)
     prepare_process(topology, device, env)
+    backend = choose_backend(device, backend)
     store = connect(topology, init_method=init_method, timeout=patience, env=env)
     try:
         dist.init_process_group(
@@ -88,6 +88,7 @@ def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) 
     Raises:
         SessionError: NCCL would fail or hang on these cards with this driver.
     """
+    device.load_collectives()
     device.set_current()
     if parse_flag(env, "ACCELERATE_CPU_AFFINITY"):
         from accel_state.hardware import set_numa_affinity

@@ -83,7 +83,7 @@ class Session:
             topology = _adopted_topology(lease.group, topology, env)
         elif topology is None:
             topology = Topology.from_env(env)
-        chosen = Device.choose(topology, cpu=cpu, env=env) if device is None else Device.parse(device)
+        chosen = Device.choose(topology, cpu=cpu, asked=device, env=env)
         if lease is not None:
             groups.check_adopted_backend(lease.group, backend)
             chosen.set_current()
