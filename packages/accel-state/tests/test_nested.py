@@ -214,6 +214,7 @@ def test_honor_type_gives_a_namedtuple_its_items_by_position():
     assert honor_type(Pair(1, 2), (item for item in (3, 4))) == Pair(3, 4)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
 def test_recursively_apply_names_what_it_does_not_support():
     with pytest.raises(TypeError) as caught:
         recursively_apply(torch.tensor, (torch.tensor(1), 1), error_on_other_type=True)
