@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from accel_ckpt._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from accel_ckpt.background import AsyncSaver as AsyncSaver
+    from accel_ckpt.background import SaveHandle as SaveHandle
     from accel_ckpt.checkpoint import Checkpoint as Checkpoint
     from accel_ckpt.checkpoint import open_checkpoint as open_checkpoint
     from accel_ckpt.difference import Difference as Difference
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from accel_ckpt.saving import save as save
 
 _EXPORTS = {
+    "accel_ckpt.background": ("AsyncSaver", "SaveHandle"),
     "accel_ckpt.checkpoint": ("Checkpoint", "open_checkpoint"),
     "accel_ckpt.difference": ("Difference",),
     "accel_ckpt.directory": ("CheckpointDirectory",),

@@ -88,6 +88,10 @@ class CheckpointDirectory:
         """Removes what ``retention`` does not keep; never the newest, nor the newest that is whole."""
         return Peers.of(self.group).first(f"pruning {self.path}", self._prune)
 
+    def prune_alone(self) -> list[Path]:
+        """What ``prune`` does, without asking the other ranks; for one rank only."""
+        return self._prune()
+
     def sweep(self) -> list[Path]:
         """Removes what killed saves left here; the folders that another run is writing right now are left alone."""
         return Peers.of(self.group).first(f"sweeping {self.path}", lambda: sweep(self.path))

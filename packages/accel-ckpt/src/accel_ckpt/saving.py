@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,9 +106,15 @@ class Attempt:
 
         ``pieces`` gives the bytes of this rank's tensor file.
         """
-        try:
+        with self.dropped_on_error():
             told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
             peers.first(f"committing {self.target}", lambda: self._commit(peers, told))
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """Removes what was written if the block raises."""
+        try:
+            yield
         except BaseException:
             if self.staging is not None:
                 self.staging.drop()
@@ -117,7 +124,7 @@ class Attempt:
         records: dict[str, FileRecord] = {}
         self.witness("write")
         for name, content in self.part.documents.items():
-            records[name] = write_file(self.folder / name, [memoryview(content)], threads=1)
+            records[name] = write_file(self.folder / name, [memoryview(content)], threads=0)
         if self.part.header:
             name = self.part.tensors_name
             records[name] = write_file(self.folder / name, pieces(), threads=threads)
@@ -140,7 +147,7 @@ class Attempt:
             writer=_writer(),
         )
         self.witness("manifest")
-        write_file(self.folder / MANIFEST, [memoryview(pack(manifest))], threads=1)
+        write_file(self.folder / MANIFEST, [memoryview(pack(manifest))], threads=0)
         self.witness("commit")
         self.staging.commit()
         self.witness("committed")

@@ -1,0 +1,191 @@
+"""Saving while training goes on: a copy now, the disk later.
+
+The call returns once this rank's part lies in a buffer of its own, which is kept for the next save. One thread then
+digests and writes it; both let go of the interpreter lock, eight megabytes at a time. It talks to the other ranks
+over a group of its own, since collectives of two threads on one group would meet the wrong partners.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.draft import RankPart
+from accel_ckpt.peers import Peers
+from accel_ckpt.saving import Attempt
+from accel_ckpt.staged_copy import copy_into
+from accel_ckpt.tensors import byte_view
+from accel_ckpt.tree import Json, Tree
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_ckpt.directory import CheckpointDirectory
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class SaveHandle:
+    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.stall = 0.0
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error is not None else "committed"
+        return f"SaveHandle({str(self.path)!r}, {state})"
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """The committed checkpoint, once it is; ``timeout`` in seconds.
+
+        Raises:
+            CheckpointError: the save failed on some rank, or is not over in time.
+        """
+        if not self._over.wait(timeout):
+            raise CheckpointError(f"{self.path} is not committed after {timeout} s")
+        self.raise_failure()
+        return open_checkpoint(self.path, verify=False)
+
+    def raise_failure(self, *, once: bool = False) -> None:
+        """Raises what the save failed with; with ``once`` only if nobody was told yet."""
+        if self._error is not None and not (once and self._told):
+            self._told = True
+            raise CheckpointError(f"saving {self.path} in the background failed: {self._error}") from self._error
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._over.set()
+
+
+@final
+class AsyncSaver:
+    """Saves in the background, one checkpoint at a time; a context manager that ends by waiting for the last.
+
+    Made and used by all ranks of ``group`` together. It makes a gloo group for its thread when there are several.
+    """
+
+    def __init__(self, *, group: "ProcessGroup | None" = None) -> None:
+        peers = Peers.of(group)
+        self._peers = peers if peers.group is None else Peers(_own_group(peers.group))
+        self._buffer: torch.Tensor | None = None
+        self._handle: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Tree],
+        *,
+        local: Mapping[str, Tree] | None = None,
+        metadata: Mapping[str, Json] | None = None,
+        overwrite: bool = True,
+        series: "CheckpointDirectory | None" = None,
+    ) -> SaveHandle:
+        """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
+
+        Waits for an earlier save that is still under way. After the commit rank 0 prunes ``series``.
+
+        Raises:
+            CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
+        """
+        start = time.perf_counter()
+        self.wait()
+        attempt = Attempt.begin(self._peers, Path(path), state, local=local, metadata=metadata, overwrite=overwrite)
+        handle = SaveHandle(attempt.target, attempt.part.nbytes)
+        staged: list[memoryview] = []
+        with attempt.dropped_on_error():
+            self._peers.together(f"copying for {path}", lambda: staged.extend(self._stage(attempt.part)))
+        thread = threading.Thread(
+            target=self._run, args=(attempt, staged, handle, series), name="accel-ckpt-save", daemon=False
+        )
+        self._handle, self._thread = handle, thread
+        thread.start()
+        handle.stall = time.perf_counter() - start
+        return handle
+
+    def wait(self) -> None:
+        """Waits until nothing is under way.
+
+        Raises:
+            CheckpointError: the last save failed and nobody was told yet.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._handle is not None:
+            self._handle.raise_failure(once=True)
+
+    def close(self) -> None:
+        """Waits, lets the buffer go and closes the group. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._buffer = None
+            if self._peers.group is not None:
+                import torch.distributed as dist
+
+                if dist.is_initialized():
+                    dist.destroy_process_group(self._peers.group)
+                self._peers = Peers(None)
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if kind is None:
+                raise
+            _LOG.exception("a save under way failed too")  # the first exception is what the caller must see
+
+    def _stage(self, part: RankPart) -> "list[memoryview]":
+        """The bytes of this rank's tensor file, of which the tensors are copied now."""
+        size = part.nbytes
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=_has_accelerator(part))
+        copy_into(self._buffer, part.tensors)
+        return [memoryview(part.header), byte_view(self._buffer)[:size]]
+
+    def _run(
+        self, attempt: Attempt, staged: list[memoryview], handle: SaveHandle, series: "CheckpointDirectory | None"
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            attempt.finish(self._peers, lambda: iter(staged), threads=0)
+            if series is not None and self._peers.rank == 0:
+                series.prune_alone()
+        except BaseException as caught:
+            error = caught
+            _LOG.warning("saving %s in the background failed: %s", attempt.target, caught)
+        finally:
+            handle._finish(error)
+
+
+def _own_group(group: "ProcessGroup") -> "ProcessGroup":
+    import torch.distributed as dist
+
+    own: ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    return own
+
+
+def _has_accelerator(part: RankPart) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in part.tensors)
