@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
 from accel_data.cursor import Cursor, Step
@@ -26,7 +26,7 @@ from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Shardin
 from accel_data.skipping import iterated, swapped
 from accel_data.source import Json, Pass, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
-from accel_state.errors import ConfigError, DataStateError
+from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.parallelism import DataShard
 
 SEED_KEY = "seed"
@@ -37,7 +37,7 @@ SAMPLER_KEY = "sampler"
 
 
 @final
-class ShardedBatches:
+class ShardedBatches(BatchSampler):
     """What stands in the DataLoader where the user's sampler stood: this rank's index batches.
 
     The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
@@ -45,7 +45,8 @@ class ShardedBatches:
 
     def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
         self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
-        self.batch_size, self.drop_last = batch_size, reading.drop_last
+        self.batch_size = batch_size  # type: ignore[assignment]
+        self.drop_last = reading.drop_last
         self.num_processes, self.process_index = shard.count, shard.index
         self.split_batches = options.split_batches
         self.batched = reading.batched
@@ -53,7 +54,8 @@ class ShardedBatches:
         self.length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        assert self.walk is not None, "a prepared loader is iterated, not its sampler"
+        if self.walk is None:
+            raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
         batches = self.walk.batches()
         return batches if self.batched else (index for batch in batches for index in batch)
 
