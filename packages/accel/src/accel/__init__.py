@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accel.clock import StepClock as StepClock
     from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.handlers import ProjectConfiguration as ProjectConfiguration
+    from accel.local_sgd import LocalSGD as LocalSGD
     from accel.optimizer import PreparedOptimizer as PreparedOptimizer
     from accel.scheduler import PreparedScheduler as PreparedScheduler
     from accel.state import PartialState as PartialState
@@ -37,6 +38,7 @@ _EXPORTS = {
     "accel.accelerator": ("Accelerator",),
     "accel.clock": ("GradientAccumulationPlugin", "StepClock"),
     "accel.handlers": ("InitProcessGroupKwargs", "ProjectConfiguration"),
+    "accel.local_sgd": ("LocalSGD",),
     "accel.optimizer": ("PreparedOptimizer",),
     "accel.scheduler": ("PreparedScheduler",),
     "accel.state": ("PartialState",),

@@ -117,7 +117,8 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = tuple(rng_types or ())
+        # "generator": the order of a loader's samples, on which the ranks agree without synchronising anything.
+        self.rng_types = tuple(kind for kind in map(str, rng_types or ()) if kind != "generator")
         if scheduler_steps not in ("per_step", "per_process"):
             raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
         self._scheduler_repeats = self.session.world_size if scheduler_steps == "per_process" else 1

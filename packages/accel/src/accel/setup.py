@@ -52,12 +52,8 @@ def open_parts(
         SessionError: the other processes cannot be reached.
     """
     sorted_handlers = sort_handlers(handlers)
-    config = resolve_config(
-        {name: value for name, value in call.items() if isinstance(value, str | int) and name != "mixed_precision"},
-        os.environ,
-    )
+    config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
     accumulating = accumulation_of(call["gradient_accumulation_steps"], accumulation, config)
-    loader_options = loading_of(*loading)
     process_group = sorted_handlers.process_group
     session = Session.open(
         cpu=config.cpu,
@@ -67,8 +63,10 @@ def open_parts(
         init_method=process_group.init_method,
         debug=config.debug,
     )
+    loader_options = loading_of(*loading, num_nodes=session.topology.num_nodes)
+    asked_policy = call["mixed_precision"]
     policy = PrecisionPolicy.parse(
-        call["mixed_precision"] or config.mixed_precision,  # type: ignore[arg-type]
+        asked_policy if isinstance(asked_policy, PrecisionPolicy) else config.mixed_precision,
         device_type=session.device.type,
         fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
     )
@@ -82,6 +80,10 @@ def open_parts(
         autocast=sorted_handlers.autocast,
         scaler=sorted_handlers.scaler,
     )
+    if config.seed is not None:
+        from accel_state.rng import set_seed
+
+        set_seed(config.seed)
     return Parts(
         config=config,
         handlers=sorted_handlers,
@@ -110,9 +112,11 @@ def accumulation_of(
     return plugin
 
 
-def loading_of(options: LoaderOptions | None, split_batches: bool | None) -> LoaderOptions:
-    """The loader options, with ``split_batches`` where it was given beside them."""
+def loading_of(options: LoaderOptions | None, split_batches: bool | None, *, num_nodes: int) -> LoaderOptions:
+    """The loader options, with ``split_batches`` where it was given beside them, and the nodes of this run."""
     options = options or LoaderOptions()
+    if options.sharding == "node" and options.num_nodes == 1:
+        options = dataclasses.replace(options, num_nodes=num_nodes)
     return options if split_batches is None else dataclasses.replace(options, split_batches=split_batches)
 
 

@@ -1,9 +1,9 @@
 """An Accelerator's side towards the data: loaders, exact metrics, uneven ends."""
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from accel_state import DataShard
 
 
+@final
+class SynchronisedStart:
+    """Sets random generators to the main process's state whenever a pass of a loader begins, then tells the clock."""
+
+    def __init__(self, clock: StepClock, rng_types: Sequence[str]) -> None:
+        self._clock = clock
+        self._rng_types = rng_types
+
+    def began(self, loader: Any) -> None:
+        """A pass begins on all ranks."""
+        from accel_state.rng import synchronize_rng_states
+
+        synchronize_rng_states(self._rng_types)
+        self._clock.began(loader)
+
+    def ended(self, loader: Any) -> None:
+        """The pass is over."""
+        self._clock.ended(loader)
+
+
 class DataFacet(ABC):
     """Everything about batches that needs the session, the clock and the loader options together."""
 
@@ -25,6 +45,7 @@ class DataFacet(ABC):
     clock: StepClock
     backend: "Backend"
     data_shard: "DataShard"
+    rng_types: tuple[str, ...]
     dataloader_config: "LoaderOptions"
     _dataloaders: list[Any]
 
@@ -77,7 +98,7 @@ class DataFacet(ABC):
             self.data_shard,
             device=self.session.device.torch if on_device else None,
             options=self.dataloader_config,
-            observer=self.clock,
+            observer=SynchronisedStart(self.clock, self.rng_types) if self.rng_types else self.clock,
             session_group=self.session.group,
             slice_fn=slice_fn,
         )

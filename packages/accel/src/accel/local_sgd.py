@@ -1,0 +1,56 @@
+"""Local SGD: every rank trains alone for a while, then all take the mean of their parameters."""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self, final
+
+from torch import nn
+
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+
+@final
+class LocalSGD:
+    """Inside the block gradients of ``model`` are not reduced; instead parameters are averaged now and then.
+
+    Call :meth:`step` after each optimizer step; every ``local_sgd_steps``-th call averages the trained parameters over
+    all ranks, and so does the end of the block. One collective for each dtype (Stich, "Local SGD Converges Fast and
+    Communicates Little", 2019). On one process, or with ``enabled=False``, it does nothing.
+
+    Raises:
+        ConfigError: ``local_sgd_steps`` is not at least 1.
+    """
+
+    def __init__(
+        self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigError(f"local_sgd_steps is {local_sgd_steps}; parameters are averaged every 1 or more steps")
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self._backend = accelerator.backend
+        self._model = model
+        self._quiet: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self._quiet = self._backend.no_sync(self._model)
+            self._quiet.__enter__()
+        return self
+
+    def step(self) -> None:
+        """Counts one optimizer step, and averages when it is time. Collective then."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._backend.average_parameters(self._model)
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self._quiet is None:
+            return
+        self._quiet.__exit__(None, None, None)
+        self._quiet = None
+        if kind is None and self.num_steps % self.local_sgd_steps:
+            self._backend.average_parameters(self._model)
