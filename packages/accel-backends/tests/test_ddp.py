@@ -1,5 +1,7 @@
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -201,7 +203,7 @@ def test_twenty_steps_equal_one_process_at_the_same_global_batch(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
 def test_four_ranks_equal_one_process(rank, world_size, precision):
-    """Bound after 10 steps: 1e-10 in fp64, 2 % with fp16."""
+    """Distance of the weights from fp64 after 10 steps; measured: fp64 1e-16, fp16 1e-4."""
     ddp = backend(precision)
     reference = net(dtype=torch.float64)
     model, optimizer = prepared(
@@ -220,11 +222,12 @@ def test_four_ranks_equal_one_process(rank, world_size, precision):
         for each in (optimizer, other):
             each.zero_grad()
     distance = float((flat(model) - flat(reference)).norm() / flat(reference).norm())
-    assert distance < (1e-10 if precision == "fp64" else 0.02)
+    assert distance < (1e-10 if precision == "fp64" else 1e-3)
 
 
 @pytest.mark.ranks(2)
 def test_emulated_fp8_trains_alike_on_all_ranks(rank, world_size):
+    """Distance of the weights from fp32 after 10 steps: measured 6e-3."""
     pytest.importorskip("torchao")
     torch.manual_seed(0)
     layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
@@ -247,9 +250,9 @@ def test_emulated_fp8_trains_alike_on_all_ranks(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true"])
-def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_size, precision):
-    """Bound after 20 steps: 2 % of the weights' norm (measured 0.1-0.6 %)."""
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 5e-3), ("fp16", 1e-3), ("bf16-true", 3e-2)])
+def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_size, precision, bound):
+    """Distance of the weights from fp32 after 20 steps; measured: bf16 7e-4, fp16 1e-4, bf16-true 8e-3."""
     ddp, reference = backend(precision), net()
     model, optimizer = prepared(ddp, copy.deepcopy(reference), lr=0.05)
     other = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
@@ -264,7 +267,8 @@ def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_siz
         for each in (optimizer, other):
             each.zero_grad()
     assert torch.equal(*everywhere(flat(model)))
-    assert float((flat(model).float() - flat(reference)).norm() / flat(reference).norm()) < 0.02
+    distance = float((flat(model).float() - flat(reference)).norm() / flat(reference).norm())
+    assert distance < bound, distance
 
 
 @pytest.mark.ranks(2)
@@ -334,6 +338,25 @@ def test_an_error_on_one_rank_reaches_all(rank):
         ddp.prepare(Bundle(models if rank == 0 else [models[0], models[0]]))
     assert "twice" in str(caught.value)
     assert isinstance(caught.value, PrepareError) is (rank == 1)
+
+
+@pytest.mark.ranks(2)
+def test_prepare_and_release_leave_nothing_behind_and_a_model_can_be_prepared_again(rank, world_size):
+    ddp, inner, left = backend("bf16"), net(), []
+    for _ in range(3):
+        model, optimizer = prepared(ddp, inner)
+        with ddp.no_sync(model):
+            ddp.backward(model(data(rank, world_size)).square().mean())
+        ddp.backward(model(data(rank, world_size)).square().mean(), scale=0.5)
+        ddp.step(optimizer)
+        ddp.zero_grad(optimizer)
+        ddp.release([model])
+        left += [weakref.ref(model), weakref.ref(optimizer)]
+        del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left if reference() is not None] == []
+    assert type(inner) is nn.Sequential
+    assert torch.equal(*everywhere(flat(inner)))
 
 
 @pytest.mark.ranks(2)

@@ -103,7 +103,7 @@ class Backend(ABC):
                     f"backend {self.name!r} prepares one model in a call, and got {len(bundle.models)}; call "
                     "prepare for each"
                 )
-            check_bundle(bundle, prepared=self._prepared, owned=self._owned)
+            check_bundle(bundle, prepared=self._prepared, owned=self._owned, meta_allowed=self.capabilities.meta_device)
         except PrepareError as error:
             problem = error
         self._agree(problem)

@@ -41,12 +41,15 @@ class Bundle:
         return self.place or (True,) * len(self.models)
 
 
-def check_bundle(bundle: Bundle, *, prepared: Collection[nn.Module], owned: Collection[int]) -> None:
+def check_bundle(
+    bundle: Bundle, *, prepared: Collection[nn.Module], owned: Collection[int], meta_allowed: bool = False
+) -> None:
     """Refuses what cannot be prepared.
 
     Args:
         prepared: the innermost modules of the models that this backend prepared before.
         owned: ids of their parameters, which optimizers may hold, too.
+        meta_allowed: whether the backend gives parameters on the meta device their values.
 
     Raises:
         PrepareError: a model given twice or prepared before, one whose parameters lie on several devices, or an
@@ -66,13 +69,13 @@ def check_bundle(bundle: Bundle, *, prepared: Collection[nn.Module], owned: Coll
                 "(free_memory)"
             )
         seen.append(inner)
-        _check_devices(inner)
+        _check_devices(inner, meta_allowed)
     known = {id(parameter) for model in bundle.models for parameter in model.parameters()} | set(owned)
     for optimizer in bundle.optimizers:
         _check_optimizer(optimizer, known, bundle.models)
 
 
-def _check_devices(model: nn.Module) -> None:
+def _check_devices(model: nn.Module, meta_allowed: bool) -> None:
     first: tuple[str, nn.Parameter] | None = None
     for name, parameter in named_parameters(model).items():
         if first is None:
@@ -82,7 +85,7 @@ def _check_devices(model: nn.Module) -> None:
                 f"parameters of {type(model).__name__} lie on several devices: {first[0]} on {first[1].device}, {name} "
                 f"on {parameter.device}; move the whole model to one device before preparing it"
             )
-    if first is not None and first[1].is_meta:
+    if first is not None and first[1].is_meta and not meta_allowed:
         raise PrepareError(
             f"parameters of {type(model).__name__} are on the meta device, without values; give them values with "
             "model.to_empty(device=...) and an initialisation or a loaded state, or use a backend that shards (fsdp)"

@@ -21,6 +21,7 @@ class Capabilities:
         uneven_inputs: whether ``join`` lets ranks have different numbers of batches.
         sharded: whether parameters end up sharded (as DTensors or otherwise), so that a rank holds only its part.
         offload: whether parameters or optimizer states can live on the host.
+        meta_device: whether it takes models without values and gives them theirs.
     """
 
     device_types: frozenset[str] | None = None
@@ -30,6 +31,7 @@ class Capabilities:
     uneven_inputs: bool = False
     sharded: bool = False
     offload: bool = False
+    meta_device: bool = False
 
     def refusal(self, backend: str, policy: PrecisionPolicy, device_type: str, world_size: int) -> str | None:
         """Why the combination is not possible, with the nearest that is; None if it is."""

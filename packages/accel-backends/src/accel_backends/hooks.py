@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Hook = Callable[[Any, Any], "Future[torch.Tensor]"]
 
 
-HALVES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALVES: Mapping[str, torch.dtype] = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
 
 
 def hook_name(value: object, what: str = "comm_hook") -> str:
