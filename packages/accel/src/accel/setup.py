@@ -144,19 +144,14 @@ def fitting(parallelism: ParallelismConfig | None, topology: Topology) -> Parall
     """The degrees of parallelism; those that were not given make every process a data-parallel replica.
 
     Raises:
-        ConfigError: their product is not the number of processes, or a degree needs a backend that is not there.
+        TopologyError: their product is not the number of processes.
+        ConfigError: a degree needs a backend that is not there.
     """
-    if parallelism is None or parallelism.total_size == 1:
-        return ParallelismConfig(dp_replicate_size=topology.world_size)
-    if parallelism.total_size != topology.world_size:
-        raise ConfigError(
-            f"{parallelism} makes {parallelism.total_size} processes, which does not match num_processes="
-            f"{topology.world_size}"
-        )
-    other = [name for name in ("dp_shard", "tp", "cp", "sp", "pp") if getattr(parallelism, f"{name}_size", 1) > 1]
+    fitted = (parallelism or ParallelismConfig()).fitted(topology.world_size)
+    other = [axis for axis in fitted.active_mesh_dims if axis != "dp_replicate"]
     if other:
         raise ConfigError(
-            f"{parallelism} asks for {', '.join(f'{name}_size' for name in other)}, for which no backend is installed; "
-            f"nearest: dp_replicate_size={topology.world_size}"
+            f"{', '.join(f'{axis}_size={fitted.size(axis)}' for axis in other)}: no backend that is installed can do "
+            f"that; nearest: dp_replicate_size={topology.world_size}"
         )
-    return parallelism
+    return fitted
