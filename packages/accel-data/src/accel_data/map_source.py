@@ -108,6 +108,7 @@ class MapSource(Source):
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
+        self._described: tuple[Order, dict[str, Json]] | None = None
         self._pass: MapPass | None = None
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
@@ -291,7 +292,7 @@ class MapSource(Source):
         name = type(reading.batch_sampler if reading.whole else reading.sampler).__qualname__
         record: dict[str, Json] = {
             SEED_KEY: self.seed,
-            ORDER_KEY: {"kind": "walked", "sampler": name} if self._order is None else self._order.describe(),
+            ORDER_KEY: {"kind": "walked", "sampler": name} if self._order is None else self._description(self._order),
             LENGTH_KEY: dataset_size(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
@@ -300,6 +301,12 @@ class MapSource(Source):
             between = self._pass is None or self._pass.complete
             record[SAMPLER_KEY] = [s.state_dict() for s in stateful] if between else self._sampler_start
         return record
+
+    def _description(self, order: Order) -> dict[str, Json]:
+        """What the order says of itself; asked once, for it may look at every weight or length."""
+        if self._described is None or self._described[0] is not order:
+            self._described = (order, order.describe())
+        return self._described[1]
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Compares what the position was saved with to what is read now, and takes over the seed."""
