@@ -1,10 +1,13 @@
 """A learning-rate scheduler that moves once per optimizer step."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 from accel.clock import StepClock
 from accel.optimizer import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from accel.schedule import LearningRates
 
 SchedulerSteps = Literal["per_step", "per_process"]
 
@@ -60,6 +63,12 @@ class PreparedScheduler:
             if total is not None and self._repeats > 1 and self.scheduler.last_epoch >= total:  # type: ignore[attr-defined]
                 return
             self.scheduler.step(*args, **kwargs)
+
+    def learning_rates(self, num_steps: int) -> "LearningRates":
+        """What the schedule will do over ``num_steps`` optimizer steps from here; it does not move."""
+        from accel.schedule import learning_rates
+
+        return learning_rates(self.scheduler, num_steps, repeats=self._repeats)
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
