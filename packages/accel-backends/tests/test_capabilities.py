@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_backends import Capabilities
@@ -25,6 +25,7 @@ def test_a_refusal_says_what_would_do(capabilities, spec, device_type, world_siz
     assert "'some'" in reason
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(PrecisionPolicy.Named)), st.sampled_from(["cpu", "cuda", "xla"]), st.integers(1, 8))
 def test_the_defaults_refuse_nothing(name, device_type, world_size):
     assert Capabilities().refusal("any", PrecisionPolicy.Named[name], device_type, world_size) is None

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_backends import Bundle, DDPConfig, ModelFacts, SingleConfig, installed_backends, load_backend, select_backend
@@ -39,6 +39,7 @@ def test_frozen_models_are_a_reason():
     assert "stay bare" in str(select_backend(TWO, CPU, None, ModelFacts(trainable=0)))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64))
 def test_every_choice_has_a_reason_and_a_backend(world_size):
     choice = select_backend(Topology(rank=0, world_size=world_size, local_world_size=world_size), CPU)

@@ -2,7 +2,7 @@ from collections import OrderedDict, namedtuple
 from types import MappingProxyType
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_precision import converter
@@ -41,6 +41,7 @@ def shape(tree):
     return None
 
 
+@settings(deadline=None)
 @given(TREES)
 def test_structure_is_kept_and_only_narrow_floats_change(tree):
     out = converter(torch.float32)(tree)
@@ -52,6 +53,7 @@ def test_structure_is_kept_and_only_narrow_floats_change(tree):
             assert new is old
 
 
+@settings(deadline=None)
 @given(TREES)
 def test_converting_twice_changes_nothing_more(tree):
     once = converter(torch.float32)(tree)

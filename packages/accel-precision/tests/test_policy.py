@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_precision import (
@@ -130,6 +130,7 @@ def test_autocast_context_is_that_of_the_policy():
 DTYPE_NAMES = st.sampled_from(["fp16", "bf16", "fp32", "fp64"])
 
 
+@settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional={role: DTYPE_NAMES for role in ("params", "compute", "reduce", "output")}))
 def test_the_name_of_a_policy_made_of_roles_reads_back_as_it(roles):
     spec = ",".join(f"{role}={name}" for role, name in roles.items())
@@ -151,6 +152,7 @@ FACTS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(FACTS, st.sampled_from(sorted(PrecisionPolicy.Named)))
 def test_a_refusal_always_names_a_policy_that_works(facts, name):
     try:

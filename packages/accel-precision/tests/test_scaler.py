@@ -230,6 +230,20 @@ def test_options_out_of_range_are_refused(options):
         GradScalerKwargs(**options)
 
 
+def test_a_model_that_only_gives_nan_is_told_apart_from_overflow():
+    scaler, weight = LossScaler(), parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def endless():
+        for _ in range(100):
+            weight.grad = torch.tensor([math.nan])
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(PrecisionError, match=r"overflowed in every step.*error_if_nonfinite"):
+        endless()
+
+
 def test_the_scale_does_not_grow_beyond_fp32():
     scaler, weight = LossScaler(GradScalerKwargs(init_scale=2.0**119, growth_interval=1)), parameter()
     optimizer = torch.optim.SGD([weight], lr=0.0)

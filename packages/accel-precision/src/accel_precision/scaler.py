@@ -13,7 +13,7 @@ from accel_precision.errors import PrecisionError
 from accel_precision.options import GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
 
-MAX_SCALE = 2.0**120
+MAX_SCALE, MIN_SCALE = 2.0**120, 2.0**-64
 
 
 @final
@@ -115,13 +115,18 @@ class LossScaler:
         return True
 
     def update(self) -> None:
-        """Adapts the scale to what the step found, once for all optimizers; does nothing if none was unscaled."""
+        """Adapts the scale to what the step found, once for all optimizers; does nothing if none was unscaled.
+
+        Raises:
+            PrecisionError: the scale has fallen so far that it cannot be what makes gradients overflow.
+        """
         if not self._overflowed:
             return
         self._skipped = any(self._overflowed.values())
         if self._skipped:
             self._scale *= self._options.backoff_factor
             self._tracker = 0
+            self._check_floor()
         else:
             self._tracker += 1
             if self._tracker >= self._options.growth_interval:
@@ -129,6 +134,14 @@ class LossScaler:
                 self._tracker = 0
         self._overflowed.clear()
         self._stepped.clear()
+
+    def _check_floor(self) -> None:
+        if self._scale < MIN_SCALE:
+            raise PrecisionError(
+                f"gradients overflowed in every step until the loss scale fell to {self._scale:g}, far below what "
+                "their size can explain: the model or the loss itself gives nan or inf. Look at "
+                "clip_grad_norm_(..., error_if_nonfinite=True), or train with precision 'bf16'"
+            )
 
     def state_dict(self) -> dict[str, float | int]:
         """Plain numbers; to be taken between ``update`` and the next ``unscale``."""
