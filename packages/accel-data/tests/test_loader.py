@@ -1,6 +1,7 @@
 """A prepared loader is the user's DataLoader, knows its last batch, and leaves nothing behind."""
 
 import gc
+import os
 import pickle
 import random
 import weakref
@@ -11,12 +12,13 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from accel_data import (
     LoaderOptions,
+    PreparedLoader,
     SeedableRandomSampler,
     prepare_data_loader,
     prepare_loader,
     skip_first_batches,
 )
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, DataError
 from accel_state.parallelism import DataShard
 
 ALONE = DataShard(0, 1)
@@ -435,3 +437,71 @@ def test_totals_are_those_of_all_ranks():
     assert (loader.total_batch_size, loader.total_dataset_length) == (12, 15)
     split = prepared(15, DataShard(0, 2), options=LoaderOptions(split_batches=True))
     assert split.total_batch_size == 4
+
+
+class Tracing:
+    """A placer that notes when a batch sets out and when it is taken."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, batch):
+        self.events.append(("start", batch[0].item()))
+        return Traced(self, batch)
+
+
+class Traced:
+    def __init__(self, tracing, batch):
+        self.tracing, self.batch = tracing, batch
+
+    def take(self):
+        self.tracing.events.append(("take", self.batch[0].item()))
+        return self.batch
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sampler": range(12)}])
+def test_the_next_batch_sets_out_before_the_current_one_is_handed_out(kwargs):
+    source = prepared(12, **kwargs)._source
+    tracing = Tracing()
+    loader = PreparedLoader(source, options=LoaderOptions(), placer=tracing)
+    flags = [loader.end_of_dataloader for _ in loader]
+    assert flags == [False, False, True]
+    expected = [("start", 0), ("start", 4), ("take", 0), ("start", 8), ("take", 4), ("take", 8)]
+    assert tracing.events == expected
+
+
+def test_what_was_started_but_not_handed_out_is_not_delivered():
+    loader = prepare_loader(DataLoader(Squares(), batch_size=4), ALONE, device=torch.device("meta"))
+    batch = next(iter(loader))
+    assert batch.device.type == "meta"
+    assert loader.position.samples == 4
+
+
+class Dying(Squares):
+    def __getitem__(self, index):
+        if index == 9:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_is_an_error_and_the_position_is_where_it_was():
+    watching = Watching()
+    loader = prepare_loader(DataLoader(Dying(), batch_size=4, num_workers=1), ALONE, observer=watching)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader)
+    assert watching.calls == ["began", "ended"]
+    assert loader.position.samples in (0, 4, 8)
+
+
+def test_a_subclass_that_gives_other_batches_than_its_sampler_still_knows_its_last():
+    class Filtering(DataLoader):
+        def __iter__(self):
+            return (batch for batch in super().__iter__() if batch[0] != 4)
+
+    loader = prepare_loader(Filtering(Squares(), batch_size=4), ALONE)
+    assert [(batch[0].item(), loader.end_of_dataloader) for batch in loader] == [(0, False), (8, False), (12, True)]
+
+
+def test_a_samplers_batches_cannot_be_had_past_the_loader():
+    with pytest.raises(DataError, match="iterate the loader"):
+        iter(prepared().batch_sampler)

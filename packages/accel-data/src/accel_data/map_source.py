@@ -18,7 +18,6 @@ from accel_data.reading import (
     SeededGlobals,
     begin_epoch,
     chain_of,
-    dataset_size,
     fingerprint_of,
     order_of,
 )
@@ -159,7 +158,7 @@ class MapSource(Source):
         if self._order is not None:
             return len(self._order)
         size = None if self._reading.whole else sized(self._reading.sampler)
-        return dataset_size(self.dataloader.dataset) if size is None else size
+        return sized(self.dataloader.dataset) if size is None else size
 
     def _sharding(self, total: int) -> ByIndex | Elastic:
         assert self._rank_batch is not None
@@ -202,7 +201,7 @@ class MapSource(Source):
             if callable(self._options.sharding):
                 return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
             return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
-        size, rng = dataset_size(loader.dataset), self._rng(cursor.epoch)
+        size, rng = sized(loader.dataset), self._rng(cursor.epoch)
         if reading.whole:
             cut = self._cut()
             return BatchWalk(reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead)
@@ -293,7 +292,7 @@ class MapSource(Source):
         record: dict[str, Json] = {
             SEED_KEY: self.seed,
             ORDER_KEY: {"kind": "walked", "sampler": name} if self._order is None else self._description(self._order),
-            LENGTH_KEY: dataset_size(self.dataloader.dataset),
+            LENGTH_KEY: sized(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
         stateful = self._stateful()
@@ -329,7 +328,7 @@ class MapSource(Source):
 
     def _check_dataset(self, record: Mapping[str, Json]) -> None:
         dataset = self.dataloader.dataset
-        length, saved_length = dataset_size(dataset), record.get(LENGTH_KEY)
+        length, saved_length = sized(dataset), record.get(LENGTH_KEY)
         if saved_length is not None and length is not None and saved_length != length:
             raise DataStateError(
                 f"the loader's state was saved with a dataset of {saved_length} samples, this one has {length}: it "

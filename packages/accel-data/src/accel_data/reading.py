@@ -195,14 +195,6 @@ class SeededGlobals(AbstractContextManager[None]):
         self._saved = []
 
 
-def dataset_size(dataset: Any) -> int | None:
-    """``len(dataset)``, or None for one that only has keys."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def fingerprint_of(dataset: Any) -> str | None:
     """What the dataset says identifies its content: an attribute or method ``fingerprint`` that gives a string."""
     value = getattr(dataset, "fingerprint", None)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from accel_data.options import LoaderOptions
-from accel_data.reading import Reading, dataset_size, drawn_seed, own_seed, read_dataloader, seedable
+from accel_data.reading import Reading, drawn_seed, own_seed, read_dataloader, seedable
 from accel_data.source import Source
+from accel_data.walks import sized
 from accel_state.errors import ConfigError, DataError
 from accel_state.parallelism import DataShard
 
@@ -84,7 +85,7 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
     if options.use_seedable_sampler and type(reading.sampler) is RandomSampler:
         reading = replace(reading, sampler=seedable(reading.sampler, options.data_seed))
     source = MapSource(dataloader, placement.shard, reading=reading, options=options)
-    source.seed = _agreed(_own_seed(reading, options), dataset_size(dataloader.dataset), options, placement)
+    source.seed = _agreed(_own_seed(reading, options), sized(dataloader.dataset), options, placement)
     return source
 
 

@@ -229,8 +229,8 @@ def check_indices(indices: Sequence[Any], size: int | None) -> None:
 
 
 def sized(items: object) -> int | None:
-    """``len(items)``, or None when it has none."""
+    """``len(items)``, or None when it has none, or refuses."""
     try:
         return len(items)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except (TypeError, RuntimeError):
         return None
