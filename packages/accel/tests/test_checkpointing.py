@@ -382,3 +382,47 @@ def test_user_metadata_is_readable_json(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "a", metadata={"loss": 1.5, "note": "best"})
     user = open_checkpoint(tmp_path / "a").metadata["user"]
     assert json.loads(json.dumps(user)) == {"loss": 1.5, "note": "best"}
+
+
+def test_an_asynchronous_save_holds_the_values_at_the_call(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(64, 64))
+    before = model.weight.detach().clone()
+    accelerator.save_state(tmp_path / "a", asynchronous=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path / "a")
+    assert accelerator.last_save.done()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_failed_asynchronous_save_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import accel_ckpt.saving
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(accel_ckpt.saving.Attempt, "finish", _fails)
+        accelerator.save_state(tmp_path / "a", asynchronous=True)
+        with pytest.raises(CheckpointError, match="disk on fire"):
+            accelerator.last_save.wait()
+    assert not (tmp_path / "a").exists()
+    accelerator.save_state(tmp_path / "b")
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise CheckpointError("disk on fire")
+
+
+@pytest.mark.ranks(2)
+def test_asynchronous_saves_of_a_series_are_pruned_and_numbered(tmp_path: Path, rank: int) -> None:
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path, 2))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for value in range(4):
+        with torch.no_grad():
+            model.module.weight.fill_(float(value))
+        accelerator.save_state(asynchronous=True)
+    assert accelerator.load_state("latest").name == "checkpoint_3"
+    assert model.module.weight.unique().tolist() == [3.0]
+    accelerator.end_training()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]

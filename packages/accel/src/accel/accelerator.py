@@ -381,7 +381,10 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Closes what this Accelerator opened: the backend and, if it was opened here, the process group."""
+        """Closes what this Accelerator opened: a save under way, the backend and, if it was opened here, the group."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
         self.backend.close()
         self.session.close()
 

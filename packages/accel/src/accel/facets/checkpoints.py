@@ -21,7 +21,7 @@ from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel_backends import Backend
-    from accel_ckpt import Checkpoint, CheckpointDirectory
+    from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, SaveHandle
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], object]
 LoadHook = Callable[[list[nn.Module], str], object]
@@ -43,6 +43,9 @@ class CheckpointFacet(ABC):
     _custom_objects: list[Stateful]
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
+    _saver: "AsyncSaver | None" = None
+    last_save: "SaveHandle | None" = None
+    """The last asynchronous save: whether it is done, how long it held up the loop."""
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Makes ``save_state`` and ``load_state`` include these objects.
@@ -66,7 +69,11 @@ class CheckpointFacet(ABC):
         return handle
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, *, metadata: Mapping[str, Any] | None = None
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
     ) -> Path:
         """Saves everything that must resume, and returns the folder, which exists only once it is complete.
 
@@ -74,13 +81,18 @@ class CheckpointFacet(ABC):
         and the random state of every rank; ``metadata`` is the caller's own JSON. To be called on all processes. With
         automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit.
 
+        With ``asynchronous`` the call returns once the values are copied, and they are written while training goes
+        on: one save at a time, a failure is raised by the next call, and leaving waits (``last_save`` tells more).
+
         Raises:
-            CheckpointError: it cannot be written; checkpoints saved before are intact.
+            CheckpointError: it cannot be written, or an earlier asynchronous save failed; checkpoints committed
+                before are intact.
             ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given.
         """
         import accel_ckpt
         from accel_state import rng
 
+        self._wait_for_save()
         series = self._series()
         if series is not None:
             target = series.path / f"checkpoint_{self.project_configuration.iteration}"
@@ -102,11 +114,21 @@ class CheckpointFacet(ABC):
         if self.clock.open:
             local[open_window.GRADIENTS] = open_window.collect(self._models)
         described = {VERSION_KEY: _version(), SEED_KEY: _seed(), USER_KEY: dict(metadata or {})}
-        accel_ckpt.save(target, state, local=local, metadata=described, group=self.session.group)
+        if asynchronous:
+            if self._saver is None:
+                self._saver = accel_ckpt.AsyncSaver(group=self.session.group)
+            self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
+        else:
+            accel_ckpt.save(target, state, local=local, metadata=described, group=self.session.group)
+            if series is not None:
+                series.prune()
         if series is not None:
             self.project_configuration.iteration += 1
-            series.prune()
         return target
+
+    def _wait_for_save(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Path:
         """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
@@ -119,6 +141,7 @@ class CheckpointFacet(ABC):
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects; in
                 the last case the models here are as before.
         """
+        self._wait_for_save()
         checkpoint = self._find(input_dir)
         models = list(self._models)
         for hook in list(self._load_hooks.values()):
