@@ -403,3 +403,48 @@ def test_an_index_outside_of_the_dataset_is_named_on_every_rank(rank, index):
     loader = loader_of(24, rank, 2, sampler=[0, 1, 2, index])
     with pytest.raises(DataError, match=rf"index {index}, but the dataset has 24 samples"):
         list(loader)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 60),
+    st.lists(st.tuples(st.sampled_from([2, 4, 6]), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_node_sharding_resumes_with_other_numbers_of_ranks_on_each_node(size, segments, shuffle, even):
+    def loaders(ranks, batch_size):
+        options = LoaderOptions(sharding="node", num_nodes=2, data_seed=5, even_batches=even)
+        return [
+            loader_of(size, rank, ranks, batch_size=batch_size, shuffle=shuffle, options=options)
+            for rank in range(ranks)
+        ]
+
+    state, delivered = None, []
+    for ranks, batch_size, stop in [*segments, (2, 3, None)]:
+        group = loaders(ranks, batch_size)
+        if state is not None:
+            for loader in group:
+                loader.load_state_dict(state)
+        part, state = run(group, stop)
+        delivered += part
+        if state["epoch"]:
+            break
+    assert sorted(delivered) == list(range(size))
+
+
+def test_node_sharding_refuses_another_number_of_nodes_inside_an_epoch():
+    two, three = (
+        loader_of(24, 0, 6, options=LoaderOptions(sharding="node", num_nodes=nodes, data_seed=1)) for nodes in (2, 3)
+    )
+    three.load_state_dict(two.state_dict())
+    next(iter(two))
+    with pytest.raises(DataStateError, match="num_nodes was 2 and is 3"):
+        three.load_state_dict(two.state_dict())
+
+
+def test_persistent_workers_survive_a_break_and_start_over():
+    loader = loader_of(40, shuffle=True, num_workers=1, persistent_workers=True)
+    for _ in loader:
+        break
+    assert list(loader) == list(loader_of(40, shuffle=True))
