@@ -284,3 +284,14 @@ def test_names_users_know_are_there() -> None:
     assert accelerator.state.num_processes == 1
     assert accelerator.gradient_state.active_dataloader is None
     assert not accelerator.optimizer_step_was_skipped
+
+
+def test_unwrapping_without_precision_leaves_the_prepared_model_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(nn.Linear(4, 4))
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    inputs = torch.randn(2, 4)
+    assert torch.equal(plain(inputs), nn.functional.linear(inputs, model.weight, model.bias))
+    assert not torch.equal(model(inputs), plain(inputs))
+    assert plain.weight is model.weight
+    assert type(pickle.loads(pickle.dumps(plain))) is nn.Linear

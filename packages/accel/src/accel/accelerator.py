@@ -347,15 +347,15 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
     ) -> nn.Module:
         """The user's own model inside of a prepared one.
 
-        It still computes in the policy's precision when called, unless ``keep_fp32_wrapper`` is off: then its class is
-        its own again, for good.
+        It still computes in the policy's precision when called; with ``keep_fp32_wrapper=False`` a module is returned
+        that shares everything with it and does not (the prepared model itself is left as it is).
         """
         own = self.backend.unwrap(model, keep_torch_compile=keep_torch_compile)
-        if not keep_fp32_wrapper:
-            from accel_precision import restore_module
+        if keep_fp32_wrapper:
+            return own
+        from accel_precision import plain_module
 
-            restore_module(self.backend.unwrap(own, keep_torch_compile=False))
-        return own
+        return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers under their own names. To be called on all processes.
