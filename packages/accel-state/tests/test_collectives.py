@@ -154,6 +154,21 @@ def test_as_few_collectives_as_the_dtypes_allow(rank, world_size):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strided", [False, True])
+def test_large_leaves_go_beside_the_others(rank, strided):
+    large = torch.full((1 << 9, 1 << 9), float(rank))
+    tree = {"large": large.t() if strided else large, "small": torch.tensor([rank]), "tiny": torch.tensor(rank)}
+    found = gather(tree)
+    assert found["large"].shape == (1 << 10, 1 << 9)
+    assert found["large"].mean(1).tolist() == [0.0] * (1 << 9) + [1.0] * (1 << 9)
+    assert found["small"].tolist() == found["tiny"].tolist() == [0, 1]
+    assert reduce(tree, "sum")["large"].eq(1).all()
+    broadcast(tree, 1)
+    assert large.eq(1).all()
+    assert tree["tiny"].item() == 1
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("source", [0, 1])
 def test_broadcast_overwrites_in_place(rank, source):
     mine, theirs = tree(rank), leaves_of(tree(source))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_state import CollectiveError
-from accel_state.packing import as_bytes, by_dtype, gathered_shape, join, pack, per_device, split, unpack, unpack_rows
+from accel_state.packing import as_bytes, by_dtype, gathered_shape, in_batches, join, pack, split, unpack, unpack_rows
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.complex128]
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -66,18 +66,24 @@ def test_parts_are_no_views_for_autograd(count):
     assert parts[-1].untyped_storage().nbytes() <= 1 << 16
 
 
-def test_devices_are_kept_apart():
-    leaves = [torch.ones(1), torch.ones(2, device="meta"), torch.ones(3)]
+def test_devices_and_large_leaves_travel_apart_and_all_start_before_any_is_awaited():
+    large = torch.zeros(1 << 18)
+    leaves = [torch.ones(1), large, torch.ones(2, device="meta"), torch.ones(3), large[:-1]]
     asked = []
 
-    def twice(mine):
-        asked.append([leaf.device.type for leaf in mine])
-        return [leaf * 2 for leaf in mine]
+    def twice(some):
+        asked.append([leaf.shape[0] for leaf in some])
 
-    found = per_device(leaves, twice)
-    assert asked == [["cpu", "cpu"], ["meta"]]
+        def finish():
+            asked.append("waited")
+            return [leaf * 2 for leaf in some]
+
+        return finish
+
+    found = in_batches(leaves, twice)
+    assert asked == [[1, 3, (1 << 18) - 1], [2], [1 << 18], *["waited"] * 3]
     assert [leaf.shape for leaf in found] == [leaf.shape for leaf in leaves]
-    assert per_device([], twice) == []
+    assert in_batches([], twice) == []
 
 
 def test_a_single_contiguous_tensor_is_not_copied():

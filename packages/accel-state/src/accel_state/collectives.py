@@ -1,9 +1,14 @@
 """Nested tensors shared with the other processes, in as few collectives as their devices and dtypes allow.
 
-Every function is a collective: all processes of the group call it with the same structure, shapes and dtypes (pad
-first where shapes differ). Without a group, or in a group of one, each returns what it was given.
+Tensors of 1 MiB and more travel by themselves, beside the buffer of the others, as joining them costs more than it
+saves. Every function is a collective: all processes of the group call it with the same structure, shapes and dtypes
+(pad first where shapes differ). Without a group, or in a group of one, each returns what it was given.
+
+Shapes that differ are found out by ``verify`` only. Without it they end in whatever the backend does: gloo, for one,
+aborts the process whose buffer is the shorter one.
 """
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +25,10 @@ from accel_state.packing import (
     as_bytes,
     by_dtype,
     gathered_shape,
+    in_batches,
     in_packed_order,
     join,
     pack,
-    per_device,
     split,
     unpack,
     unpack_rows,
@@ -35,7 +40,7 @@ from accel_state.peers import resolve
 from accel_state.verify import is_verified, verify_collective
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
@@ -54,36 +59,53 @@ def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | N
         return tensor
     if is_verified(verify):
         verify_collective("gather", tensor, group)
-    leaves = tensor_leaves(tensor, "gather")
+    leaves, world = tensor_leaves(tensor, "gather"), group
     if not leaves:
         return tensor
-    world = group
     with torch.no_grad():
-        gathered = per_device(leaves, lambda mine: _gather_packed(mine, world))
+        gathered = in_batches(leaves, lambda some: _start_gather(some, world))
     return refill(tensor, iter(gathered))
 
 
-def _gather_packed(leaves: list[torch.Tensor], group: "ProcessGroup") -> list[torch.Tensor]:
+def _start_gather(leaves: list[torch.Tensor], group: "ProcessGroup") -> Callable[[], list[torch.Tensor]]:
     world_size = group.size()
     if len(leaves) == 1:
         flat = as_bytes(join(leaves))
         result = leaves[0].new_empty(gathered_shape(leaves[0].shape, world_size))
-        if flat.numel():
-            all_gather_flat(as_bytes(result.view(-1)), flat, group)
-        return [result]
+        wait = start_all_gather(as_bytes(result.view(-1)), flat, group)
+
+        def finish_one() -> list[torch.Tensor]:
+            wait()
+            return [result]
+
+        return finish_one
     packed = pack(leaves)
     rows = packed.buffer.new_empty(world_size, packed.buffer.numel())
-    if packed.buffer.numel():
-        all_gather_flat(rows.view(-1), packed.buffer, group)
-    return unpack_rows(rows, packed)
+    wait = start_all_gather(rows.view(-1), packed.buffer, group)
+
+    def finish() -> list[torch.Tensor]:
+        wait()
+        return unpack_rows(rows, packed)
+
+    return finish
 
 
-def all_gather_flat(output: torch.Tensor, flat: torch.Tensor, group: "ProcessGroup") -> None:
-    """One all-gather of a 1-d tensor into one that is as many times longer as the group has ranks."""
+def start_all_gather(output: torch.Tensor, flat: torch.Tensor, group: "ProcessGroup") -> Callable[[], object]:
+    """Begins one all-gather of a 1-d tensor into one as many times longer as the group has ranks; returns its wait."""
     import torch.distributed as dist
 
+    if flat.numel() == 0:
+        return _nothing
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    run(output, flat, group=group)
+    return _wait_of(run(output, flat, group=group, async_op=True))
+
+
+def _wait_of(work: "Work | None") -> Callable[[], object]:
+    return _nothing if work is None else work.wait
+
+
+def _nothing() -> None:
+    """The wait for work that there was none of."""
 
 
 def broadcast(
@@ -101,22 +123,29 @@ def broadcast(
         verify_collective("broadcast", tensor, group, arguments={"from_process": from_process})
     leaves, world = tensor_leaves(tensor, "broadcast"), group
     with torch.no_grad():
-        per_device(leaves, lambda mine: _broadcast_packed(mine, from_process, world))
+        in_batches(leaves, lambda some: _start_broadcast(some, from_process, world))
     return tensor
 
 
-def _broadcast_packed(leaves: list[torch.Tensor], source: int, group: "ProcessGroup") -> list[torch.Tensor]:
+def _start_broadcast(
+    leaves: list[torch.Tensor], source: int, group: "ProcessGroup"
+) -> Callable[[], list[torch.Tensor]]:
     import torch.distributed as dist
 
     packed = pack(leaves)
-    if packed.buffer.numel() == 0:
+    wait: Callable[[], object] = _nothing
+    if packed.buffer.numel():
+        wait = _wait_of(dist.broadcast(packed.buffer, group=group, group_src=source, async_op=True))
+
+    def finish() -> list[torch.Tensor]:
+        wait()
+        if group.rank() != source:
+            for leaf, received in zip(leaves, unpack(packed), strict=True):
+                if received.data_ptr() != leaf.data_ptr():  # a single contiguous leaf is its own buffer
+                    leaf.copy_(received)
         return leaves
-    dist.broadcast(packed.buffer, group=group, group_src=source)
-    if group.rank() != source:
-        for leaf, received in zip(leaves, unpack(packed), strict=True):
-            if received.data_ptr() != leaf.data_ptr():  # a single contiguous leaf is its own buffer
-                leaf.copy_(received)
-    return leaves
+
+    return finish
 
 
 def reduce(
@@ -148,13 +177,13 @@ def reduce(
     if reduction in ("max", "min") and any([leaf.is_complex() for leaf in leaves]):
         raise ValueError(f"complex numbers have no order, hence no {reduction}; reduce their abs() or their parts")
     with torch.no_grad():
-        reduced = per_device(leaves, lambda mine: _reduce_packed(mine, reduction, scale, group))
+        reduced = in_batches(leaves, lambda some: _start_reduce(some, reduction, scale, group))
     return refill(tensor, iter(reduced))
 
 
-def _reduce_packed(
+def _start_reduce(
     leaves: list[torch.Tensor], reduction: str, scale: float, group: "ProcessGroup | None"
-) -> list[torch.Tensor]:
+) -> Callable[[], list[torch.Tensor]]:
     import torch.distributed as dist
 
     op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
@@ -163,16 +192,20 @@ def _reduce_packed(
         indices = in_packed_order(by_shape)
         same = [leaves[index] for index in indices]
         flat = join(same).to(wire_dtype(dtype, reduction), copy=len(same) == 1)
-        # Started one after the other and waited for together, so that their latencies overlap.
-        work = dist.all_reduce(flat, op, group=group, async_op=True) if group is not None and flat.numel() else None
-        running.append((dtype, indices, same, flat, work))
-    results: dict[int, torch.Tensor] = {}
-    for dtype, indices, same, flat, work in running:
-        if work is not None:
-            work.wait()
-        whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
-        results.update(zip(indices, split(whole, same), strict=True))
-    return [results[index] for index in range(len(leaves))]
+        wait: Callable[[], object] = _nothing
+        if group is not None and flat.numel():
+            wait = _wait_of(dist.all_reduce(flat, op, group=group, async_op=True))
+        running.append((dtype, indices, same, flat, wait))
+
+    def finish() -> list[torch.Tensor]:
+        results: dict[int, torch.Tensor] = {}
+        for dtype, indices, same, flat, wait in running:
+            wait()
+            whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
+            results.update(zip(indices, split(whole, same), strict=True))
+        return [results[index] for index in range(len(leaves))]
+
+    return finish
 
 
 def copy_tensor_to_devices(

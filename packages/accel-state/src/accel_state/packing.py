@@ -14,6 +14,12 @@ from accel_state.errors import CollectiveError
 
 # A view of a buffer keeps the whole buffer alive. Below this many bytes that costs less than a copy of its own.
 _SHARED_BYTES = 1 << 16
+# Joining saves a leaf's latency and costs two copies of it. From here on the copies cost more (measured over gloo: 20
+# leaves of 256 KiB are 1.5 times faster joined, 4 of 4 MiB 3 times slower).
+_LARGE_BYTES = 1 << 20
+
+# Begins work on some leaves; what it returns waits for it and gives the results.
+Start = Callable[[list[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 @final
@@ -34,19 +40,32 @@ class Packed(NamedTuple):
     leaves: list[torch.Tensor]
 
 
-def per_device(
-    leaves: list[torch.Tensor], fn: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """``fn`` applied to the leaves of each device, devices as they come up; the results in the order of the leaves."""
-    if len({leaf.device for leaf in leaves}) <= 1:
-        return fn(leaves) if leaves else []
-    found: dict[torch.device, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        found.setdefault(leaf.device, []).append(index)
+def in_batches(leaves: list[torch.Tensor], start: Start) -> list[torch.Tensor]:
+    """The results for all leaves, in their order, with as few starts as there are devices, plus one per large leaf.
+
+    ``start`` begins the collectives for some leaves of one device and returns what waits for them. All are begun
+    before any is waited for.
+    """
+    batches = split_into_batches(leaves)
+    if len(batches) == 1:
+        return start(leaves)()
+    begun = [(indices, start([leaves[index] for index in indices])) for indices in batches]
     results: dict[int, torch.Tensor] = {}
-    for indices in found.values():
-        results.update(zip(indices, fn([leaves[index] for index in indices]), strict=True))
+    for indices, finish in begun:
+        results.update(zip(indices, finish(), strict=True))
     return [results[index] for index in range(len(leaves))]
+
+
+def split_into_batches(leaves: list[torch.Tensor]) -> list[list[int]]:
+    """Places of the leaves that travel together: those of one device, but each large one by itself."""
+    small: dict[torch.device, list[int]] = {}
+    alone = []
+    for index, leaf in enumerate(leaves):
+        if leaf.numel() * leaf.itemsize < _LARGE_BYTES:
+            small.setdefault(leaf.device, []).append(index)
+        else:
+            alone.append([index])
+    return [*small.values(), *alone]
 
 
 def by_dtype(leaves: list[torch.Tensor]) -> dict[torch.dtype, dict[torch.Size, list[int]]]:
