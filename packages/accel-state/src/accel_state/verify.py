@@ -8,6 +8,7 @@ group was opened with and reads what the others wrote; the group itself is not u
 import json
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -243,22 +244,31 @@ def _timeout(group: "ProcessGroup") -> timedelta:
 def _wait_for_all(store: "Store", mine: Call, number: int, group: "ProcessGroup", timeout: timedelta) -> None:
     keys = [_key(number, rank) for rank in range(group.size())]
     first = min(_IMPATIENT, timeout)
-    try:
-        store.wait(keys, first)
+    if _have_come(store, keys, first):
         return
-    except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        _LOG.warning(
-            "%s has waited %g s for %s", mine.signature, first.total_seconds(), _last_seen(store, missing, number)
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    _LOG.warning("%s has waited %g s for %s", mine.signature, first.total_seconds(), _last_seen(store, missing, number))
+    if _have_come(store, keys, timeout - first):
+        return
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if missing:
+        raise CollectiveError(
+            f"{mine.signature} waited {timeout.total_seconds():g} s for {_last_seen(store, missing, number)}"
         )
-    try:
-        store.wait(keys, max(timeout - first, timedelta(milliseconds=1)))
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            raise CollectiveError(
-                f"{mine.signature} waited {timeout.total_seconds():g} s for {_last_seen(store, missing, number)}"
-            ) from error
+
+
+def _have_come(store: "Store", keys: list[str], patience: timedelta) -> bool:
+    """Whether all keys are there before ``patience`` is over.
+
+    Asks again and again: a blocking wait keeps the store from torch's own threads, and logs its timeout as a fault.
+    """
+    deadline, pause = time.monotonic() + patience.total_seconds(), 1e-4
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
 
 
 def _last_seen(store: "Store", missing: list[int], number: int) -> str:
