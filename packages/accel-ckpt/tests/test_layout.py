@@ -15,6 +15,7 @@ from accel_ckpt.layout import (
     layout_left_to_right,
     layout_of,
     local_shape,
+    overlap,
     run_start,
     whole,
 )
@@ -97,3 +98,14 @@ def test_no_writer_has_more_than_its_share_and_one_tensor(sizes: dict[str, int],
 def test_ranks_with_the_same_tensors_agree_without_those_of_others() -> None:
     common = {"a": (5, (0, 1)), "b": (7, (0, 1))}
     assert choose_writers(common).items() <= choose_writers({**common, "c": (9, (1, 2))}).items()
+
+
+squares = st.builds(
+    Box, st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st.integers(1, 3), st.integers(1, 3))
+)
+
+
+@given(st.lists(squares, max_size=6))
+def test_overlaps_are_those_of_any_two(every: list[Box]) -> None:
+    pairs = [(a, b) for i, a in enumerate(every) for b in every[:i]]
+    assert overlap(every) == any(a.intersect(b) is not None for a, b in pairs)

@@ -10,7 +10,7 @@ import torch
 
 from accel_ckpt.blocks import digest_of
 from accel_ckpt.container import Item, file_order, header_of
-from accel_ckpt.layout import Box, boxes, choose_writers
+from accel_ckpt.layout import Box, boxes, choose_writers, overlap
 from accel_ckpt.manifest import TREE, Part, TensorEntry, local_file, tensor_file
 from accel_ckpt.peers import Peers
 from accel_ckpt.tensors import Holding, as_dtensor, byte_view, hold, host_copy
@@ -189,6 +189,8 @@ def join_entries(every: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEnt
             raise CheckpointError(
                 f"{name} has {want} elements, but the ranks brought {have}; every rank that holds a part must save"
             )
+        if overlap([part.box for part in entry.parts]):
+            raise CheckpointError(f"{name}: ranks brought parts that overlap; do their meshes and placements agree?")
     return joined
 
 

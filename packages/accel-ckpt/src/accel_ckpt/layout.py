@@ -105,6 +105,24 @@ def boxes(layout: Layout) -> list[tuple[Box, Box]]:
     return found
 
 
+def overlap(every: Sequence[Box]) -> bool:
+    """Whether any two of ``every`` have an element in common.
+
+    Boxes are met in order along the dimension in which they begin at the most places, and compared with those that have
+    not ended there; for the parts of a sharded tensor these are few.
+    """
+    if len(every) < 2 or not every[0].shape:
+        return len(every) > 1
+    dim = max(range(len(every[0].shape)), key=lambda d: len({box.offset[d] for box in every}))
+    active: list[Box] = []
+    for box in sorted(every, key=lambda box: box.offset[dim]):
+        active = [other for other in active if other.offset[dim] + other.shape[dim] > box.offset[dim]]
+        if any(other.intersect(box) is not None for other in active):
+            return True
+        active.append(box)
+    return False
+
+
 def is_run(part: Box, outer: Box) -> bool:
     """Whether ``part`` lies in one piece in the memory of a row-major tensor that holds ``outer``."""
     split = next((d for d, (n, m) in enumerate(zip(part.shape, outer.shape, strict=True)) if n != 1 and n != m), None)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from accel_ckpt.blocks import BLOCK, FileRecord, digest_of
-from accel_ckpt.layout import Box
+from accel_ckpt.layout import Box, overlap
 from accel_ckpt.tensors import CODES, RAW
 from accel_ckpt.tree import Json
 from accel_state.errors import CheckpointCorruptError, CheckpointError
@@ -185,6 +185,8 @@ def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEnt
             raise ValueError(f"{name}: part at {part.box.offset} of {part.box.shape} lies outside of {shape}")
     if sum(part.box.volume for part in parts) != prod(shape):
         raise ValueError(f"{name}: its parts do not make up the shape {shape}")
+    if overlap([part.box for part in parts]):
+        raise ValueError(f"{name}: its parts overlap")
     return TensorEntry(str(entry["dtype"]), shape, parts)
 
 

@@ -133,7 +133,7 @@ def _number_of(value: Any) -> Any:
 
 def _hint(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
-        return " (bytes can be anything, also a pickle; store torch.frombuffer(..., dtype=torch.uint8))"
+        return " (bytes can hide code; store torch.frombuffer(..., dtype=torch.uint8))"
     if type(value).__module__ == "numpy":
         return " (use torch.from_numpy)"
     if callable(getattr(value, "state_dict", None)):

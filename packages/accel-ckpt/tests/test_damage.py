@@ -1,0 +1,262 @@
+"""Whatever happens to a file of a checkpoint is found before anything is loaded, with the file's name."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel_ckpt
+from accel_ckpt import manifest as manifests
+from accel_ckpt.blocks import digest_of
+from accel_ckpt.container import Item as Item
+from accel_ckpt.container import header_of, read_header
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+FILES = ("manifest.json", "tree.json", "local-00000.json", "tensors-00000.safetensors")
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position % len(content)] ^= 0x20
+    file.write_bytes(content)
+
+
+def become_link(file: Path) -> None:
+    moved = file.parent.parent / "elsewhere"
+    file.rename(moved)
+    file.symlink_to(moved)
+
+
+def become_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "first byte": lambda file: flip(file, 0),
+    "middle byte": lambda file: flip(file, file.stat().st_size // 2),
+    "last byte": lambda file: flip(file, -1),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "emptied": lambda file: os.truncate(file, 0),
+    "longer": lambda file: os.truncate(file, file.stat().st_size + 1),
+    "deleted": lambda file: file.unlink(),
+    "a link": become_link,
+    "a pipe": become_pipe,
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"model": {"w": torch.randn(40, 5), "b": torch.randn(5)}, "step": 3}
+    return accel_ckpt.save(tmp_path / "one", state, local={"rng": torch.get_rng_state()}, metadata={"a": 1}).path
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_found_and_the_file_named(saved: Path, name: str, damage: str) -> None:
+    DAMAGE[damage](saved / name)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        accel_ckpt.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize("position", range(0, 2400, 97))
+def test_any_byte_of_the_manifest_counts(saved: Path, position: int) -> None:
+    flip(saved / "manifest.json", position)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def test_without_verifying_damage_is_found_when_it_is_read(saved: Path) -> None:
+    flip(saved / "tensors-00000.safetensors", -1)
+    opened = accel_ckpt.open_checkpoint(saved, verify=False)
+    assert opened.read("step") == 3
+    with pytest.raises(CheckpointCorruptError, match=r"tensors-00000\.safetensors: bytes 0 to \d+ are not those"):
+        opened.read("model")
+
+
+def test_all_damaged_files_are_listed(saved: Path) -> None:
+    flip(saved / "tree.json", 3)
+    (saved / "local-00000.json").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"local-00000\.json: .* missing.*; tree\.json: bytes"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """What an attacker does: another content under a right seal."""
+    document = json.loads((folder / "manifest.json").read_text())
+    del document["seal"]
+    change(document)
+    text = json.dumps(document).encode()[:-1]
+    (folder / "manifest.json").write_bytes(text + b',"seal":"' + digest_of([text]).encode() + b'"}\n')
+
+
+def rename_file(new: str) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        document["files"][new] = document["files"].pop("tree.json")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../tree.json",
+        "/etc/passwd",
+        "a/../../tree.json",
+        "sub/tree.json",
+        "..",
+        ".",
+        "",
+        "-x",
+        "a\0b",
+        "a\\b",
+        ".hidden",
+    ],
+)
+def test_a_manifest_cannot_name_files_outside(saved: Path, name: str) -> None:
+    shutil.copy(saved / "tree.json", saved.parent / "tree.json")
+    reseal(saved, rename_file(name))
+    with pytest.raises(CheckpointCorruptError, match="no name of a file"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    *way, last, value = path
+
+    def change(document: dict[str, Any]) -> None:
+        place: Any = document
+        for key in way:
+            place = place[key]
+        place[last] = value
+
+    return change
+
+
+TENSOR = ("tensors", "model/w")
+FILE = ("files", "tree.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(*TENSOR, "shape", [2**62, 2**62]),
+        put(*TENSOR, "shape", [-1, 5]),
+        put(*TENSOR, "shape", [40.0, 5]),
+        put(*TENSOR, "shape", [True, 5]),
+        put(*TENSOR, "shape", [1] * 100),
+        put(*TENSOR, "dtype", "__class__"),
+        put(*TENSOR, "dtype", "int4"),
+        put(*TENSOR, "parts", []),
+        put(*TENSOR, "parts", 0, 0, "/etc/passwd"),
+        put(*TENSOR, "parts", 0, 2, [1, 0]),
+        put(*TENSOR, "parts", 0, 3, [2**40, 5]),
+        put(*TENSOR, "parts", 0, 3, [5, 40]),
+        put(*FILE, "size", -5),
+        put(*FILE, "size", 2**62),
+        put(*FILE, "sha256", []),
+        put(*FILE, "sha256", None),
+        put("block_size", 0),
+        put("block_size", 2**60),
+        put("world_size", "many"),
+        put("version", None),
+        put("format", "other"),
+        put("files", []),
+        put("tensors", None),
+    ],
+    ids=lambda change: "",
+)
+def test_impossible_numbers_are_refused_before_anything_is_allocated(
+    saved: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    reseal(saved, change)
+    with pytest.raises(CheckpointCorruptError, match=r"manifest\.json"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def test_a_shape_that_the_file_does_not_have_is_refused(saved: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["tensors"]["model/w"] |= {
+            "shape": [4000, 500], "parts": [["tensors-00000.safetensors", "model/w", [0, 0], [4000, 500]]],
+        }  # fmt: skip
+
+    reseal(saved, change)
+    with pytest.raises(CheckpointCorruptError, match="the manifest differs"):
+        accel_ckpt.open_checkpoint(saved).read("model")
+
+
+def test_parts_that_overlap_are_refused(saved: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        part = ["tensors-00000.safetensors", "model/b", [0], [5]]
+        document["tensors"]["model/b"] = {"dtype": "float32", "shape": [10], "parts": [part, part]}
+
+    reseal(saved, change)
+    with pytest.raises(CheckpointCorruptError, match="overlap"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def test_a_newer_format_is_refused_with_what_to_do(saved: Path) -> None:
+    reseal(saved, put("version", manifests.VERSION + 1))
+    with pytest.raises(CheckpointError, match="reads up to version 1: install a newer one"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"null", b"\xff\xfe", b'{"model":{"$tensor":5}}']
+)
+def test_a_malicious_tree_is_refused(saved: Path, text: bytes) -> None:
+    (saved / "tree.json").write_bytes(text)
+    record = {"size": len(text), "sha256": [digest_of([text])] if text else []}
+    reseal(saved, put("files", "tree.json", record))
+    with pytest.raises(CheckpointCorruptError, match=r"ill-formed|no object|marked"):
+        accel_ckpt.open_checkpoint(saved).read("model")
+
+
+def header(text: bytes, length: int | None = None, data: bytes = b"\0" * 16) -> bytes:
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\1\2",
+        header(b"{}", length=2**63),
+        header(b"{}", length=99),
+        header(b"[]"),
+        header(b"{"),
+        header(b"[" * 50_000),
+        header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,160]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,16]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16,3]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[1e1],"data_offsets":[0,16]}}'),
+        header(b'{"a":{"dtype":"exec","shape":[4],"data_offsets":[0,16]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'),
+        header(
+            b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+        ),
+        header(b'{"a":5}'),
+    ],
+    ids=lambda content: f"{content[8:60]!r}",
+)
+def test_a_malicious_header_is_refused(content: bytes) -> None:
+    with pytest.raises(CheckpointCorruptError, match="file"):
+        read_header(lambda begin, end: content[begin:end], len(content), "file")
+
+
+def test_headers_are_read_as_they_were_written() -> None:
+    items = [Item("a", "float32", (2, 3)), Item("b", "complex128", (2,)), Item("c", "bool", ())]
+    head = header_of(items, {"format": "pt"})
+    spans = read_header(lambda begin, end: head[begin:end], len(head) + 24 + 32 + 1, "file")
+    assert {key: (span.end - span.begin, span.code, span.shape) for key, span in spans.items()} == {
+        "a": (24, "F32", (2, 3)), "b": (32, "U8", (2, 16)), "c": (1, "BOOL", ()),
+    }  # fmt: skip
+    assert spans["a"].begin == len(head)
+    assert len(head) % 64 == 0

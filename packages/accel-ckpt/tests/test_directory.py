@@ -1,0 +1,133 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_ckpt import CheckpointDirectory, keep_best, keep_every, keep_last, keep_union
+from accel_ckpt.staging import Staging, sweep
+from accel_state.errors import CheckpointError
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def test_numbers_go_on_and_sort_as_numbers(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path / "deep" / "er", retention=keep_last(2))
+    for number in range(12):
+        assert series.save({"n": number}).path.name == f"checkpoint_{number}"
+    assert names(series.path) == ["checkpoint_10", "checkpoint_11"]
+    latest = series.latest()
+    assert latest is not None
+    assert latest.read("n") == 11
+    assert CheckpointDirectory(series.path).next_path().name == "checkpoint_12"
+
+
+def test_policies_compose_over_a_run(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path, retention=keep_union(keep_last(1), keep_every(4), keep_best("loss")))
+    for loss in (5, 1, 4, 3, 2, 6):
+        series.save({}, metadata={"loss": loss})
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_4", "checkpoint_5"]
+    assert [entry.metadata["loss"] for entry in series.entries()] == [5, 1, 2, 6]
+
+
+def test_the_newest_intact_one_is_found_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(4):
+        series.save({"t": torch.full((10,), number)})
+    os.truncate(tmp_path / "checkpoint_3" / "tensors-00000.safetensors", 10)
+    (tmp_path / "checkpoint_2" / "manifest.json").write_text("{}")
+    latest = series.latest()
+    assert latest is not None
+    assert latest.read("t")[0] == 1
+    assert "passing over checkpoint_3" in caplog.text
+    assert "tensors-00000.safetensors: 10 bytes, but" in caplog.text
+    assert "passing over checkpoint_2" in caplog.text
+
+
+def test_an_empty_or_missing_folder_has_no_latest(tmp_path: Path) -> None:
+    assert CheckpointDirectory(tmp_path).latest() is None
+    assert CheckpointDirectory(tmp_path / "nowhere").latest() is None
+    assert CheckpointDirectory(tmp_path / "nowhere").entries() == []
+    assert CheckpointDirectory(tmp_path / "nowhere").sweep() == []
+
+
+def test_the_last_intact_one_outlives_any_policy(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(4):
+        series.save({"n": number})
+    for number in (2, 3):
+        (tmp_path / f"checkpoint_{number}" / "tree.json").unlink()
+    CheckpointDirectory(tmp_path, retention=keep_last(1)).prune()
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_3"]
+
+
+def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path, retention=keep_last(1))
+    series.save({"n": 0})
+    with pytest.raises(CheckpointError):
+        series.save({"n": object()})
+    assert names(tmp_path) == ["checkpoint_0"]
+
+
+def test_clocks_and_file_times_decide_nothing(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(3):
+        series.save({"n": number})
+        for entry in (tmp_path / f"checkpoint_{number}").iterdir():
+            os.utime(entry, (4e9 - number * 1e9, 4e9 - number * 1e9))
+        os.utime(tmp_path / f"checkpoint_{number}", (4e9 - number * 1e9, 4e9 - number * 1e9))
+    latest = series.latest()
+    assert latest is not None
+    assert latest.read("n") == 2
+
+
+def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_7").mkdir()
+    (tmp_path / "checkpoint_07").mkdir()
+    (tmp_path / "checkpoint_x").write_text("")
+    (tmp_path / ".notes.staging").mkdir()
+    (tmp_path / "checkpoint_9").symlink_to(tmp_path)
+    series = CheckpointDirectory(tmp_path, retention=keep_last(1))
+    assert series.save({"n": 1}).path.name == "checkpoint_8"
+    series.sweep()
+    assert [entry.number for entry in series.entries()] == [8]
+    assert names(tmp_path) == [
+        ".notes.staging", "checkpoint_07", "checkpoint_7", "checkpoint_8", "checkpoint_9", "checkpoint_x",
+    ]  # fmt: skip
+
+
+def test_leftovers_are_swept_but_not_those_of_a_writer_that_lives(tmp_path: Path) -> None:
+    alive = Staging(tmp_path / "checkpoint_1", overwrite=False)
+    dead = Staging(tmp_path / "checkpoint_2", overwrite=False)
+    (dead.path / "half").write_text("x")
+    os.close(dead._handle)  # type: ignore[arg-type]  # what the operating system does when a process ends
+    removed = CheckpointDirectory(tmp_path).sweep()
+    assert [path.name for path in removed] == [dead.path.name]
+    assert alive.path.is_dir()
+    alive.drop()
+    assert names(tmp_path) == []
+
+
+def test_a_killed_overwrite_by_two_renames_is_put_back(tmp_path: Path) -> None:
+    CheckpointDirectory(tmp_path).save({"n": 5})
+    aside = tmp_path / ".checkpoint_0.0123456789abcdef.replaced"
+    (tmp_path / "checkpoint_0").rename(aside)
+    os.utime(aside, (0, 0))
+    sweep(tmp_path)
+    latest = CheckpointDirectory(tmp_path).latest()
+    assert latest is not None
+    assert latest.read("n") == 5
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_agree_on_numbers_and_on_the_latest(tmp_path: Path, rank: int) -> None:
+    series = CheckpointDirectory(tmp_path, retention=keep_last(2))
+    for number in range(3):
+        assert series.save({"n": number}, local={"rank": rank}).path.name == f"checkpoint_{number}"
+    latest = series.latest()
+    assert latest is not None
+    assert latest.read_local("rank", rank) == rank
+    torch.distributed.barrier()
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]

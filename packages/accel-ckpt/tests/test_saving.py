@@ -1,0 +1,244 @@
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import accel_ckpt
+from accel_ckpt.blocks import BLOCK
+from accel_state.errors import CheckpointError, CheckpointMismatchError
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
+def save_one(path: Path, value: Any) -> Any:
+    accel_ckpt.save(path / "one", {"x": value})
+    return accel_ckpt.open_checkpoint(path / "one").read("x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randint(0, 2, shape).to(dtype)
+    back = save_one(tmp_path, {"t": value})["t"]
+    assert back.dtype == dtype
+    assert back.shape == value.shape
+    assert bits(back) == bits(value)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.t(),
+        lambda t: t[::2, 1:],
+        lambda t: t.expand(2, 4, 6),
+        lambda t: torch.complex(t, t).conj(),
+        lambda t: torch.complex(t, t).conj().imag,
+        lambda t: t.clone().requires_grad_(),
+        lambda t: torch.nn.Parameter(t),
+    ],
+    ids=["transposed", "strided", "expanded", "conjugate", "negated", "leaf", "parameter"],
+)
+def test_views_are_saved_by_value(tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    value = view(torch.randn(4, 6))
+    back = save_one(tmp_path, [value])[0]
+    assert torch.equal(back, value)
+    assert not back.requires_grad
+
+
+def test_a_tensor_larger_than_a_block_comes_back(tmp_path: Path) -> None:
+    big = torch.arange(BLOCK // 4 + 12345, dtype=torch.int32)
+    small = {f"s{i}": torch.full((3,), i) for i in range(50)}
+    saved = accel_ckpt.save(tmp_path / "one", {"x": {"big": big, **small}})
+    assert len(saved.manifest.files["tensors-00000.safetensors"].blocks) == 2
+    back = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False).read("x")
+    assert torch.equal(back["big"], big)
+    assert all(torch.equal(back[key], value) for key, value in small.items())
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
+    weight = torch.randn(100, 100)
+    back = save_one(tmp_path, {"embedding": weight, "head": weight})
+    assert back["embedding"] is back["head"]
+    assert (tmp_path / "one" / "tensors-00000.safetensors").stat().st_size < 1.1 * 40_000
+
+
+def test_a_training_state_comes_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    accel_ckpt.save(tmp_path / "one", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = accel_ckpt.open_checkpoint(tmp_path / "one")
+    other = torch.nn.Linear(3, 2)
+    other.load_state_dict(saved.read("model", like=other.state_dict()))
+    again = torch.optim.AdamW(other.parameters())
+    again.load_state_dict(saved.read("optimizer"))
+    assert again.param_groups[0]["betas"] == (0.9, 0.95)
+    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_random_states_and_metadata_come_back(tmp_path: Path) -> None:
+    accel_ckpt.save(
+        tmp_path / "one",
+        {},
+        local={
+            "rng": {"cpu": torch.get_rng_state(), "numpy": [int(x) for x in np.random.RandomState(1).get_state()[1]]}
+        },
+        metadata={"epoch": 3, "loss": np.float32(0.25), "betas": (1, 2), "nan": float("nan")},
+    )
+    saved = accel_ckpt.open_checkpoint(tmp_path / "one")
+    assert saved.names == []
+    assert saved.local_names(0) == ["rng"]
+    assert torch.equal(saved.read_local("rng", 0)["cpu"], torch.get_rng_state())
+    assert repr(saved.metadata) == repr({"epoch": 3, "loss": 0.25, "betas": (1, 2), "nan": float("nan")})
+
+
+def test_the_tensor_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = {"a.weight": torch.randn(3, 4), "a.bias": torch.randn(4).bfloat16(), "n": torch.tensor(3)}
+    accel_ckpt.save(tmp_path / "one", {"model": state})
+    read = load_file(tmp_path / "one" / "tensors-00000.safetensors")
+    assert {key: value.tolist() for key, value in read.items()} == {
+        f"model/{key}": value.tolist() for key, value in state.items()
+    }
+
+
+def test_missing_unexpected_and_mismatched_are_listed(tmp_path: Path) -> None:
+    saved = accel_ckpt.save(tmp_path / "one", {"x": {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 1.0}})
+    like = {"a": torch.zeros(2), "b": torch.zeros(4), "bb": torch.zeros(1), "lr": 2.0}
+    with pytest.raises(CheckpointMismatchError, match=r"missing: bb; mismatched: b \(shape \(3,\) saved, shape \(4,\)"):
+        saved.read("x", like=like)
+    assert saved.compare("x", {"a": torch.zeros(2)}).unexpected == ("b", "lr")
+    assert not saved.compare("x", {"a": torch.ones(2), "b": torch.ones(3), "lr": 0})
+    lenient = saved.read("x", like=like, strict=False)
+    assert sorted(lenient) == ["a", "b", "lr"]
+    assert lenient["b"].shape == (3,)
+
+
+def test_an_unknown_name_lists_those_that_are_there(tmp_path: Path) -> None:
+    saved = accel_ckpt.save(tmp_path / "one", {"model": {}, "scheduler": {}})
+    with pytest.raises(CheckpointError, match="holds no 'optimizer'; it holds 'model', 'scheduler'"):
+        saved.read("optimizer")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(2, device="meta"), "meta device"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_tensors_without_plain_values_are_refused_by_name(tmp_path: Path, value: torch.Tensor, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        accel_ckpt.save(tmp_path / "one", {"model": {"w": value}})
+    assert "model/w" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_any_text_are_kept_apart(tmp_path: Path) -> None:
+    names = ["a/b", "a~1b", "a@0", "../../etc", "", "ä", "a\nb", "$tensor"]
+    tree = {name: torch.tensor(number) for number, name in enumerate(names)} | {
+        0: torch.tensor(8),
+        "0": torch.tensor(9),
+    }
+    back = save_one(tmp_path, tree)
+    assert [(key, value.item()) for key, value in back.items()] == [(key, value.item()) for key, value in tree.items()]
+    assert sorted(os.listdir(tmp_path)) == ["one"]
+
+
+def test_overwriting_replaces_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    for number in range(3):
+        assert save_one(tmp_path, {"n": number}) == {"n": number}
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_a_place_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="a folder with other files is there"):
+        save_one(tmp_path, {})
+    assert (tmp_path / "one" / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    assert save_one(tmp_path, {"n": 1}) == {"n": 1}
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("")
+    with pytest.raises(CheckpointError, match="a file is there"):
+        save_one(tmp_path, {})
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*file"):
+        accel_ckpt.save(tmp_path / "file" / "deeper" / "one", {})
+
+
+def test_without_overwriting_what_is_there_stays(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "one", {"x": 1})
+    with pytest.raises(CheckpointError, match="a checkpoint is there already"):
+        accel_ckpt.save(tmp_path / "one", {"x": 2}, overwrite=False)
+    assert accel_ckpt.open_checkpoint(tmp_path / "one").read("x") == 1
+
+
+def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        accel_ckpt.open_checkpoint(tmp_path)
+
+
+def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "checkpoint_7", {})
+    with pytest.raises(CheckpointError, match="near it: checkpoint_7"):
+        accel_ckpt.open_checkpoint(tmp_path / "checkpoint_77")
+
+
+def test_reading_and_writing_never_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object, **__: object) -> None:
+        raise AssertionError("pickle was used")
+
+    for owner, name in [
+        (pickle, "loads"),
+        (pickle, "load"),
+        (pickle, "dumps"),
+        (pickle, "dump"),
+        (torch, "load"),
+        (torch, "save"),
+    ]:
+        monkeypatch.setattr(owner, name, forbid)
+    monkeypatch.setattr(pickle, "Unpickler", forbid)
+    assert save_one(tmp_path, {"t": torch.ones(3), "n": 1})["n"] == 1
+
+
+def test_the_sources_name_no_pickle() -> None:
+    forbidden = ("pickle", "torch.load", "torch.save", "marshal", "shelve", "eval(", "exec(")
+    sources = Path(accel_ckpt.__file__).parent.rglob("*.py")
+    found = [(path.name, word) for path in sources for word in forbidden if word in path.read_text()]
+    assert found == []
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "one", {"x": {"t": torch.ones(2)}})
+    document = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert document["format"] == "accel-checkpoint"
+    assert document["tensors"]["x/t"] == {
+        "dtype": "float32", "shape": [2], "parts": [["tensors-00000.safetensors", "x/t", [0], [2]]],
+    }  # fmt: skip
