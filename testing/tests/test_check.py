@@ -8,6 +8,7 @@ import pytest
 
 from accel_testing.equivalence import run_check
 from accel_testing.errors import RankError
+from accel_testing.launching import run_command
 from accel_testing.pool import RankPool
 
 SCRIPT = """
@@ -71,3 +72,19 @@ def test_function_that_makes_no_program_is_named(script: Path, rank_pool: RankPo
 def test_target_that_cannot_be_read_is_refused(target: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         run_check(target)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["good", "--layouts", "ddp:2/fp64"], 0, "ddp:2/fp64"),
+        (["dropout", "--layouts", "single/fp64,ddp:2/fp64"], 1, "DIFFERENT"),
+        (["good", "--layouts", "ddp:2/fp46"], 2, "did you mean 'fp64'?"),
+    ],
+)
+def test_command_ends_with_what_it_found(script: Path, arguments: list[str], status: int, words: str) -> None:
+    function, *rest = arguments
+    done = run_command([sys.executable, "-m", "accel_testing", f"{script}:{function}", *rest])
+    assert done.status == status, done.output
+    assert words in done.output
+    assert not done.orphans

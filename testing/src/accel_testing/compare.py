@@ -54,10 +54,18 @@ def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree.full_tensor() if hasattr(tree, "full_tensor") else tree
 
 
-def compare_trees(actual: Any, expected: Any, *, rtol: float | None = None, atol: float = 0.0) -> list[Difference]:
+def compare_trees(
+    actual: Any,
+    expected: Any,
+    *,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    scales: Mapping[str, float] | None = None,
+) -> list[Difference]:
     """What differs beyond ``atol + rtol * max|expected|`` per tensor; ``rtol`` defaults to the dtype's ``TOLERANCE``.
 
-    Modules count as their state. Integers, booleans and all that is no tensor must be equal; NaN equals NaN.
+    Modules count as their state. Integers, booleans and all that is no tensor must be equal; NaN equals NaN. ``scales``
+    replaces ``max|expected|`` for the tensors that it names.
     """
     left, right = dict(named_leaves(actual)), dict(named_leaves(expected))
     found = [Difference(name, "only in the first") for name in left if name not in right]
@@ -66,7 +74,7 @@ def compare_trees(actual: Any, expected: Any, *, rtol: float | None = None, atol
     found += [
         difference
         for name, a, b in pairs
-        if (difference := _compare_leaf(name, a, b, rtol=rtol, atol=atol)) is not None
+        if (difference := _compare_leaf(name, a, b, rtol=rtol, atol=atol, scale=(scales or {}).get(name))) is not None
     ]
     return found
 
@@ -99,7 +107,9 @@ def _fail(found: list[Difference], names: tuple[str, str]) -> None:
     raise AssertionError("\n".join([*lines, *(f"  {one}" for one in worst[:20]), *more]))
 
 
-def _compare_leaf(name: str, actual: Any, expected: Any, *, rtol: float | None, atol: float) -> Difference | None:
+def _compare_leaf(
+    name: str, actual: Any, expected: Any, *, rtol: float | None, atol: float, scale: float | None
+) -> Difference | None:
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
         same = type(actual) is type(expected) and (actual == expected or (actual != actual and expected != expected))
         return None if same else Difference(name, f"{actual!r} is not {expected!r}")
@@ -107,11 +117,17 @@ def _compare_leaf(name: str, actual: Any, expected: Any, *, rtol: float | None, 
         return Difference(name, f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
     if actual.dtype != expected.dtype:
         return Difference(name, f"dtype {actual.dtype} is not {expected.dtype}")
-    return _compare_tensors(name, actual.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol)
+    return _compare_tensors(name, actual.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, scale=scale)
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude in a tensor; 0 for an empty one."""
+    finite = tensor.abs()[tensor.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _compare_tensors(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float | None, atol: float
+    name: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float | None, atol: float, scale: float | None
 ) -> Difference | None:
     if torch.equal(actual, expected):
         return None
@@ -121,8 +137,7 @@ def _compare_tensors(
     distance = (a - b).abs()
     # Equal infinities and NaN on both sides are no distance; one-sided ones are an infinite one.
     distance = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, distance.nan_to_num(nan=float("inf")))
-    finite = b.abs()[b.isfinite()]
-    scale = float(finite.max()) if finite.numel() else 0.0
+    scale = largest(b) if scale is None else scale
     tolerance = 0.0 if exact else atol + (TOLERANCE.get(actual.dtype, 0.0) if rtol is None else rtol) * scale
     beyond = distance > tolerance
     if not beyond.any():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from accel_testing.compare import Difference, compare_trees
+from accel_testing.departure import Departure, compare_runs, distance_of
 from accel_testing.errors import RankError
 from accel_testing.layouts import Layout, expand
 from accel_testing.pool import RankPool, first_failure
@@ -18,29 +18,6 @@ from accel_testing.wire import Call, Source, pack, source_of, unpack
 
 #: How far a tensor may be from the reference's, relative to its largest element, by precision.
 TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3, "fp8": 1e-1}
-# Losses and norms subtract nearly equal numbers, so their last digits go first.
-_SCALAR_SLACK = 10.0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """Where a layout left the reference: the step (from 0), and one sentence for each thing that is different there.
-
-    ``tensors`` differ at that step, the farthest first.
-    """
-
-    step: int
-    reasons: tuple[str, ...]
-    tensors: tuple[Difference, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"leaves the one-process reference at step {self.step}:", *(f"  {reason}" for reason in self.reasons)]
-        if self.tensors:
-            lines.append(f"  {self.tensors[0]}")
-            if more := len(self.tensors) - 1:
-                lines.append(f"  and {more} more tensor{'s' if more > 1 else ''}")
-        return "\n".join(lines)
 
 
 @final
@@ -209,7 +186,7 @@ def _check(
             results.append(Result(layout, limits[layout.precision], error=str(error)))
             continue
         departure = compare_runs(references[key], runs, tolerance=limits[layout.precision])
-        distance = _distance(references[key][-1], runs[0][-1]) if runs[0] else 0.0
+        distance = distance_of(references[key], runs[0])
         seconds = time.monotonic() - began
         results.append(Result(layout, limits[layout.precision], distance, departure, seconds=seconds))
     return Report(len(next(iter(references.values()))), tuple(results))
@@ -251,72 +228,3 @@ def _train_reference(make: Maker, *, precision: str, short_of: int | None) -> li
         size = make().batch_size
         last = size - size // short_of
     return train_reference(make, precision, last_samples=last)
-
-
-def compare_runs(reference: Sequence[Step], runs: Sequence[Sequence[Step]], *, tolerance: float) -> Departure | None:
-    """The first step at which the ranks' runs are not the reference's, or None; ``runs`` are by rank."""
-    for position, expected in enumerate(reference):
-        steps = [run[position] for run in runs if position < len(run)]
-        if len(steps) < len(runs):
-            counts = ", ".join(str(len(run)) for run in runs)
-            return Departure(position, (f"the ranks took {counts} optimizer steps, the reference {len(reference)}",))
-        if departure := _compare_step(position, expected, steps, tolerance=tolerance, reference=reference):
-            return departure
-    if any(len(run) > len(reference) for run in runs):
-        counts = ", ".join(str(len(run)) for run in runs)
-        return Departure(len(reference), (f"the ranks took {counts} optimizer steps, the reference {len(reference)}",))
-    return None
-
-
-def _compare_step(
-    position: int, expected: Step, steps: Sequence[Step], *, tolerance: float, reference: Sequence[Step]
-) -> Departure | None:
-    reasons = []
-    if skipped := [rank for rank, step in enumerate(steps) if step.skipped]:
-        reasons.append(f"the optimizer step was skipped on ranks {skipped}, because gradients overflowed")
-    weight = sum(step.weight for step in steps)
-    shards = round(weight / expected.weight) or 1
-    # Peers of tensor, context or pipeline parallelism see the same samples, so each is counted that many times.
-    loss, was = sum(step.loss for step in steps) / weight, expected.loss / expected.weight
-    floor = max(abs(step.loss / step.weight) for step in reference) * 1e-2
-    slack = tolerance * _SCALAR_SLACK
-    if abs(loss - was) > slack * max(abs(was), floor) or loss != loss:
-        reasons.append(f"the loss is {loss:.10g} instead of {was:.10g}")
-    if abs(weight - expected.weight * shards) > 1e-9 * weight:
-        reasons.append(f"the ranks saw samples of weight {weight:g} instead of {expected.weight:g}")
-    norm, floor = steps[0].norm, max(step.norm for step in reference) * 1e-2
-    if abs(norm - expected.norm) > slack * max(expected.norm, floor) or norm != norm:
-        reasons.append(f"the gradient norm is {norm:.10g} instead of {expected.norm:.10g}{_ratio(norm, expected.norm)}")
-    if steps[0].rates != expected.rates:
-        reasons.append(f"the learning rates are {list(steps[0].rates)} instead of {list(expected.rates)}")
-    reasons += _disagreements(steps)
-    tensors = compare_trees(steps[0].tensors, expected.tensors, rtol=tolerance)
-    if not reasons and not tensors:
-        return None
-    return Departure(position, tuple(reasons), tuple(sorted(tensors, key=lambda one: (not one.reason, -one.relative))))
-
-
-def _ratio(value: float, expected: float) -> str:
-    """A multiple that is nearly whole, or a whole part, is the trace of a wrong divisor."""
-    if not value or not expected:
-        return ""
-    for whole in range(2, 65):
-        for factor, text in ((float(whole), f"{whole} times"), (1.0 / whole, f"1/{whole} of")):
-            if abs(value / expected / factor - 1) < 1e-3:
-                return f" ({text} it)"
-    return ""
-
-
-def _disagreements(steps: Sequence[Step]) -> list[str]:
-    """Parameters that ranks other than 0 hold with other bits: replicas that have come apart."""
-    first = steps[0].digests
-    found = []
-    for rank, step in enumerate(steps[1:], 1):
-        if apart := [name for name, digest in step.digests.items() if first.get(name) != digest]:
-            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-            found.append(f"rank {rank} has another {apart[0]}{more} than rank 0")
-    return found
-
-
-def _distance(expected: Step, actual: Step) -> float:
-    return max((one.relative for one in compare_trees(actual.tensors, expected.tensors, rtol=0.0)), default=0.0)

@@ -70,7 +70,7 @@ class Layout:
         return cls(backend, degrees=tuple(degrees.items()), **values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        words = [f"{self.backend}:{self.world_size}"]
+        words = [f"{self.backend}:{self.world_size}" if self.world_size > 1 else self.backend]
         words += [self.precision] if self.precision else []
         words += [f"acc={self.accumulate}"] if self.accumulate > 1 else []
         words += [flag for flag in _FLAGS if getattr(self, flag)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel_testing.equivalence import compare_runs
+from accel_testing.departure import compare_runs
 from accel_testing.program import Program, join_batches, map_tensors, momentum_sgd, take_samples, uneven_sizes
 from accel_testing.training import Step
 
@@ -40,7 +40,7 @@ def test_peers_with_the_same_samples_count_once() -> None:
         ({"rates": (0.2,)}, "the learning rates are [0.2] instead of [0.1]"),
         ({"skipped": True}, "the optimizer step was skipped on ranks [0]"),
         ({"loss": 6.0, "weight": 3.0}, "the ranks saw samples of weight 3 instead of 4"),
-        ({"tensors": {"w": torch.tensor([1.0, 3.3]).double()}}, "w: off by 0.3 (0.1 relative) in 1 of 2 elements"),
+        ({"tensors": {"w": torch.tensor([1.0, 3.3]).double()}}, "w: off by 0.3 (0.075 relative) in 1 of 2 elements"),
     ],
 )
 def test_first_departure_says_step_and_thing(change: dict[str, object], words: str) -> None:
@@ -103,3 +103,17 @@ def test_batches_keep_their_kind() -> None:
 def test_batches_that_cannot_be_cut_are_refused(batches: list[object], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Program(torch.nn.Linear(1, 1), lambda model, batch: model(batch).sum(), batches, momentum_sgd)
+
+
+def test_tensor_that_passes_through_zero_is_measured_by_its_size_in_the_run() -> None:
+    reference = [step(0.0, tensors={"w": torch.tensor([size], dtype=torch.float64)}) for size in (1.0, 1e-4, -1.0)]
+    run = [replace(one, tensors={"w": one.tensors["w"] + 1e-3}) for one in reference]
+    assert compare_runs(reference, [run], tolerance=1e-2) is None
+    assert compare_runs(reference, [run], tolerance=1e-4) is not None
+
+
+def test_tensor_that_is_only_noise_is_measured_by_the_others() -> None:
+    def steps(noise: float) -> list[Step]:
+        return [step(0.0, tensors={"w": torch.ones(1), "noise": torch.tensor([noise])})]
+
+    assert compare_runs(steps(1e-18), [steps(-1e-18)], tolerance=1e-10) is None
