@@ -66,13 +66,13 @@ def measure(leaves: int, size: int, *, peers: bool, rounds: int, repeat: int) ->
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    rounds, repeat = (2, 20) if args.quick else (args.rounds, 200)
+    rounds, repeat = (2, 5) if args.quick else (args.rounds, 200)
     columns = ["structure", "bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"]
     columns += ["accelerate_to_bare", "accelerate_to_by_hand"] if args.peers else []
     report = Report("Nested gather on two gloo processes, as ratios (goal: 1.2 to one raw collective)", columns)
     from accel_testing import RankPool
 
-    with RankPool(2) as pool:
+    with RankPool(2, timeout=900) as pool:
         for leaves, size in ((1, 1024), (8, 256), (8, 16384), (20, 1024), (20, 65536)):
             report.add(**pool.run(measure, leaves, size, peers=args.peers, rounds=rounds, repeat=repeat)[0])
     report.show(args.json)

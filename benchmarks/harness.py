@@ -15,19 +15,38 @@ Rounds = dict[str, list[float]]
 """Seconds of each round by variant; the same position in each list was measured in the same round."""
 
 
-def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 1) -> Rounds:
-    """Times every variant once a round, in an order that turns from round to round."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""What ``--clock`` chooses from; on a machine that others use too, processor time is steadier where nothing waits."""
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 1,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rounds:
+    """Times every variant once a round, in an order that turns from round to round.
+
+    ``before`` is called before the clock (in seconds) starts; several ranks give a barrier. Where a variant returns a
+    function, that is called after the clock has stopped, to wait for what goes on in the background or to clear away.
+    """
     names = list(variants)
     times: Rounds = {name: [] for name in names}
     for number in range(-warmup, rounds):
         for position in range(len(names)):
             name = names[(position + number) % len(names)]
             gc.collect()
+            if before is not None:
+                before()
             gc.disable()
-            started = time.perf_counter()
-            variants[name]()
-            elapsed = time.perf_counter() - started
+            started = clock()
+            rest = variants[name]()
+            elapsed = clock() - started
             gc.enable()
+            if callable(rest):
+                rest()
             if number >= 0:
                 times[name].append(elapsed)
     return times
@@ -41,6 +60,24 @@ def ratio(times: Rounds, name: str, base: str) -> float:
 def added(times: Rounds, name: str, base: str, *, per: int = 1) -> float:
     """Median over the rounds of what ``name`` took longer than ``base``, in microseconds for each of ``per`` parts."""
     return statistics.median(a - b for a, b in zip(times[name], times[base], strict=True)) / per * 1e6
+
+
+def extra_memory(run: Callable[[], object]) -> int | None:
+    """Bytes by which this process's resident memory rose at most while ``run`` ran; None where Linux does not tell."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
+        before = _memory("VmRSS")
+        run()
+        return _memory("VmHWM") - before
+    except OSError:
+        run()
+        return None
+
+
+def _memory(name: str) -> int:
+    """One line of the kernel's account of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 @dataclass

@@ -23,11 +23,11 @@ def command(*arguments: str) -> Callable[[], None]:
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    rounds = 2 if args.quick else args.rounds
+    rounds, warmup = (1, 0) if args.quick else (args.rounds, 1)
     report = Report("Start-up, whole processes", ["what", "seconds", "base", "base_seconds", "added_ms", "goal_ms"])
 
     def compare(base: str, goals: dict[str, float | None], runs: dict[str, Callable[[], None]]) -> None:
-        times = interleave(runs, rounds)
+        times = interleave(runs, rounds, warmup=warmup)
         for name, goal in goals.items():
             more = statistics.median(a - b for a, b in zip(times[name], times[base], strict=True))
             report.add(
@@ -39,13 +39,8 @@ def main() -> None:
                 goal_ms=goal,
             )
 
-    ours, theirs = (
-        "from accel import Accelerator",
-        (
-            "from accelerate import Accelerator",
-            "from lightning_fabric import Fabric",
-        ),
-    )
+    ours = "from accel import Accelerator"
+    theirs = ("from accelerate import Accelerator", "from lightning_fabric import Fabric")
     goals: dict[str, float | None] = {ours: 60.0, **({name: None for name in theirs} if args.peers else {})}
     imports = {name: command("-c", f"import torch; {name}") for name in goals}
     imports["import torch"] = command("-c", "import torch")

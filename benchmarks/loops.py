@@ -103,15 +103,7 @@ def _accelerated(accelerator: Any, case: Case) -> Step:
 
 def fabric(case: Case, ranks: int) -> Step:
     """The same with Lightning Fabric."""
-    from lightning_fabric import Fabric
-
-    if ranks > 1:
-        from lightning_fabric.plugins.environments import TorchElasticEnvironment
-
-        options: dict[str, Any] = {"devices": ranks, "strategy": "ddp", "plugins": [TorchElasticEnvironment()]}
-    else:
-        options = {"devices": 1}
-    engine = Fabric(accelerator="cpu", precision="bf16-mixed" if case.bf16 else "32-true", **options)
+    engine = fabric_engine(ranks, precision="bf16-mixed" if case.bf16 else "32-true")
     model, optimizer, scheduler, batch = parts()
     model, optimizer = engine.setup(model, optimizer)
     position = cycle(range(1, case.accumulate + 1))
@@ -129,6 +121,19 @@ def fabric(case: Case, ranks: int) -> Step:
             optimizer.zero_grad()
 
     return step
+
+
+def fabric_engine(ranks: int, **options: Any) -> Any:
+    """A Fabric on the processes that there are."""
+    from lightning_fabric import Fabric
+
+    if ranks > 1:
+        from lightning_fabric.plugins.environments import TorchElasticEnvironment
+
+        options |= {"devices": ranks, "strategy": "ddp", "plugins": [TorchElasticEnvironment()]}
+    else:
+        options |= {"devices": 1}
+    return Fabric(accelerator="cpu", **options)
 
 
 def variants(peers: bool) -> Iterator[tuple[str, Callable[[Case, int], Step]]]:

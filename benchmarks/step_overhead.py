@@ -35,18 +35,18 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes to measure with")
     args = options.parse_args()
-    rounds, steps = (3, 50) if args.quick else (args.rounds, 400)
+    rounds, steps = (2, 10) if args.quick else (args.rounds, 400)
     names = [name for name, _ in variants(args.peers) if name != "raw"]
     columns = ["case", "ranks", "raw_us", *(f"{name}_{what}" for name in names for what in ("adds_us", "ratio"))]
     report = Report("What a step costs beyond raw PyTorch (goal: 15 µs plain, 20 µs with one of the others)", columns)
     from accel_testing import RankPool
 
     for ranks in args.ranks:
-        for case in CASES:
-            # A process of its own for each case: Accelerate keeps its settings for the life of a process.
-            with RankPool(ranks) as pool:
-                rows = pool.run(measure, case, ranks, peers=args.peers, rounds=rounds, steps=steps)
-            report.add(**rows[0])
+        # Accelerate keeps its settings for the life of a process, so that each case needs processes of its own then.
+        for cases in [[case] for case in CASES] if args.peers else [CASES]:
+            with RankPool(ranks, timeout=900) as pool:
+                for case in cases:
+                    report.add(**pool.run(measure, case, ranks, peers=args.peers, rounds=rounds, steps=steps)[0])
     report.show(args.json)
 
 

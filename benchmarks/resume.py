@@ -1,0 +1,224 @@
+"""The first batch after resuming far inside an epoch, against a raw DataLoader whose sampler starts there.
+
+Both loaders exist already and the raw one knows its whole order: what is measured is the way from the position to the
+batch, and nothing else to blur it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from benchmarks.harness import CLOCKS, Report, extra_memory, interleave, parser, ratio
+from benchmarks.loaders import Images, Rows, accel, accelerate, fabric, nth
+
+BATCH = 32
+FAR = 10**9
+COLUMNS = ["what", "at_batch", "raw_us", "accel_us", "accel_ratio", "goal", "extra_mb"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to measure."""
+
+    peers: bool
+    rounds: int
+    repeat: int
+    clock: str
+
+
+class StartAt(Sampler[int]):
+    """What a careful person writes by hand for one run: positions from ``start`` on, of an order drawn beforehand."""
+
+    def __init__(self, table: torch.Tensor | range, start: int) -> None:
+        self.table, self.start = table, start
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.table, range):
+            return iter(self.table[self.start :])
+        return (index for part in self.table[self.start :].split(1024) for index in part.tolist())
+
+    def __len__(self) -> int:
+        return len(self.table) - self.start
+
+
+class Stream(IterableDataset[int]):
+    """Numbers from ``start`` on, which no reader can jump into."""
+
+    def __init__(self, size: int, start: int = 0) -> None:
+        self.size, self.start = size, start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.size))
+
+
+class SeekableStream(Stream):
+    """The same, which tells where it is and can go on from there."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.start, self.size):
+            self.start = number + 1
+            yield number
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+def first(loader: Any) -> Any:
+    """The first batch; leaving the iterator behind is part of the price."""
+    return next(iter(loader))
+
+
+def timed(run: Run, variants: dict[str, Callable[[], object]], *, slow: set[str]) -> dict[str, Any]:
+    """The cells of one row. What is ``slow`` runs once in each of two rounds, beside the raw loader."""
+
+    def repeated(variant: Callable[[], object]) -> Callable[[], None]:
+        def many() -> None:
+            for _ in range(run.repeat):
+                variant()
+
+        return many
+
+    fast = {name: repeated(variant) for name, variant in variants.items() if name not in slow}
+    times = interleave(fast, run.rounds, clock=CLOCKS[run.clock])
+    row: dict[str, Any] = {f"{name}_us": statistics.median(times[name]) / run.repeat * 1e6 for name in fast}
+    row |= {f"{name}_ratio": ratio(times, name, "raw") for name in fast if name != "raw"}
+    if slow:
+        times = interleave({name: variants[name] for name in sorted(slow)}, 2, warmup=0, clock=CLOCKS[run.clock])
+        medians = {name: statistics.median(times[name]) * 1e6 for name in slow}
+        row |= {f"{name}_us": median for name, median in medians.items()}
+        row |= {f"{name}_ratio": median / row["raw_us"] for name, median in medians.items()}
+    return row
+
+
+def skippers(dataset: Any, *, shuffle: bool = False, workers: int = 0) -> dict[str, Callable[[int], object]]:
+    """How one comes to batch ``at``: with Accelerate by its ``skip_first_batches``, with Fabric by reading."""
+    from accelerate import skip_first_batches
+
+    def loader() -> "DataLoader[Any]":
+        return DataLoader(dataset, batch_size=BATCH, shuffle=shuffle, num_workers=workers)
+
+    theirs, others = accelerate(1)(loader()), fabric(1)(loader())
+    return {"accelerate": lambda at: first(skip_first_batches(theirs, at)), "fabric": lambda at: nth(others, at)}
+
+
+def map_style(
+    run: Run, at: int, size: int, *, kind: type[Dataset[Any]] = Rows, shuffle: bool = False, workers: int = 0
+) -> dict[str, Any]:
+    """Resuming by ``load_state_dict``."""
+    torch.set_num_threads(1)
+    dataset = kind(size)  # type: ignore[call-arg]
+    by_hand = StartAt(torch.randperm(size) if shuffle else range(size), at * BATCH)
+    raw = DataLoader(dataset, batch_size=BATCH, sampler=by_hand, num_workers=workers)
+    ours = accel(1)(DataLoader(dataset, batch_size=BATCH, shuffle=shuffle, num_workers=workers))
+    ours.skip(at)
+    state = ours.state_dict()
+
+    def resume() -> Any:
+        ours.load_state_dict(state)
+        return first(ours)
+
+    if not shuffle:
+        assert torch.equal(resume()[1], first(raw)[1])
+    variants: dict[str, Callable[[], object]] = {"raw": lambda: first(raw), "accel": resume}
+    if run.peers:
+        peers = skippers(dataset, shuffle=shuffle, workers=workers)
+        variants |= {name: partial(go, at) for name, go in peers.items() if kind is Rows or name != "fabric"}
+    return timed(run, variants, slow=set(variants) - {"raw", "accel"})
+
+
+def skipping(run: Run, at: int, size: int) -> dict[str, Any]:
+    """``skip_first_batches`` of accel, which makes a loader beside the one there is."""
+    from accel import skip_first_batches
+
+    torch.set_num_threads(1)
+    dataset = Rows(size)
+    raw = DataLoader(dataset, batch_size=BATCH, sampler=StartAt(range(size), at * BATCH))
+    ours = accel(1)(DataLoader(dataset, batch_size=BATCH))
+    variants = {"raw": lambda: first(raw), "accel": lambda: first(skip_first_batches(ours, at))}
+    return timed(run, variants, slow=set())
+
+
+def stream(run: Run, at: int, size: int, *, seeks: bool) -> dict[str, Any]:
+    """Resuming an iterable dataset; the position is one that was come to by reading."""
+    torch.set_num_threads(1)
+    raw = DataLoader(Stream(size, at * BATCH), batch_size=BATCH)
+    ours = accel(1)(DataLoader((SeekableStream if seeks else Stream)(size), batch_size=BATCH))
+    reading = iter(ours)
+    for _ in range(at):
+        next(reading)
+    state = ours.state_dict()
+    reading.close()
+
+    def resume() -> Any:
+        ours.load_state_dict(state)
+        return first(ours)
+
+    assert torch.equal(resume(), first(raw))
+    variants: dict[str, Callable[[], object]] = {"raw": lambda: first(raw), "accel": resume}
+    if run.peers:
+        variants |= {name: partial(go, at) for name, go in skippers(Stream(size)).items()}
+    return timed(run, variants, slow=set(variants) - ({"raw", "accel"} if seeks else {"raw"}))
+
+
+def far(sample: int) -> dict[str, Any]:
+    """Seeking in a shuffled dataset too large for anything that draws or walks its order; once, and cold."""
+    torch.set_num_threads(1)
+    prepare = accel(1)
+    ours = prepare(DataLoader(Rows(2 * sample), batch_size=BATCH, shuffle=True))
+    first(prepare(DataLoader(Rows(1000), batch_size=BATCH, shuffle=True)))  # imports
+    seconds: list[float] = []
+
+    def seek() -> None:
+        started = time.perf_counter()
+        ours.load_state_dict({**ours.state_dict(), "samples": sample})
+        first(ours)
+        seconds.append(time.perf_counter() - started)
+
+    extra = extra_memory(seek)
+    return {"accel_us": seconds[0] * 1e6, "extra_mb": None if extra is None else extra / 2**20}
+
+
+KINDS: dict[str, tuple[Callable[..., dict[str, Any]], float | None]] = {
+    "rows in order": (map_style, 1.5),
+    "rows shuffled": (partial(map_style, shuffle=True), 1.5),
+    "images shuffled": (partial(map_style, kind=Images, shuffle=True), 1.5),
+    "images shuffled, 2 workers": (partial(map_style, kind=Images, shuffle=True, workers=2), 1.5),
+    "skip_first_batches": (skipping, 1.5),
+    "stream that can seek": (partial(stream, seeks=True), 1.5),
+    "stream that cannot": (partial(stream, seeks=False), None),
+}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, not of its workers")
+    args = options.parse_args()
+    places = (10, 1_000) if args.quick else (10, 1_000, 10_000, 100_000)
+    run = Run(args.peers, 2 if args.quick else args.rounds, 2 if args.quick else 20, args.clock)
+    size = (places[-1] + 200) * BATCH
+    peers = [f"{name}_{unit}" for name in ("accelerate", "fabric") for unit in ("us", "ratio")] if args.peers else []
+    report = Report("First batch after resuming, as a ratio to a sampler or stream that starts there", COLUMNS + peers)
+    from accel_testing import RankPool
+
+    with RankPool(1, timeout=900) as pool:
+        for what, (measure, goal) in KINDS.items():
+            for at in places:
+                report.add(what=what, at_batch=at, goal=goal, **pool.run(measure, run, at, size, group=None)[0])
+        for sample in (FAR // 1000, FAR):
+            row = pool.run(far, sample, group=None)[0]
+            report.add(what=f"shuffled, sample {sample:.0e}", at_batch=sample // BATCH, **row)
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Every benchmark runs to its end and reports numbers; what the numbers are is not for tests to judge."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Options that leave the quickest part that still shows every column; columns that hold numbers in some row.
+RUNS = {
+    "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
+    "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
+    "dispatch": ([], {"raw_us", "goal", "accel"}),
+    "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
+    "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
+    "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
+    "resume": ([], {"raw_us", "accel_us", "accel_ratio"}),
+    "step_overhead": (["--ranks", "1"], {"raw_us", "accel_adds_us", "accel_ratio"}),
+}
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_benchmark_is_listed_and_tested():
+    assert run().removeprefix("benchmarks: ").strip().split(", ") == sorted(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_quick_run_reports_finite_numbers(name, tmp_path):
+    options, columns = RUNS[name]
+    file = tmp_path / "rows.json"
+    run(name, "--quick", "--json", str(file), *options)
+    rows = json.loads(file.read_text())["rows"]
+    numbers = [(key, value) for row in rows for key, value in row.items() if isinstance(value, float | int)]
+    assert {key for key, _ in numbers} >= columns
+    assert [(key, value) for key, value in numbers if not math.isfinite(value)] == []
