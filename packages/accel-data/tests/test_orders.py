@@ -22,6 +22,7 @@ from accel_data import (
     Shuffled,
     Subset,
     Weighted,
+    keyed,
 )
 from accel_data.keyed import Bijection, derive_key, sorted_permutation
 from accel_data.orders import TABLE_LIMIT, checksum
@@ -93,6 +94,12 @@ def test_the_computed_bijection_is_one_for_every_size(size, key):
     assert torch.equal(Bijection(size, key).take(torch.arange(size)).sort().values, torch.arange(size))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 999, 70_001])
+def test_the_bijection_with_hashes_for_round_functions_is_one(size, monkeypatch):
+    monkeypatch.setattr(keyed, "_TABLE_LIMIT", 0)
+    assert torch.equal(Bijection(size, 5).take(torch.arange(size)).sort().values, torch.arange(size))
+
+
 @pytest.mark.parametrize("size", [TABLE_LIMIT, TABLE_LIMIT + 1, 99_991, 1 << 17, (1 << 17) + 1])
 def test_large_shuffles_are_permutations_on_both_sides_of_the_limit(size):
     assert torch.equal(whole(Shuffled(size)).sort().values, torch.arange(size))
@@ -106,7 +113,13 @@ def computed_shuffle(size, key):
     return Bijection(size, key).take(torch.arange(size))
 
 
-shuffles = pytest.mark.parametrize("shuffle", [table_shuffle, computed_shuffle])
+def hashed_shuffle(size, key):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyed, "_TABLE_LIMIT", 0)
+        return computed_shuffle(size, key)
+
+
+shuffles = pytest.mark.parametrize("shuffle", [table_shuffle, computed_shuffle, hashed_shuffle])
 
 
 def table_at(size, key, positions):
@@ -281,7 +294,8 @@ def test_an_order_is_a_sampler_anywhere():
 
 def test_orders_are_the_same_in_every_version():
     assert whole(Shuffled(8), 1, 2).tolist() == [5, 0, 4, 2, 3, 1, 6, 7]
-    assert whole(Shuffled(10**6), 1, 2)[:3].tolist() == [396696, 591197, 648268]
+    assert whole(Shuffled(10**6), 1, 2)[:3].tolist() == [953986, 460331, 810300]
+    assert Shuffled(10**10)(1, 2).take(torch.arange(3)).tolist() == [398791871, 9992026079, 307231252]
     assert whole(Replacement(100, num_samples=4), 1, 2).tolist() == [92, 2, 82, 85]
 
 

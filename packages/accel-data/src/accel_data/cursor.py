@@ -26,6 +26,8 @@ class Cursor:
     samples: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.epoch) is int and type(self.samples) is int and self.epoch >= 0 and self.samples >= 0:
+            return
         for name in (EPOCH_KEY, SAMPLES_KEY):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

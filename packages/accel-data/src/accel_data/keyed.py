@@ -5,6 +5,8 @@ device: a sample order saved as (seed, epoch) means the same order for ever.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -15,6 +17,7 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 _MULTIPLIER_A, _MULTIPLIER_B = _MIX_A - (1 << 64), _MIX_B - (1 << 64)
 _ROUNDS = 6
+_TABLE_LIMIT = 1 << 13
 
 
 def derive_key(seed: int, *parts: int) -> int:
@@ -73,14 +76,32 @@ class Bijection:
 
     A generalised Feistel network on the digits of ``position`` in a grid of about sqrt(size) x sqrt(size) cells, with
     cycle walking from the few cells past ``size`` back into the range (Black, Rogaway 2002). Fewer than one position
-    in sqrt(size) has to walk at all.
+    in sqrt(size) has to walk at all. The round functions are tables of sqrt(size) random words (1.5 MB at most), or
+    hashes where those would be large.
     """
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
         self._rows = max(math.isqrt(max(size - 1, 0)) + 1, 1)
         self._columns = -(-size // self._rows)
-        self._keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
+        self._functions: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+        if self._rows <= _TABLE_LIMIT:
+            self._functions = [table.take for table in self._tables(key)]
+        else:
+            keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
+            inputs = (self._columns, self._rows) * (_ROUNDS // 2)
+            self._functions = [partial(_hashed, key=k, modulus=m) for k, m in zip(keys, inputs, strict=True)]
+
+    def _tables(self, key: int) -> list[torch.Tensor]:
+        """The round functions: of columns, to add to rows, and of rows, to add to columns, in turn.
+
+        A sum is only reduced when all rounds are over. Till then it stays below 4 times its modulus, so every table is
+        repeated that often.
+        """
+        words = (random_words(torch.arange(_ROUNDS * self._rows), key) >> 33) & 0x7FFFFFFF
+        drawn = words.view(_ROUNDS, self._rows)
+        shapes = ((self._columns, self._rows), (self._rows, self._columns)) * (_ROUNDS // 2)
+        return [(drawn[i, :size] % modulus).repeat(_ROUNDS // 2 + 1) for i, (size, modulus) in enumerate(shapes)]
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         """The images of ``positions`` (int64, each in ``range(size)``), as a tensor of the same shape."""
@@ -95,19 +116,19 @@ class Bijection:
         column = words % self._columns
         row = words // self._columns
         for number in range(0, _ROUNDS, 2):
-            row += _round(column, self._keys[number])
-            row %= self._rows
-            column += _round(row, self._keys[number + 1])
-            column %= self._columns
+            row += self._functions[number](column)
+            column += self._functions[number + 1](row)
+        row %= self._rows
+        column %= self._columns
         return row.mul_(self._columns).add_(column)
 
 
-def _round(half: torch.Tensor, key: int) -> torch.Tensor:
-    """31 pseudo-random bits from one half; the middle bits of two multiplications depend on every bit of it."""
-    word = half + key
+def _hashed(half: torch.Tensor, *, key: int, modulus: int) -> torch.Tensor:
+    """32 pseudo-random bits from a half, taken modulo its range; two multiplications mix every bit of it into them."""
+    word = half % modulus
+    word += key
     word *= _MULTIPLIER_A
     word ^= word >> 32
     word *= _MULTIPLIER_B
     word >>= 32
-    word &= 0x7FFFFFFF
     return word

@@ -11,13 +11,12 @@ from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size
 from accel_data.cursor import Cursor, Step
 from accel_data.keyed import derive_key
 from accel_data.options import LoaderOptions
-from accel_data.orders import Order
+from accel_data.orders import Epoch, Order
 from accel_data.orders_special import NodeBlocks
 from accel_data.reading import (
     Reading,
     SeededGlobals,
-    begin_epoch,
-    chain_of,
+    Surroundings,
     fingerprint_of,
     order_of,
 )
@@ -107,6 +106,7 @@ class MapSource(Source):
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
+        self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._pass: MapPass | None = None
         self._sampler_start: Json = None
@@ -120,11 +120,13 @@ class MapSource(Source):
         self._batches = ShardedBatches(reading, shard, batch_size=self._rank_batch, options=options)
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
         self._batches.length = self.length(Cursor())
+        self._measured: bool | None = self.even_batches
+        self._surroundings = Surroundings(reading, dataloader.dataset, walked=self._order is None)
         self.total_batch_size = (self._rank_batch or 1) * shard.count
 
     def __getstate__(self) -> dict[str, Any]:
         # A pass in flight stays where it is; the loader carries its position over.
-        return {**vars(self), "_pass": None}
+        return {**vars(self), "_pass": None, "_last_epoch": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:
@@ -180,9 +182,9 @@ class MapSource(Source):
         )
 
     def _computed(self, order: Order) -> Sharding:
-        if self._options.sharding != "node":
-            return self._sharding(len(order))
         plain = self._sharding(len(order))
+        if self._options.sharding != "node":
+            return plain
         assert isinstance(plain, ByIndex)
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
         return ByNode(num_nodes=self._options.num_nodes, **fields)
@@ -197,7 +199,7 @@ class MapSource(Source):
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         if order is not None:
-            epoch = order(self.seed or 0, cursor.epoch)
+            epoch = self._epoch_of(order, cursor.epoch)
             if callable(self._options.sharding):
                 return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
             return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
@@ -207,6 +209,13 @@ class MapSource(Source):
             return BatchWalk(reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead)
         return ItemWalk(reading.sampler, self._sharding(UNKNOWN_TOTAL), start=cursor, shard=shard, size=size, rng=rng)
 
+    def _epoch_of(self, order: Order, epoch: int) -> Epoch:
+        """The order of one epoch; the one asked for last is kept, for a pass is often broken off and started again."""
+        key = (order, self.seed, epoch)
+        if self._last_epoch is None or self._last_epoch[0] != key:
+            self._last_epoch = (key, order(self.seed or 0, epoch))
+        return self._last_epoch[1]
+
     def _rng(self, epoch: int) -> SeededGlobals:
         return SeededGlobals(derive_key(self.seed or 0, epoch))
 
@@ -214,25 +223,21 @@ class MapSource(Source):
         """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
         if self._order is not None and len(self._order) != sized(self._reading.sampler):
             self._order = self._make_order()
+            self._measured = None
+        if self._measured != self.even_batches:
+            self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
-        walk = self._walk(cursor)
-        self._batches.walk, self._batches.length = walk, self.length(Cursor(cursor.epoch))
+        self._batches.walk = walk = self._walk(cursor)
         self._pass = MapPass(self.dataloader, walk, derive_key(torch.initial_seed(), cursor.epoch, self._shard.index))
         return self._pass
 
     def _enter_epoch(self, epoch: int) -> None:
         """Makes the user's samplers start this epoch, as they did when the position was saved."""
-        for sampler, saved in zip(self._stateful(), self._sampler_pending or (), strict=False):
-            sampler.load_state_dict(saved)
-        self._sampler_pending = None
-        begin_epoch(self._reading, self.dataloader.dataset, seed=self.seed, epoch=epoch)
-        self._sampler_start = [sampler.state_dict() for sampler in self._stateful()]
-
-    def _stateful(self) -> list[Any]:
-        if self._order is not None:
-            return []
-        names = ("state_dict", "load_state_dict")
-        return [s for s in chain_of(self._reading) if all(callable(getattr(s, name, None)) for name in names)]
+        if self._sampler_pending:
+            self._surroundings.load(self._sampler_pending)
+            self._sampler_pending = None
+        self._surroundings.begin(epoch, self.seed or 0)
+        self._sampler_start = self._surroundings.states()
 
     def length(self, cursor: Cursor) -> int | None:
         """Computed, or from the ``len`` of the user's sampler."""
@@ -287,22 +292,22 @@ class MapSource(Source):
 
     def record(self) -> dict[str, Json]:
         """Seed, order, and what identifies the dataset; for samplers that have a state, that of the epoch's start."""
-        reading = self._reading
-        name = type(reading.batch_sampler if reading.whole else reading.sampler).__qualname__
         record: dict[str, Json] = {
             SEED_KEY: self.seed,
-            ORDER_KEY: {"kind": "walked", "sampler": name} if self._order is None else self._description(self._order),
+            ORDER_KEY: self._description(),
             LENGTH_KEY: sized(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
-        stateful = self._stateful()
-        if stateful:
-            between = self._pass is None or self._pass.complete
-            record[SAMPLER_KEY] = [s.state_dict() for s in stateful] if between else self._sampler_start
-        return record
+        between = self._pass is None or self._pass.complete
+        states = self._surroundings.states() if between else self._sampler_start
+        return {**record, SAMPLER_KEY: states} if states else record
 
-    def _description(self, order: Order) -> dict[str, Json]:
+    def _description(self) -> dict[str, Json]:
         """What the order says of itself; asked once, for it may look at every weight or length."""
+        order, reading = self._order, self._reading
+        if order is None:
+            walked = reading.batch_sampler if reading.whole else reading.sampler
+            return {"kind": "walked", "sampler": type(walked).__qualname__}
         if self._described is None or self._described[0] is not order:
             self._described = (order, order.describe())
         return self._described[1]
@@ -310,7 +315,7 @@ class MapSource(Source):
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Compares what the position was saved with to what is read now, and takes over the seed."""
         self._check_dataset(record)
-        here = self.record()[ORDER_KEY]
+        here = self._description()
         saved = record.get(ORDER_KEY, here)
         if cursor.samples and saved != here:
             differing = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))

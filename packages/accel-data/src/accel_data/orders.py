@@ -77,7 +77,7 @@ class TableIndices:
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         """The entries at ``positions``."""
-        return self._table[positions]
+        return self._table.take(positions)
 
 
 @final

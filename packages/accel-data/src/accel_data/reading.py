@@ -1,6 +1,6 @@
 """What a user's map-style DataLoader reads, taken apart: an order we can compute, or samplers we have to walk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -150,17 +150,37 @@ def _generator_of(sampler: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def begin_epoch(reading: Reading, dataset: object, *, seed: int | None, epoch: int) -> None:
-    """Tells samplers and dataset the epoch, and seeds the generators of samplers that are walked."""
-    for target in [*chain_of(reading), dataset]:
-        set_epoch = getattr(target, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-    if seed is not None:
-        for number, sampler in enumerate(chain_of(reading)):
+@final
+class Surroundings:
+    """The user's samplers and dataset, as far as they want to know of epochs, or have a state.
+
+    Looked through once, for a pass has to start fast.
+    """
+
+    def __init__(self, reading: Reading, dataset: object, *, walked: bool) -> None:
+        samplers = chain_of(reading)
+        self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
+        self._walked = samplers if walked else []
+        names = ("state_dict", "load_state_dict")
+        self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
+
+    def begin(self, epoch: int, seed: int) -> None:
+        """Tells everybody the epoch, and seeds the generators of samplers that are walked."""
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+        for number, sampler in enumerate(self._walked):
             generator = _generator_of(sampler)
             if generator is not None:
                 generator.manual_seed(derive_key(seed, epoch, number))
+
+    def states(self) -> list[Any]:
+        """The states of the samplers that have one, outermost first."""
+        return [sampler.state_dict() for sampler in self._stateful]
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Gives the samplers back their states."""
+        for sampler, state in zip(self._stateful, states, strict=False):
+            sampler.load_state_dict(state)
 
 
 @final

@@ -19,7 +19,7 @@ from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, Elastic, Rows, Sharding,
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
-_FIRST_CHUNK, _LARGEST_CHUNK = 128, 16384
+_SECOND_CHUNK, _LARGEST_CHUNK = 256, 16384
 
 
 class Walk(Protocol):
@@ -75,11 +75,7 @@ class OrderWalk:
         self._order, self._sharding = order, sharding
         self._start, self._shard, self._nodes = start, shard, num_nodes
         self.exact = True
-
-    @property
-    def length(self) -> int:
-        """Computed."""
-        return batches_of(self._sharding, self._start.samples, self._shard.index)
+        self.length = batches_of(sharding, start.samples, shard.index)
 
     @property
     def remainder(self) -> int:
@@ -93,7 +89,8 @@ class OrderWalk:
     def batches(self) -> Iterator[list[int]]:
         """Index lists, computed for some hundred batches at a time."""
         position, left = self._start.samples, self.length
-        chunk = _FIRST_CHUNK
+        # The first batch alone: it is what a resumed run waits for.
+        chunk = 1
         while left:
             run = min(self._sharding.run(position), left)
             if run:
@@ -106,10 +103,13 @@ class OrderWalk:
                 yield from self._single(position, run)
             position = self._sharding.seek(position, run)
             left -= run
-            chunk = min(chunk * 4, _LARGEST_CHUNK)
+            chunk = min(max(chunk * 4, _SECOND_CHUNK), _LARGEST_CHUNK)
 
     def _grid(self, position: int, rows: Rows, steps: int) -> list[list[int]]:
         """Equal steps, as one look-up of a (steps, rows) table of positions."""
+        if steps == 1:
+            positions = torch.arange(rows.first, rows.first + rows.count * rows.stride, rows.stride)
+            return [self._order.take(positions).tolist()]
         shift = self._sharding.seek(position, 1) - position
         firsts = torch.arange(steps) * shift + rows.first
         indices = self._order.take(firsts[:, None] + torch.arange(rows.count) * rows.stride)
