@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
+_GLOO = "cpu:gloo"
+# gloo passes an all-gather from neighbour to neighbour, but sends an all-to-all straight to everyone. While that many
+# bytes are little to copy, the latter is faster: 1.4 times on 2 ranks, 2 to 3 times on 4 (1 to 64 KiB a rank).
+_EXCHANGED_BYTES = 1 << 19
 
 
 def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
@@ -91,11 +95,14 @@ def _start_gather(leaves: list[torch.Tensor], group: "ProcessGroup") -> Callable
 
 
 def start_all_gather(output: torch.Tensor, flat: torch.Tensor, group: "ProcessGroup") -> Callable[[], object]:
-    """Begins one all-gather of a 1-d tensor into one as many times longer as the group has ranks; returns its wait."""
+    """Begins to gather 1-d bytes into ``output``, as many times longer as the group has ranks; returns what waits."""
     import torch.distributed as dist
 
     if flat.numel() == 0:
         return _nothing
+    if output.numel() <= _EXCHANGED_BYTES and flat.device.type == "cpu" and _GLOO in dist.get_backend_config(group):
+        copies = torch.cat([flat] * group.size())
+        return _wait_of(dist.all_to_all_single(output, copies, group=group, async_op=True))
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return _wait_of(run(output, flat, group=group, async_op=True))
 

@@ -157,12 +157,15 @@ def unpack_rows(rows: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
     results: list[torch.Tensor] = [rows] * len(packed.leaves)
     start, world_size = 0, rows.shape[0]
     for dtype, by_shape, nbytes in packed.pieces:
-        part = rows[:, start : start + nbytes]
+        part = rows if nbytes == rows.shape[1] else rows[:, start : start + nbytes]
         start += nbytes
         typed = part.view(dtype) if nbytes else part.new_empty(world_size, 0, dtype=dtype)
         runs = _runs(by_shape, _SHARED_BYTES // (world_size * dtype.itemsize))
-        sizes = [shape.numel() * len(indices) for shape, indices in runs]
-        columns: Sequence[torch.Tensor] = torch.split_with_sizes_copy(typed, sizes, dim=1)  # type: ignore[func-returns-value,assignment]
+        if len(runs) == 1 and len(runs[0][1]) > 1:
+            columns: Sequence[torch.Tensor] = (typed,)
+        else:
+            sizes = [shape.numel() * len(indices) for shape, indices in runs]
+            columns = torch.split_with_sizes_copy(typed, sizes, dim=1)  # type: ignore[func-returns-value,assignment]
         for column, (shape, indices) in zip(columns, runs, strict=True):
             joined = gathered_shape(shape, world_size)
             if len(indices) == 1:
