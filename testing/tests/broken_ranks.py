@@ -11,6 +11,8 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 class OwnError(ValueError):
@@ -126,6 +128,17 @@ def test_fixture_that_cannot_travel(rank: int, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.ranks(0)
 def test_zero_ranks(rank: int) -> None:
+    raise AssertionError("never reached")
+
+
+@pytest.mark.ranks(2)
+@given(st.integers())
+def test_random_examples(value: int) -> None:
+    raise AssertionError("never reached")
+
+
+@pytest.mark.ranks(2)
+async def test_coroutine(rank: int) -> None:
     raise AssertionError("never reached")
 
 

@@ -2,28 +2,32 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from accel_testing.launching import Finished, run_command
+
 BROKEN = Path(__file__).with_name("broken_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The output of one pytest run over the failing tests."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One pytest run over the failing tests."""
     command = [sys.executable, "-m", "pytest", str(BROKEN), "-rA", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-c", os.devnull, "--rootdir", str(BROKEN.parent), "--require=multigpu", "-p", "no:randomly"],
+    return run_command(
+        [*command, "-c", os.devnull, "--rootdir", str(BROKEN.parent), "--require=multigpu"],
         cwd=tmp_path_factory.mktemp("run"),
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
+        env={"COLUMNS": "200"},
         timeout=120,
     )
-    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(finished: Finished) -> str:
+    """What it printed."""
+    return finished.output
 
 
 def section(run: str, test: str) -> str:
@@ -124,6 +128,14 @@ def test_argument_that_cannot_travel_is_named(run: str) -> None:
     assert "argument 'capsys' is a CaptureFixture" in section(run, "test_fixture_that_cannot_travel")
 
 
+def test_examples_that_differ_between_ranks_are_refused(run: str) -> None:
+    assert "every rank would draw other examples" in section(run, "test_random_examples")
+
+
+def test_coroutines_are_refused(run: str) -> None:
+    assert "runs plain functions" in section(run, "test_coroutine")
+
+
 def test_zero_ranks_are_refused(run: str) -> None:
     assert "the number of ranks is a whole number of at least 1" in section(run, "test_zero_ranks")
 
@@ -140,13 +152,7 @@ def test_required_device_is_a_failure(run: str) -> None:
     assert "--require=multigpu: needs 64 accelerators" in section(run, "test_needs_64")
 
 
-def test_nothing_stays_behind(run: str) -> None:
-    """Neither a process nor a folder: the run above killed, stopped and abandoned ranks."""
-    assert run
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = process.read_text(errors="replace")
-            parent = (process.parent / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        assert not ("accel_testing.nursery" in words and parent == "1"), words
+def test_nothing_stays_behind(finished: Finished) -> None:
+    """The run killed, stopped and abandoned ranks, and none of them is there any more."""
+    assert not finished.timed_out
+    assert not finished.orphans

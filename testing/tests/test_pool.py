@@ -185,12 +185,22 @@ def test_no_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.Signals) -> None:
-    """Whatever ends pytest, its ranks and the process they come from end within moments."""
+    """Whatever ends pytest, its ranks and the process they come from end within moments.
+
+    A process that the test forked, and that lives on, does not keep them.
+    """
     test = tmp_path / "test_waits.py"
     test.write_text(
         "import os, pathlib, time, pytest\n"
+        "@pytest.fixture\n"
+        "def forked(rank_pool):\n"
+        "    rank_pool.run(os.getpid)\n"
+        "    if (pid := os.fork()) == 0:\n"
+        "        time.sleep(30)\n"
+        "        os._exit(0)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'forked').write_text(str(pid))\n"
         "@pytest.mark.ranks(2)\n"
-        "def test_waits(rank):\n"
+        "def test_waits(rank, forked):\n"
         f"    pathlib.Path({str(tmp_path)!r}, f'pid-{{rank}}').write_text(f'{{os.getpid()}} {{os.getppid()}}')\n"
         "    time.sleep(60)\n"
     )
@@ -205,9 +215,14 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
         running.send_signal(kill)
         running.wait(20)
     pids = {int(pid) for path in tmp_path.glob("pid-*") for pid in path.read_text().split()}
-    assert len(pids) == 3
-    assert wait_until(lambda: not any(map(is_running, pids)))
-    assert wait_until(lambda: not list(folder.glob("accel-ranks-*")))
+    forked = int((tmp_path / "forked").read_text())
+    try:
+        assert len(pids) == 3
+        assert wait_until(lambda: not any(map(is_running, pids)))
+        assert wait_until(lambda: not list(folder.glob("accel-ranks-*")))
+        assert is_running(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

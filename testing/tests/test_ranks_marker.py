@@ -1,10 +1,13 @@
 """Tests marked ``ranks`` run in their ranks, with their arguments."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @pytest.mark.ranks(2)
@@ -59,3 +62,38 @@ def test_monkeypatch_is_made_in_each_rank(rank: int, monkeypatch: pytest.MonkeyP
 
 def test_one_process_is_rank_zero_of_one(rank: int, world_size: int) -> None:
     assert (rank, world_size) == (0, 1)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SET_BY_FIXTURE", "yes")
+    monkeypatch.delenv("PATH")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("elsewhere")
+def test_what_fixtures_set_holds_in_ranks(tmp_path: Path) -> None:
+    assert Path.cwd() == tmp_path
+    assert os.environ["SET_BY_FIXTURE"] == "yes"
+    assert "PATH" not in os.environ
+
+
+@pytest.mark.ranks(2)
+def test_and_only_for_their_test() -> None:
+    assert "SET_BY_FIXTURE" not in os.environ
+    assert "PATH" in os.environ
+
+
+@pytest.mark.ranks(2, env={"OWN": "variable"})
+def test_variables_of_the_marker() -> None:
+    assert os.environ["OWN"] == "variable"
+
+
+@pytest.mark.ranks(2)
+@settings(derandomize=True, database=None, deadline=None, max_examples=5)
+@given(value=st.integers(0, 100))
+def test_properties_hold_on_ranks(value: int) -> None:
+    total = torch.tensor([value])
+    dist.all_reduce(total)
+    assert total.item() == 2 * value

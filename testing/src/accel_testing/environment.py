@@ -52,6 +52,12 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
+def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """What must be set (None: removed) to make ``now`` of ``before``: a fixture's variables, say."""
+    changed: dict[str, str | None] = {name: value for name, value in now.items() if before.get(name) != value}
+    return changed | dict.fromkeys(before.keys() - now.keys())
+
+
 def seat_variables(rank: int, world_size: int, init_method: str) -> dict[str, str]:
     """The variables of one rank during one job, as torchrun would set them, save for a port."""
     return {

@@ -43,6 +43,10 @@ class RankRunner:
         assert marker is not None
         if inspect.iscoroutinefunction(item.function):
             raise pytest.UsageError("@pytest.mark.ranks runs plain functions; await inside with asyncio.run(...)")
+        if _draws_at_random(item.function):
+            raise pytest.UsageError(
+                "every rank would draw other examples; add @settings(derandomize=True, database=None, deadline=None)"
+            )
         options = read_marker(*marker.args, **marker.kwargs)
         timeout = options["timeout"] or float(self._config.getini("accel_ranks_timeout"))
         try:
@@ -94,6 +98,14 @@ def read_marker(
     if not isinstance(n, int) or n < 1:
         raise pytest.UsageError(f"@pytest.mark.ranks({n!r}): the number of ranks is a whole number of at least 1")
     return {"n": n, "group": group, "timeout": timeout, "backend": backend, "env": env or {}}
+
+
+def _draws_at_random(function: Any) -> bool:
+    """Whether this is a test of hypothesis whose examples differ from process to process."""
+    if not getattr(function, "is_hypothesis_test", False):
+        return False
+    settings = getattr(function, "_hypothesis_internal_use_settings", None)
+    return not (settings and settings.derandomize and settings.database is None)
 
 
 def _checks(item: pytest.Function) -> tuple[str, ...]:

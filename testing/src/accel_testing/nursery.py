@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_PARENT_CHECK = 2.0
 
 
 def die_with_parent(parent: int) -> None:
@@ -32,6 +33,7 @@ class _Nursery:
         self.control = control
         self.folder = folder
         self.serve = serve
+        self.parent = os.getppid()
         self.ranks: set[int] = set()
         self.wakeup, self.waker = os.pipe()
         os.set_blocking(self.wakeup, False)
@@ -42,7 +44,10 @@ class _Nursery:
     def run(self) -> None:
         self.tell("ready")
         while True:
-            readable, _, _ = select.select([self.control.fileno(), self.wakeup], [], [])
+            readable, _, _ = select.select([self.control.fileno(), self.wakeup], [], [], _PARENT_CHECK)
+            # The connection stays open where a process forked from the test process outlives it.
+            if os.getppid() != self.parent:
+                return
             if self.wakeup in readable:
                 os.read(self.wakeup, 4096)
                 self.reap()

@@ -1,5 +1,6 @@
 """A pool of rank processes: started once, used for many tests, replaced when one of them hangs or dies."""
 
+import os
 import sys
 import tempfile
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
+from accel_testing.environment import changed_variables, rank_environment
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
 from accel_testing.processes import Nursery, Rank
 from accel_testing.signals import describe_exit
@@ -44,6 +46,7 @@ class RankPool:
         self._nursery: Nursery | None = None
         self._ranks: list[Rank] = []
         self._team_before: list[Rank] = []
+        self._environment: dict[str, str] = {}
         self._jobs = count()
 
     def run(
@@ -86,6 +89,7 @@ class RankPool:
     ) -> list[Answer]:
         """Runs ``work`` on the first ``ranks`` ranks and returns their answers; the basis of :meth:`run`."""
         team = self._team_before = self._team(ranks)
+        changed = changed_variables(self._environment, rank_environment(os.environ))
         store = Path(self._folder) / f"group-{next(self._jobs)}"
         try:
             for rank, process in enumerate(team):
@@ -98,7 +102,8 @@ class RankPool:
                         init_method=store.as_uri(),
                         backend=backend,
                         timeout=timeout,
-                        variables=dict(variables or {}),
+                        variables={**changed, **(variables or {})},
+                        folder=os.getcwd(),
                         search_path=tuple(sys.path),
                         checks=checks,
                     )
@@ -116,7 +121,10 @@ class RankPool:
 
     def prepare(self) -> None:
         """Starts importing torch beside the caller, so that the first call need not wait for it."""
-        self._nursery = self._nursery or Nursery(Path(tempfile.mkdtemp(prefix="accel-ranks-")), preload=self.preload)
+        if self._nursery is None:
+            self._environment = rank_environment(os.environ)
+            folder = Path(tempfile.mkdtemp(prefix="accel-ranks-"))
+            self._nursery = Nursery(folder, self._environment, preload=self.preload)
 
     def output(self, rank: int, *, limit: int = 20_000) -> str:
         """The end of what a rank printed in the last call (stdout and stderr as they came), at most ``limit`` bytes."""

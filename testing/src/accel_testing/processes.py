@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, final
 
-from accel_testing.environment import rank_environment
 from accel_testing.errors import RankError
 from accel_testing.signals import DUMP_STACKS
 from accel_testing.stacks import describe_place
@@ -27,7 +26,7 @@ _START_TIMEOUT = 120.0
 class Nursery:
     """The process that ranks are forked from, as seen from the test process; it starts beside the caller."""
 
-    def __init__(self, folder: Path, *, preload: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
         self.folder = folder
         mine, theirs = socket.socketpair()
         self._socket = mine
@@ -40,7 +39,7 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "accel_testing.nursery", str(theirs.fileno()), str(folder), *preload],
                 pass_fds=[theirs.fileno()],
-                env=rank_environment(os.environ),
+                env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

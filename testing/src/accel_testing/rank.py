@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -57,7 +57,8 @@ def _serve(connection: Connection) -> None:
         with ExitStack() as stack:
             stack.enter_context(_restored_process())
             os.environ.update(seat_variables(job.rank, job.world_size, job.init_method))
-            os.environ.update(job.variables)
+            _set_variables(job.variables)
+            os.chdir(job.folder)
             before = leaks.snapshot(job.checks)
             answer = _answer(job)
             _flush()
@@ -191,6 +192,14 @@ def _restored_process() -> Iterator[None]:
             torch.use_deterministic_algorithms(determinism)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _empty_output() -> None:

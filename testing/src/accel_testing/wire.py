@@ -45,7 +45,8 @@ class Job:
     """One piece of work for one rank.
 
     ``backend`` is the backend of the default process group to open first, or None for no group; ``timeout`` is in
-    seconds; ``variables`` are environment variables for its length; ``checks`` are the leaks to look for afterwards.
+    seconds; ``variables`` are environment variables for its length (None: removed), ``folder`` its working directory;
+    ``checks`` are the leaks to look for afterwards.
     """
 
     work: Call | TestCall
@@ -55,7 +56,8 @@ class Job:
     init_method: str
     backend: str | None
     timeout: float
-    variables: Mapping[str, str]
+    variables: Mapping[str, str | None]
+    folder: str
     search_path: tuple[str, ...]
     checks: tuple[str, ...]
 
