@@ -295,3 +295,15 @@ def test_unwrapping_without_precision_leaves_the_prepared_model_as_it_is() -> No
     assert not torch.equal(model(inputs), plain(inputs))
     assert plain.weight is model.weight
     assert type(pickle.loads(pickle.dumps(plain))) is nn.Linear
+
+
+def test_backward_before_prepare_is_refused() -> None:
+    with pytest.raises(PrepareError, match="before a model was prepared"):
+        Accelerator(cpu=True).backward(nn.Linear(2, 1)(torch.ones(1, 2)).sum())
+
+
+def test_accumulating_for_a_model_of_the_user_instead_of_the_prepared_one_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(PrepareError, match="prepare did not return"), accelerator.accumulate(nn.Linear(2, 2)):
+        pass

@@ -270,7 +270,10 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
 
         Raises:
             BackendError: the loss is no scalar, or has no graph.
+            PrepareError: no model has been prepared, so nothing would keep the ranks together.
         """
+        if not self._models:
+            raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
         clock, backend = self.clock, self.backend
         if backend.scaler is not None:
             backend.update_scaler()  # of the step before, once all of its optimizers have stepped
@@ -288,15 +291,17 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Which prepared models these are; () for all of them or none in particular."""
-        if len(models) == len(self._models) or not models:
-            return ()
-        return tuple(self._position(model) for model in models)
+        positions = tuple(self._position(model) for model in models)
+        return () if len(positions) == len(self._models) else positions
 
     def _position(self, model: nn.Module) -> int:
         for position, prepared in enumerate(self._models):
             if prepared is model:
                 return position
-        raise PrepareError(f"accumulate was given a {type(model).__name__} that prepare did not return")
+        raise PrepareError(
+            f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
+            "prepare returned"
+        )
 
     def _accumulated(self) -> list[nn.Module]:
         """The models whose window is current."""
