@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.launching import run_command, run_script
+from accel_testing.launching import launch, run_command, run_script
 
 
 def script(folder: Path, text: str) -> Path:
@@ -66,3 +66,10 @@ def test_orphan_is_named_and_ended(tmp_path: Path) -> None:
         not Path(f"/proc/{int(done.output)}/cmdline").exists()
         or not Path(f"/proc/{int(done.output)}/cmdline").read_bytes()
     )
+
+
+def test_scripts_run_under_accel_launch(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    done = launch(path, options=["--num_processes", "2", "--cpu"]).check()
+    assert "rank 0 of 2" in done.output
+    assert "rank 1 of 2" in done.output
