@@ -3,8 +3,6 @@
 import logging
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -13,7 +11,7 @@ from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.manifest import MANIFEST
 from accel_ckpt.peers import Peers
 from accel_ckpt.retention import Retention, SavedCheckpoint, keep_all, to_remove
-from accel_ckpt.staging import sweep
+from accel_ckpt.staging import discard, sweep
 from accel_ckpt.tree import Json, Tree, decode
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -116,25 +114,9 @@ class CheckpointDirectory:
         whole = next((entry.number for entry in reversed(saved) if _is_whole(entry.path)), None)
         removed = []
         for entry in to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole})):
-            _remove(entry.path)
+            discard(entry.path)
             removed.append(entry.path)
         return removed
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint; killed in between, it is gone rather than damaged, and ``sweep`` finds the rest."""
-    _remove(path)
-
-
-def _remove(path: Path) -> None:
-    aside = path.parent / f".{path.name}.{secrets.token_hex(8)}.staging"
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:  # another run was faster
-        return
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from error
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _is_whole(path: Path) -> bool:

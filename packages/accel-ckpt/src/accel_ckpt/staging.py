@@ -13,6 +13,8 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -115,25 +117,38 @@ def sweep(folder: Path) -> list[Path]:
 
     Folders whose writer lives, in this process or any other that sees the same locks, are left alone.
     """
-    removed = []
+    groups: dict[tuple[str, str], dict[str, Path]] = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _HIDDEN.fullmatch(entry.name)
-        if match is None or entry.is_symlink():
-            continue
-        kind, target = match["kind"], folder / match["name"]
-        lock = folder / f".{match['name']}.{match['id']}.lock"
-        if _is_alive(lock, entry):
-            continue
-        if kind == "replaced" and not target.exists():
-            os.rename(entry, target)
-        elif kind == "lock":
-            continue  # removed with its folder, or below
-        else:
-            shutil.rmtree(entry, ignore_errors=True)
-        lock.unlink(missing_ok=True)
-        removed.append(entry)
-    _sweep_locks(folder)
+        if match is not None and not entry.is_symlink():
+            groups.setdefault((match["name"], match["id"]), {})[match["kind"]] = entry
+    removed: list[Path] = []
+    for (name, identity), entries in groups.items():
+        lock = folder / f".{name}.{identity}.lock"
+        with _claimed(lock, entries.values()) as ours:
+            if ours:
+                removed += _clear(folder / name, entries)
+                lock.unlink(missing_ok=True)
     return removed
+
+
+def discard(path: Path) -> None:
+    """Removes a folder so that it is gone at once; killed in between, ``sweep`` finds the rest."""
+    identity = secrets.token_hex(8)
+    lock = path.parent / f".{path.name}.{identity}.lock"
+    aside = path.parent / f".{path.name}.{identity}.staging"
+    try:
+        handle = _take_lock(lock)
+        try:
+            os.rename(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        finally:
+            lock.unlink(missing_ok=True)
+            os.close(handle)
+    except FileNotFoundError:  # another run was faster
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -148,44 +163,61 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _sweep_locks(folder: Path) -> None:
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        match = _HIDDEN.fullmatch(entry.name)
-        if match is not None and match["kind"] == "lock" and not _is_alive(entry, entry):
-            entry.unlink(missing_ok=True)
+def _clear(target: Path, entries: Mapping[str, Path]) -> list[Path]:
+    """Deals with what one dead writer left."""
+    removed = []
+    for kind, entry in sorted(entries.items()):  # what was moved aside goes back before the rest is removed
+        if kind == "replaced" and not target.exists():
+            os.rename(entry, target)
+        elif kind != "lock":
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            continue
+        removed.append(entry)
+    return removed
 
 
 def _take_lock(path: Path) -> int:
+    """A new locked file. A sweep may remove one between its making and its locking; then the name is not used."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lost = os.fstat(handle).st_nlink == 0
     except OSError as error:
-        if error.errno in _BUSY:
-            os.close(handle)
-            raise
-        # This file system has no locks; sweeps will then leave the folder alone.
+        lost = error.errno in _BUSY  # any other: this file system has no locks, and sweeps leave the folder alone
+    if lost:
+        os.close(handle)
+        raise CheckpointError(f"{path}: a sweep took the lock of this save at its very begin; save again")
     return handle
 
 
-def _is_alive(lock: Path, entry: Path) -> bool:
-    """Whether the writer of ``entry`` may still be at work; when in doubt, yes."""
-    try:
-        young = time.time() - entry.lstat().st_mtime < _YOUNG
-    except OSError:
-        return True
+@contextmanager
+def _claimed(lock: Path, entries: Iterable[Path]) -> Iterator[bool]:
+    """Holds the lock of a writer that is dead; False when it may live. Without a lock file age decides."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return young
+        yield not any(_is_young(entry) for entry in entries)
+        return
     except OSError:
-        return True
+        yield False
+        return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        except OSError:  # it is held, or this file system has no locks
+            ours = False
+        yield ours
     finally:
         os.close(handle)
-    return entry == lock and young
+
+
+def _is_young(entry: Path) -> bool:
+    try:
+        return time.time() - entry.lstat().st_mtime < _YOUNG
+    except OSError:
+        return True
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -1,0 +1,162 @@
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint
+from accel_ckpt import background as backgrounds
+from accel_state.errors import CheckpointError
+
+
+def test_a_snapshot_has_the_values_at_the_call(tmp_path: Path) -> None:
+    weight, column = torch.zeros(300_000), torch.zeros(400, 400).t()
+    steps = [0]
+    with AsyncSaver() as saver:
+        for number in range(4):
+            handle = saver.save(tmp_path / f"checkpoint_{number}", {"w": weight, "c": column, "steps": steps})
+            weight += 1
+            column += 1
+            steps[0] += 1
+            assert handle.stall > 0
+    for number in range(4):
+        saved = open_checkpoint(tmp_path / f"checkpoint_{number}")
+        assert torch.equal(saved.read("w"), torch.full((300_000,), float(number)))
+        assert torch.equal(saved.read("c"), torch.full((400, 400), float(number)))
+        assert saved.read("steps") == [number]
+
+
+def test_the_buffer_is_reused(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "one", {"w": torch.zeros(1000)})
+        buffer = saver._buffer
+        saver.save(tmp_path / "two", {"w": torch.zeros(500)}).wait()
+        assert saver._buffer is buffer
+
+
+def test_only_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, original = threading.Event(), backgrounds.Attempt.finish
+
+    def slow(self: object, *args: object, **kwargs: object) -> None:
+        gate.wait(10)
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backgrounds.Attempt, "finish", slow)
+    with AsyncSaver() as saver:
+        first = saver.save(tmp_path / "one", {"n": 1})
+        assert not first.done()
+        assert "under way" in repr(first)
+        with pytest.raises(CheckpointError, match=r"one is not committed after 0\.01 s"):
+            first.wait(0.01)
+        threading.Timer(0.05, gate.set).start()
+        saver.save(tmp_path / "two", {"n": 2})
+        assert first.done()
+    assert open_checkpoint(tmp_path / "two").read("n") == 2
+
+
+def test_a_failure_is_raised_at_the_next_call_once(tmp_path: Path) -> None:
+    saver = AsyncSaver()
+    handle = saver.save(tmp_path / "one", {"n": 1})
+    handle.wait()
+    failing = saver.save(tmp_path / "two", {"n": 2})
+    failing.wait()
+    (tmp_path / "three").mkdir()
+    bad = _failing_save(saver, tmp_path / "three")
+    with pytest.raises(CheckpointError, match="three in the background failed: .*other files"):
+        saver.save(tmp_path / "four", {"n": 4})
+    assert bad.done()
+    assert saver.save(tmp_path / "four", {"n": 4}).wait().read("n") == 4
+    saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["four", "one", "three", "two"]
+
+
+def _failing_save(saver: AsyncSaver, path: Path) -> backgrounds.SaveHandle:
+    """A save whose commit finds the place taken."""
+    original = backgrounds.Attempt.finish
+
+    def spoil(self: backgrounds.Attempt, *args: object, **kwargs: object) -> None:
+        (path / "mine").write_text("")
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    backgrounds.Attempt.finish = spoil  # type: ignore[method-assign]
+    try:
+        handle = saver.save(path, {"n": 3})
+        handle._over.wait(10)
+    finally:
+        backgrounds.Attempt.finish = original  # type: ignore[method-assign]
+    return handle
+
+
+def test_a_failure_that_was_seen_is_not_raised_again(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    with AsyncSaver() as saver:
+        handle = _failing_save(saver, tmp_path / "one")
+        with pytest.raises(CheckpointError, match="other files"):
+            handle.wait()
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
+    with AsyncSaver() as saver, pytest.raises(CheckpointError, match="x/a is a"):
+        saver.save(tmp_path / "one", {"x": {"a": object()}})
+    assert os.listdir(tmp_path) == []
+
+
+def test_leaving_by_an_exception_waits_and_keeps_the_exception(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bad").mkdir()
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="mine"), AsyncSaver() as saver:
+        saver.save(tmp_path / "one", {"w": torch.ones(10)})
+        saver.wait()
+        _failing_save(saver, tmp_path / "bad")
+        raise KeyError("mine")
+    assert open_checkpoint(tmp_path / "one").names == ["w"]
+    assert "failed too" in caplog.text
+
+
+def test_a_series_is_pruned_after_the_commit(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path, retention=keep_last(2))
+    with AsyncSaver() as saver:
+        for number in range(4):
+            saver.save(tmp_path / f"checkpoint_{number}", {"n": number}, series=series)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2", "checkpoint_3"]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_save_in_the_background_while_they_talk_in_the_foreground(tmp_path: Path, rank: int) -> None:
+    import torch.distributed as dist
+
+    weight = torch.zeros(100_000)
+    with AsyncSaver() as saver:
+        for number in range(5):
+            saver.save(tmp_path / f"checkpoint_{number}", {"w": weight}, local={"rank": rank + number})
+            weight += 1
+            for _ in range(20):
+                dist.all_reduce(torch.ones(10))
+    for number in range(5):
+        saved = open_checkpoint(tmp_path / f"checkpoint_{number}")
+        assert torch.equal(saved.read("w"), torch.full((100_000,), float(number)))
+        assert [saved.read_local("rank", r) for r in range(2)] == [number, number + 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_of_one_rank_reaches_all_at_the_next_call(tmp_path: Path, rank: int) -> None:
+    saver = AsyncSaver()
+    original = backgrounds.Attempt._write
+    if rank == 1:
+
+        def fail(*_: object) -> None:
+            raise CheckpointError("the disk is on fire")
+
+        backgrounds.Attempt._write = fail  # type: ignore[assignment]
+    try:
+        saver.save(tmp_path / "one", {"w": torch.ones(3)})
+        with pytest.raises(CheckpointError, match="the disk is on fire"):
+            saver.wait()
+    finally:
+        backgrounds.Attempt._write = original  # type: ignore[method-assign]
+    saver.close()
+    torch.distributed.barrier()
+    assert os.listdir(tmp_path) == []
