@@ -1,9 +1,11 @@
 """An Accelerator's side towards checkpoints: what is saved under which name, where, and how it comes back."""
 
+import logging
 import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ from accel_state.session import Session
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, SaveHandle
+
+_LOG = logging.getLogger(__name__)
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], object]
 LoadHook = Callable[[list[nn.Module], str], object]
@@ -196,7 +200,16 @@ class CheckpointFacet(ABC):
         rank = self.session.rank
         own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
         if own is not None:
-            rng.set_rng_state(own)
+            if set(own) >= {"numpy"}:
+                import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
+            left = rng.set_rng_state(own, strict=False)
+            if left:
+                _LOG.warning(
+                    "%s: the random state of %s is not restored: the saving process had another kind of device or did "
+                    "not use it",
+                    checkpoint.path,
+                    ", ".join(left),
+                )
         else:
             rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
         if self.clock.open:
