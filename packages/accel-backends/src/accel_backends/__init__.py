@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from accel_backends.ddp import DDPBackend as DDPBackend
     from accel_backends.ddp import DDPConfig as DDPConfig
     from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_backends.fsdp import FSDPBackend as FSDPBackend
+    from accel_backends.fsdp_config import FSDPConfig as FSDPConfig
+    from accel_backends.fsdp_config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
     from accel_backends.names import innermost as innermost
     from accel_backends.names import named_parameters as named_parameters
@@ -51,6 +54,9 @@ _HOMES = {
     "DDPCommunicationHookType": "hooks",
     "DDPConfig": "ddp",
     "DistributedDataParallelKwargs": "ddp",
+    "FSDPBackend": "fsdp",
+    "FSDPConfig": "fsdp_config",
+    "FullyShardedDataParallelPlugin": "fsdp_config",
     "ModelFacts": "select",
     "SingleBackend": "single",
     "SingleConfig": "config",

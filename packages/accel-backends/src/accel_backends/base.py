@@ -104,19 +104,23 @@ class Backend(ABC):
                     "prepare for each"
                 )
             check_bundle(bundle, prepared=self._prepared, owned=self._owned, meta_allowed=self.capabilities.meta_device)
+            self.check(bundle)
         except PrepareError as error:
             problem = error
         self._agree(problem)
         return self.bind(bundle)
 
+    def check(self, bundle: Bundle) -> None:
+        """Raises PrepareError for what this backend cannot prepare, before anything is changed. Default: nothing."""
+
     def bind(self, bundle: Bundle) -> Bundle:
         """Prepares a checked bundle. Default: each model placed, given its precision and wrapped, then one rebind."""
         originals = [innermost(model) for model in bundle.models]
         before = [named_parameters(model) for model in bundle.models]
-        models = []
-        for model, placed in zip(bundle.models, bundle.placed, strict=True):
-            model = self.apply_precision(self.place(model) if placed else model)
-            models.append(self.prepare_model(model) if bundle.training else model)
+        models = [
+            self.ready(model, placed=placed, training=bundle.training)
+            for model, placed in zip(bundle.models, bundle.placed, strict=True)
+        ]
         for old, model in zip(before, models, strict=True):
             new = named_parameters(model)
             if any(new.get(name) is not parameter for name, parameter in old.items()):
@@ -131,13 +135,22 @@ class Backend(ABC):
             self._own(model)
         return replace(bundle, models=models)
 
+    def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
+        """One model of a bundle, prepared. Default: placed, given its precision, and wrapped if it trains."""
+        model = self.apply_precision(self.place(model) if placed else model)
+        return self.prepare_model(model) if training else model
+
     def place(self, model: nn.Module) -> nn.Module:
         """Moves a model to where it trains. Default: the session's device."""
         return model.to(self.device)
 
     def apply_precision(self, model: nn.Module) -> nn.Module:
         """Gives a model the dtypes of the policy. Default: parameters, buffers, fp8 layers, autocast around calls."""
-        model = cast_parameters(model, self.policy)
+        model = self.convert_layers(cast_parameters(model, self.policy))
+        return autocast_module(model, self.policy, self.device.type, self.autocast_options)
+
+    def convert_layers(self, model: nn.Module) -> nn.Module:
+        """Replaces layers by ones that compute in 8 bits, if the policy says so."""
         if self.policy.fp8 is not None:
             from accel_precision.facts import DeviceFacts
             from accel_precision.fp8 import load_converter
@@ -145,7 +158,7 @@ class Backend(ABC):
             facts = DeviceFacts.probe(self.device.type)
             converter = load_converter(self.policy.fp8, facts, sharded=self.capabilities.sharded)
             model = converter.convert(model)
-        return autocast_module(model, self.policy, self.device.type, self.autocast_options)
+        return model
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:

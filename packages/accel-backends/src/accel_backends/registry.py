@@ -9,7 +9,11 @@ from accel_state.errors import BackendError
 
 GROUP = "accel.backends"
 # Found without reading the metadata of every installed package, which takes longer than importing them.
-_OWN = {"single": ("accel_backends.single", "SingleBackend"), "ddp": ("accel_backends.ddp", "DDPBackend")}
+_OWN = {
+    "single": ("accel_backends.single", "SingleBackend"),
+    "ddp": ("accel_backends.ddp", "DDPBackend"),
+    "fsdp": ("accel_backends.fsdp", "FSDPBackend"),
+}
 
 
 def installed_backends() -> tuple[str, ...]:

@@ -1,0 +1,291 @@
+"""Parameters, gradients and optimizer states spread over ranks, by torch's ``fully_shard`` (FSDP2)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.base import _NOTHING, Backend
+from accel_backends.bundle import Bundle
+from accel_backends.capabilities import Capabilities
+from accel_backends.config import BackendConfig
+from accel_backends.fsdp_check import (
+    check_model,
+    check_optimizers,
+    check_same,
+    check_separate,
+    fingerprint,
+    is_sharded,
+    upcast_parameters,
+)
+from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_shard import (
+    Sharded,
+    Sharder,
+    adopt,
+    average_whole,
+    computes_in_halves,
+    shard_dtypes,
+    shard_model,
+    synchronising,
+)
+from accel_backends.fsdp_states import is_dtensor, sharded_like, whole_parameters, whole_state
+from accel_backends.names import innermost
+from accel_backends.states import STATE, optimizer_names
+from accel_backends.wrapping import Units, find_units
+from accel_precision.autocast import cast_parameters
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = get_logger(__name__)
+
+
+@final
+class FSDPBackend(Backend):
+    """Shards models in place, block by block; a prepared model is the user's own object, its parameters DTensors.
+
+    It computes in the policy's dtype natively: parameters are gathered in it, outputs handed out in the policy's
+    output dtype, and no autocast is involved. Works over any collective backend, so on CPUs as on GPUs, and with one
+    process, too.
+    """
+
+    name: ClassVar[str] = "fsdp"
+    Config: ClassVar[type[BackendConfig]] = FSDPConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(sharded=True, offload=True, meta_device=True)
+    distributed_type: ClassVar[str] = "FSDP"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = cast(FSDPConfig, self.config)
+        if config.fsdp_version != 2:
+            from accel_state.errors import BackendError
+
+            raise BackendError(f"backend 'fsdp' is version 2, and the options say {config.fsdp_version}; use 'fsdp1'")
+        self.degrees = config.degrees(self.session.world_size, self.session.topology.local_world_size)
+        self._mesh: DeviceMesh | None = None
+        self._owns_group = False
+        self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """The ranks as replicas times shards, or as shards of one replica; collective when first read."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._ensure_group()
+            replicas, shards = self.degrees
+            if replicas == 1:
+                self._mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("dp_shard",))
+            else:
+                names = ("dp_replicate", "dp_shard")
+                self._mesh = init_device_mesh(self.device.type, self.degrees, mesh_dim_names=names)
+        return self._mesh
+
+    # Preparing
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuses what cannot be sharded: see ``wrapping.find_units`` and ``fsdp_check``."""
+        if not bundle.training:
+            return
+        config = cast(FSDPConfig, self.config)
+        check_separate(bundle.models)
+        splitting: dict[int, nn.Parameter] = {}
+        for model in bundle.models:
+            if is_sharded(innermost(model)):
+                continue
+            units = self._units(model)
+            check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
+            ignored = _parameters_in(model, units.ignored)
+            splitting |= {id(p): p for p in model.parameters() if p.dim() > 0 and id(p) not in ignored}
+        check_optimizers(bundle.optimizers, config, splitting)
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """As every backend, once all ranks are known to prepare the same."""
+        if bundle.training and self.session.world_size > 1:
+            from accel_state.objects import all_gather_object
+
+            mine = [entry for model in bundle.models for entry in fingerprint(model, self._units(model))]
+            check_same(mine, all_gather_object(mine, group=self.session.group))
+        bound = super().bind(bundle)
+        for optimizer in bundle.optimizers:
+            for group in optimizer.param_groups:
+                if len({is_dtensor(parameter) for parameter in group["params"]}) > 1 and "foreach" in group:
+                    group["foreach"] = False  # torch's loops over lists take either kind, not both
+        return bound
+
+    def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
+        """Sharded with its precision built in; a model that is only evaluated stays whole, as on one device."""
+        return self.prepare_model(model) if training else super().ready(model, placed=placed, training=False)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself, sharded in place; one that the user has sharded already is left as it is."""
+        root = innermost(model)
+        if is_sharded(root):
+            self._sharded[root] = adopt(root)
+            return model
+        units = self._units(model)
+        if units.tied:
+            _log.info("not units, because parameters of theirs are used elsewhere, too: %s", ", ".join(units.tied))
+        widened = upcast_parameters(model, self.policy)
+        if widened:
+            _log.info("parameters that train are kept in fp32: %s", _few(widened))
+        self.convert_layers(cast_parameters(root, self.policy))
+        sharded = shard_model(root, self._units(model), self._sharder(root))
+        average_whole(sharded, self.session.group, self.session.world_size)
+        self._sharded[root] = sharded
+        return model
+
+    def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
+        """This rank's part of a whole state."""
+        return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Forgets prepared models; they stay sharded, and can be prepared again as they are."""
+        models = list(models)
+        super().release(models)
+        for model in models:
+            self._sharded.pop(innermost(model), None)
+
+    def close(self) -> None:
+        """Lets go of everything, the group of a single process included."""
+        super().close()
+        self._sharded.clear()
+        self._mesh = None
+        if self._owns_group:
+            import torch.distributed as dist
+
+            self._owns_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # A step
+
+    @property
+    def gradient_average(self) -> int:
+        """All ranks of the session."""
+        return self.session.world_size
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Whole gradients add up on each rank until a backward outside of it reduces them."""
+        return self._synchronising(model, enable=False)
+
+    def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Within it, backward reduces whatever has added up."""
+        return self._synchronising(model, enable=True)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps on the shards, after letting go of whole parameters that a forward without backward has left."""
+        for root, sharded in self._sharded.items():
+            self._reshard(root, sharded)
+        return super().step(optimizer, closure)
+
+    # States
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """DTensors under the model's own names."""
+        self._rest([model])
+        return super().model_state(model)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        own = self.model_state(model)
+        placed = {name: _placed_as(value, own.get(name)) for name, value in state.items()}
+        super().load_model_state(model, placed, strict=strict)
+
+    def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
+        """Whole tensors on the host, gathered one by one; on rank 0 only (elsewhere empty) unless told otherwise."""
+        return whole_state(self.model_state(model), keep=not main_only or self.session.rank == 0)
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """DTensors under the names of the parameters."""
+        self._rest(models)
+        return super().optimizer_state(optimizer, models)
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        self._rest(models)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
+        values = {
+            name: {key: _placed_as(value, parameters.get(name)) for key, value in entries.items()}
+            for name, entries in state[STATE].items()
+        }
+        super().load_optimizer_state(optimizer, models, {**state, STATE: values})
+
+    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters are whole on every rank; changes go back unless ``writeback`` is off; collective."""
+        self._rest([model])
+        return whole_parameters(model, writeback=writeback)
+
+    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Rank 0's buffers on every rank: each rank's have gone their own way since the model was prepared."""
+        buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
+        if buffers and self.session.world_size > 1:
+            from accel_state.collectives import broadcast
+
+            broadcast(buffers, group=self.session.group)
+
+    # Helpers of the above
+
+    def _units(self, model: nn.Module) -> Units:
+        config = cast(FSDPConfig, self.config)
+        return find_units(model, config, halves=computes_in_halves(shard_dtypes(self.policy, config)))
+
+    def _sharder(self, root: nn.Module) -> Sharder:
+        config = cast(FSDPConfig, self.config)
+        return Sharder(
+            config,
+            self.mesh,
+            self.device,
+            shard_dtypes(self.policy, config),
+            group=self.session.group,
+        )
+
+    def _sharding(self, model: nn.Module) -> Sharded | None:
+        return self._sharded.get(innermost(model))
+
+    def _synchronising(self, model: nn.Module, *, enable: bool) -> AbstractContextManager[Any]:
+        root = innermost(model)
+        sharded = self._sharded.get(root)
+        return _NOTHING if sharded is None else synchronising(root, sharded, enable)
+
+    def _rest(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            sharded = self._sharding(model)
+            if sharded is not None:
+                self._reshard(innermost(model), sharded)
+
+    def _reshard(self, root: nn.Module, sharded: Sharded) -> None:
+        cast(Any, root).reshard()
+        for unit in sharded.kept:
+            unit.reshard()
+
+    def _ensure_group(self) -> None:
+        """torch shards over process groups only, so a single process that has none gets one of its own."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
+
+        if not dist.is_initialized():
+            backend = self.session.device.collective_backend
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._owns_group = True
+
+
+def _parameters_in(model: nn.Module, names: Iterable[str]) -> set[int]:
+    root = innermost(model)
+    return {id(parameter) for name in names for parameter in root.get_submodule(name).parameters()}
+
+
+def _placed_as(value: Any, model: Any) -> Any:
+    both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
+    return sharded_like(value, model) if both else value
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

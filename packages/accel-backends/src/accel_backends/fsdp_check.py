@@ -1,0 +1,185 @@
+"""What cannot be sharded, found before anything is changed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.names import innermost, named_parameters, wrapped_name
+from accel_backends.wrapping import Units, parameters_of_units
+from accel_precision.policy import PrecisionPolicy, dtype_name
+from accel_state.errors import PrepareError
+
+# Packages whose optimizers step on a GPU only.
+_ON_DEVICE_ONLY = ("apex", "bitsandbytes")
+
+
+def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
+    """Refuses a model that ``fully_shard`` cannot take.
+
+    Args:
+        upcast: whether half-precision parameters that train are widened first.
+
+    Raises:
+        PrepareError: it is wrapped in DDP or FSDP1, sharded in part, or a unit's parameters have several dtypes.
+    """
+    kind = type(innermost(model)).__name__
+    layer: nn.Module | None = model
+    while layer is not None:
+        if isinstance(layer, DistributedDataParallel):
+            raise PrepareError(f"{kind} is wrapped in DistributedDataParallel already; give prepare the bare model")
+        if "_fsdp_wrapped_module" in layer._modules:
+            raise PrepareError(
+                f"{kind} is wrapped in FullyShardedDataParallel (version 1) already; give prepare the bare model, or "
+                "use fsdp_version=1"
+            )
+        name = wrapped_name(layer)
+        layer = None if name is None else layer._modules[name]
+    parts = [name for name, module in innermost(model).named_modules() if name and is_sharded(module)]
+    if parts:
+        raise PrepareError(
+            f"{parts[0]} of this {kind} is sharded already (fully_shard), and the whole is not; give prepare the bare "
+            "model, or shard all of it yourself"
+        )
+    _check_dtypes(model, units, upcast=upcast)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to this module."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def check_separate(models: Sequence[nn.Module]) -> None:
+    """Refuses parameters that several models share: each is gathered by one root.
+
+    Raises:
+        PrepareError: with both names.
+    """
+    owners: dict[int, str] = {}
+    for position, model in enumerate(models):
+        for name, parameter in named_parameters(model).items():
+            mine = f"{name} of model {position}"
+            if id(parameter) in owners:
+                raise PrepareError(
+                    f"{mine} is also {owners[id(parameter)]}; a sharded parameter belongs to one model. Put both "
+                    "models into one nn.Module and prepare that"
+                )
+            owners[id(parameter)] = mine
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharded: Mapping[int, Any]) -> None:
+    """Refuses optimizers that cannot step on what sharding leaves them.
+
+    Args:
+        sharded: parameters by id that are going to be sharded.
+
+    Raises:
+        PrepareError: one that steps on a device only, with offloaded parameters; one with a state that cannot be
+            split as its parameter is; a fused one for sharded and whole parameters in one group.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if config.cpu_offload:
+            _check_offloaded(optimizer, kind)
+        for number, group in enumerate(optimizer.param_groups):
+            split = {id(parameter) in sharded for parameter in group["params"]}
+            if len(split) > 1 and group.get("fused"):
+                raise PrepareError(
+                    f"group {number} of {kind} is fused and has both parameters that are sharded and ones that are not "
+                    "(without dimension, or ignored); put those into a group of their own"
+                )
+            for parameter in group["params"]:
+                if id(parameter) in sharded:
+                    _check_state(kind, parameter, optimizer.state.get(parameter, {}))
+
+
+def check_same(mine: Sequence[Any], everybody: Sequence[Sequence[Any]]) -> None:
+    """Refuses ranks that prepare different models, which would wait for each other for ever.
+
+    Args:
+        mine: one comparable entry for each parameter and unit, and so on for every rank in ``everybody``.
+
+    Raises:
+        PrepareError: on every rank the same, with the first difference.
+    """
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        if other == first:
+            continue
+        shorter = min(len(first), len(other))
+        at = next((place for place in range(shorter) if first[place] != other[place]), shorter)
+        here = [entries[at] if at < len(entries) else "nothing more" for entries in (first, other)]
+        raise PrepareError(
+            f"ranks prepare different models: rank 0 has {here[0]} where rank {rank} has {here[1]}; every rank must "
+            "build and prepare the same"
+        )
+
+
+def fingerprint(model: nn.Module, units: Units) -> list[Any]:
+    """What must be equal on all ranks: names, shapes, dtypes and training of parameters, and the units."""
+    entries: list[Any] = []
+    for name, parameter in named_parameters(model).items():
+        use = "trained" if parameter.requires_grad else "frozen"
+        entries.append(f"parameter {name} of shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}, {use}")
+    return [*entries, *(f"unit {name}" for name in units.inside_out)]
+
+
+def upcast_parameters(model: nn.Module, policy: PrecisionPolicy) -> list[str]:
+    """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
+
+    Returns:
+        The names of those that were widened.
+    """
+    if not policy.autocast or policy.params is not None:
+        return []
+    widened = []
+    for name, parameter in named_parameters(model).items():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype.itemsize == 2:
+            parameter.data = parameter.data.float()
+            widened.append(name)
+    return widened
+
+
+def _check_dtypes(model: nn.Module, units: Units, *, upcast: bool) -> None:
+    parameters = named_parameters(model)
+    for unit, names in parameters_of_units(model, units).items():
+        first: dict[torch.dtype, str] = {}
+        for name in names:
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad or parameter.dim() == 0:
+                continue
+            dtype = torch.float32 if upcast and parameter.dtype.itemsize == 2 else parameter.dtype
+            first.setdefault(dtype, name)
+        if len(first) > 1:
+            listed = ", ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in first.items())
+            raise PrepareError(
+                f"parameters that train in one unit ({unit or 'the root'}) have several dtypes: {listed}. Convert the "
+                "model to one dtype, or give a precision that does (bf16: parameters in fp32)"
+            )
+
+
+def _check_offloaded(optimizer: Optimizer, kind: str) -> None:
+    package = type(optimizer).__module__.partition(".")[0]
+    if package in _ON_DEVICE_ONLY:
+        raise PrepareError(
+            f"{kind} of {package} steps on the device only, and cpu_offload=True keeps parameters on the host; use one "
+            "of torch.optim, or cpu_offload=False"
+        )
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PrepareError(
+            f"{kind}(capturable=True) keeps its state on the device, and cpu_offload=True keeps parameters on the "
+            "host; use capturable=False, or cpu_offload=False"
+        )
+
+
+def _check_state(kind: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            raise PrepareError(
+                f"{kind} holds {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}, "
+                "which cannot be split as the parameter is; prepare the optimizer before its first step"
+            )

@@ -1,0 +1,254 @@
+"""Shards a model in place with torch's ``fully_shard``, unit by unit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import nn
+
+from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_values import BackwardPrefetch
+from accel_backends.names import places
+from accel_backends.wrapping import Units
+from accel_precision.facts import HALVES
+from accel_precision.policy import PrecisionPolicy
+from accel_state.collectives import broadcast
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sharder:
+    """Everything that sharding needs to know besides the model.
+
+    Attributes:
+        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the whole model, see ``shard_dtypes``.
+        group: the ranks that start from the same values.
+        filled: False where this rank's parameters have no values (meta device) and come from elsewhere.
+    """
+
+    config: FSDPConfig
+    mesh: "DeviceMesh"
+    device: torch.device
+    dtypes: dict[str, Any]
+    group: Any = None
+    filled: bool = True
+
+    @property
+    def resting_device(self) -> torch.device:
+        """Where shards are between steps."""
+        return torch.device("cpu") if self.config.cpu_offload else self.device
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Sharded:
+    """A sharded model's parts that steps deal with. It does not hold the root, which may be the key to it.
+
+    Attributes:
+        units: the modules within the root that are gathered by themselves, in the order of their names.
+        kept: those of them that do not go back to shards after forward.
+        whole: parameters that cannot be sharded, having no dimension; every rank holds them.
+        synchronising: whether backward reduces gradients.
+    """
+
+    units: list["FSDPModule"] = field(default_factory=list)
+    kept: list["FSDPModule"] = field(default_factory=list)
+    whole: list[nn.Parameter] = field(default_factory=list)
+    synchronising: bool = True
+
+
+def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
+    """The arguments of torch's ``MixedPrecisionPolicy`` that carry out a precision.
+
+    Units compute in the policy's dtype, gradients are summed in its ``reduce`` or in the parameters' own dtype, and
+    the model as a whole gives its ``output``. What the options say themselves wins.
+    """
+    dtypes: dict[str, Any] = {"reduce_dtype": policy.reduce, "output_dtype": policy.output}
+    if policy.compute is not None:
+        dtypes["param_dtype"] = policy.compute
+        if policy.autocast and policy.reduce is None:
+            dtypes["reduce_dtype"] = policy.params or torch.float32
+    dtypes |= {name: value for name, value in config.dtypes.items() if name != "buffer_dtype"}
+    return {name: value for name, value in dtypes.items() if value is not None}
+
+
+def computes_in_halves(dtypes: dict[str, Any]) -> bool:
+    """Whether units compute in fp16 or bf16."""
+    return dtypes.get("param_dtype") in HALVES
+
+
+def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
+    """Shards ``model`` in place and returns what steps need; collective.
+
+    Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are let go, so
+    that the device never holds more than one whole unit.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    named = {name: model.get_submodule(name) for name in (*units.inside_out, *units.ignored)}
+    apart = {parameter for name in units.ignored for parameter in named[name].parameters()}
+    for name in units.ignored:
+        _move(named[name], how.device)
+    whole = [p for p in model.parameters() if p.dim() == 0 and p not in apart]
+    for parameter in whole:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(how.device)
+    if how.config.activation_checkpointing:
+        wrapped = {id(named[name]): checkpointed(named[name], how) for name in units.blocks}
+        _replace(model, wrapped)
+        named |= {name: wrapped[id(named[name])] for name in units.blocks}
+    apart |= set(whole)
+    for name in units.inside_out:
+        _shard_unit(named[name], how, apart, wide=name in units.wide)
+    _shard_unit(model, how, apart, root=True)
+    if how.filled and how.config.sync_module_states:
+        broadcast([tensor for tensor in (*whole, *model.buffers()) if not tensor.is_meta], group=how.group)
+    sharded = adopt(model, whole, freed=how.config.reshard is True)
+    if how.config.find_unused_parameters:
+        _count_unused(cast(FSDPModule, model))
+    set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=_natural)], model, how.config)
+    return sharded
+
+
+def adopt(model: nn.Module, whole: list[nn.Parameter] | None = None, *, freed: bool = False) -> Sharded:
+    """What steps need of a model that is sharded; ``freed``: its units free their parameters after forward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units: list[FSDPModule] = [
+        module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
+    ]
+    return Sharded(units, [] if freed else units, whole or [])
+
+
+def average_whole(sharded: Sharded, group: Any, world_size: int) -> None:
+    """Makes backward average the gradients of parameters that every rank holds whole, as sharded ones are.
+
+    Averaging the sum of several backwards that were left unsynchronised gives the average of all of them.
+    """
+    import torch.distributed as dist
+
+    def average(parameter: torch.Tensor) -> None:
+        if sharded.synchronising and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(world_size)
+
+    for parameter in sharded.whole:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+
+
+@contextmanager
+def synchronising(model: nn.Module, sharded: Sharded, enable: bool) -> Iterator[None]:
+    """Within it, backward reduces gradients or leaves them on their ranks."""
+    before = sharded.synchronising
+    _synchronise(model, sharded, enable)
+    try:
+        yield
+    finally:
+        _synchronise(model, sharded, before)
+
+
+def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
+    sharded.synchronising = enable
+    cast(Any, model).set_requires_gradient_sync(enable, recurse=False)
+    for unit in sharded.units:
+        unit.set_requires_gradient_sync(enable, recurse=False)
+
+
+def checkpointed(block: nn.Module, how: Sharder) -> nn.Module:
+    """The block in a wrapper that computes its activations again in backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+
+    wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if how.config.activation_checkpointing_offload and how.device.type != "cpu":
+        wrapped = offload_wrapper(wrapped)
+    return wrapped
+
+
+def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:
+    """Tells each block what to gather ahead of its time."""
+    ahead = config.forward_prefetch
+    for position, block in enumerate(blocks):
+        if ahead:
+            block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + ahead])
+    if config.backward_prefetch is BackwardPrefetch.NO_PREFETCH:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])  # itself is gathered by then: nothing to do
+
+
+def _shard_unit(
+    module: nn.Module, how: Sharder, apart: set[nn.Parameter], *, root: bool = False, wide: bool = False
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
+    if how.filled:
+        for parameter in fresh:
+            parameter.data = parameter.data.to(how.device)
+        if how.config.sync_module_states:
+            broadcast([parameter.data for parameter in fresh], group=how.group)
+    reshard = how.config.reshard
+    pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
+    fully_shard(
+        module,
+        mesh=how.mesh,
+        reshard_after_forward=None if root and reshard else reshard,
+        mp_policy=MixedPrecisionPolicy(**_unit_dtypes(how.dtypes, root=root, wide=wide)),
+        offload_policy=CPUOffloadPolicy(pin_memory=pinned) if how.config.cpu_offload else OffloadPolicy(),
+        ignored_params=apart or None,
+    )
+    for parameter in fresh:
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str, Any]:
+    """Only the root converts outputs; what computes in full precision takes its inputs as they come."""
+    chosen = dict(dtypes)
+    if not root:
+        chosen.pop("output_dtype", None)
+    if wide:
+        chosen.pop("param_dtype", None)
+        chosen["cast_forward_inputs"] = False
+    return chosen
+
+
+def _count_unused(model: "FSDPModule") -> None:
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"find_unused_parameters=True needs torch 2.13 or newer with FSDP2, and this is {torch.__version__}"
+        )
+    model.set_reduce_scatter_unused_params(True)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
+    """Puts modules in the places of others, wherever in the model those are used."""
+    for place in list(places(model)):
+        for name, child in list(place.module._modules.items()):
+            if child is not None and id(child) in replacements:
+                place.module._modules[name] = replacements[id(child)]
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sorts ``block.10`` after ``block.9``."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
