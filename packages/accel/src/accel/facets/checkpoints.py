@@ -6,6 +6,7 @@ from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +201,7 @@ class CheckpointFacet(ABC):
         rank = self.session.rank
         own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
         if own is not None:
-            if set(own) >= {"numpy"}:
+            if "numpy" in own and find_spec("numpy") is not None:
                 import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
             left = rng.set_rng_state(own, strict=False)
             if left:
