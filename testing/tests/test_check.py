@@ -80,6 +80,7 @@ def test_target_that_cannot_be_read_is_refused(target: str, words: str) -> None:
         (["good", "--layouts", "ddp:2/fp64"], 0, "ddp:2/fp64"),
         (["dropout", "--layouts", "single/fp64,ddp:2/fp64"], 1, "DIFFERENT"),
         (["good", "--layouts", "ddp:2/fp46"], 2, "did you mean 'fp64'?"),
+        (["good", "another.py:good"], 2, "unrecognized arguments: another.py:good"),
     ],
 )
 def test_command_ends_with_what_it_found(script: Path, arguments: list[str], status: int, words: str) -> None:
@@ -88,3 +89,9 @@ def test_command_ends_with_what_it_found(script: Path, arguments: list[str], sta
     assert done.status == status, done.output
     assert words in done.output
     assert not done.orphans
+
+
+def test_command_explains_itself() -> None:
+    done = run_command([sys.executable, "-m", "accel_testing", "--help"]).check()
+    assert "SCRIPT.py:FUNCTION" in done.output
+    assert "--layouts" in done.output

@@ -15,6 +15,7 @@ def test_examples_run_as_they_stand(tmp_path: Path) -> None:
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", README.read_text(), re.S)):
         (tmp_path / f"test_example_{number}.py").write_text(example)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-x"]
+    command += ["-o", "accel_preload=torch._dynamo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 

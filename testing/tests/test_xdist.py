@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("xdist")
 
 TESTS = """
-import os, pytest, torch, torch.distributed as dist
+import pytest
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(6))
 def test_sum(rank, number, tmp_path):
+    import torch, torch.distributed as dist
+
     total = torch.tensor([float(number + rank)])
     dist.all_reduce(total)
     assert total.item() == 2 * number + 1

@@ -166,7 +166,7 @@ def _check(
 ) -> Report:
     """Trains the references that are needed, once each, and every layout; compares."""
     if pool is None:
-        with RankPool(max(layout.world_size for layout in layouts)) as own:
+        with RankPool(preload=["torch._dynamo"]) as own:  # which every optimizer imports
             return _check(
                 program, source, layouts, tolerances=tolerances, pool=own, cpu=cpu, perturb=perturb, around=around
             )
