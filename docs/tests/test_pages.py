@@ -1,0 +1,165 @@
+"""What the pages show runs as it stands, on one process and on two, and what they link to is there."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from accel_testing.launching import run_command
+
+ROOT = Path(__file__).parents[2]
+README = "README.md"
+# The READMEs of the other packages are tested beside them.
+PAGES = [README, "packages/accel/README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE_NAME = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
+COMMANDS = ("accel", "python", "pytest")
+# On a machine with accelerators, too, these tests are about processes and not about devices.
+ON_CPU = {"ACCEL_CPU": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block: its language, its text, its first line's number, and the file it is to be written to."""
+
+    language: str
+    text: str
+    line: int
+    file: str | None
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        named = FILE_NAME.match(found[2])
+        yield Block(found[1], found[2], text.count("\n", 0, found.start()) + 2, named[1] if named else None)
+
+
+def shown(page: str) -> list[Block]:
+    """The Python of a page that is no file of its own."""
+    return [block for block in blocks_of(page) if block.language == "python" and block.file is None]
+
+
+def run_blocks(page: str) -> None:
+    """Runs a page's Python in one namespace, under the page's name and lines, so that errors point into it."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in shown(page):
+        exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), namespace)
+
+
+def commands_of(page: str) -> list[Block]:
+    """Blocks to carry out in their order: files to write, and commands of ours."""
+    return [
+        block
+        for block in blocks_of(page)
+        if block.file or (block.language == "bash" and block.text.split()[0] in COMMANDS)
+    ]
+
+
+def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
+    """Our commands are those beside this Python."""
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), **extra}
+
+
+WITH_PYTHON = [page for page in PAGES if shown(page)]
+WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.ranks(ranks, group=ranks > 1, env=ON_CPU), id=f"{page}-{ranks}")
+        for page in WITH_PYTHON
+        for ranks in (1, 2)
+    ],
+)
+def test_python_of_a_page_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(1, group=False)
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_of_a_page_runs_on_an_accelerator(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    for block in commands_of(page):
+        if block.file:
+            path = tmp_path / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+        else:
+            run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment()).check()
+
+
+def train_script(folder: Path) -> Path:
+    (example,) = shown(README)
+    (folder / "train.py").write_text(example.text, encoding="utf-8")
+    return folder / "checkpoints" / "1"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "accel", "launch", "--num_processes", "2", "train.py"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"],
+        ["train.py"],
+    ],
+    ids=["accel-launch", "torchrun", "python"],
+)
+def test_the_example_runs_however_it_is_started(command: list[str], tmp_path: Path) -> None:
+    checkpoint = train_script(tmp_path)
+    run_command([sys.executable, *command], cwd=tmp_path, env=environment()).check()
+    written = 1 if command == ["train.py"] else 2
+    assert len(list(checkpoint.glob("local-*.json"))) == written
+
+
+@pytest.mark.gpu
+def test_the_example_runs_on_accelerators(tmp_path: Path) -> None:
+    checkpoint = train_script(tmp_path)
+    run_command([sys.executable, "-m", "accel", "launch", "train.py"], cwd=tmp_path, env=environment({})).check()
+    assert checkpoint.is_dir()
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(WITH_PYTHON) > 5
+    assert "docs/launching.md" in WITH_COMMANDS
+
+
+MARKDOWN = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "docs", "examples", "packages", "testing", "benchmarks", "ci")
+    for path in (ROOT.glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
+)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The names of a page's headings, as renderers make them: lower case, hyphens for spaces, other signs dropped."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_links_lead_somewhere(page: str) -> None:
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    broken = []
+    for found in LINK.finditer(text):
+        target = found[1] or found[2]
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = ((ROOT / page).parent / name) if name else ROOT / page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors_of(path)):
+            broken.append(target)
+    assert not broken
