@@ -143,6 +143,15 @@ def test_dead_rank_is_named(pool: RankPool, how: object, words: str) -> None:
         pool.run(how, ranks=1)  # type: ignore[arg-type]
 
 
+def test_rank_that_dies_after_its_work_is_named(pool: RankPool) -> None:
+    def die_later() -> None:
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda: os._exit(9) if dist.get_rank() == 1 else destroy()
+
+    with pytest.raises(RankDied, match="rank 1 ended with exit status 9 while it left its process group"):
+        pool.run(die_later)
+
+
 def test_rank_that_died_between_calls_is_replaced(pool: RankPool) -> None:
     os.kill(pool.run(os.getpid)[1], signal.SIGKILL)
     time.sleep(0.05)

@@ -199,6 +199,8 @@ class RankPool:
         for rank, process in enumerate(team):
             closed = process.receive_closed(_GRACE * 2)
             if closed is None:
+                if (status := process.exit_status(0.5)) is not None:
+                    raise RankDied(f"rank {rank} {describe_exit(status)} while it left its process group")
                 place = process.place()
                 raise RankHung(f"rank {rank} did not come back from leaving its process group; it stands {place}")
             left.append(closed.leaks)
