@@ -219,10 +219,10 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
     ) as running:
-        assert wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, seconds=30)
+        assert wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, seconds=90)
         time.sleep(0.1)
         running.send_signal(kill)
-        running.wait(20)
+        running.wait(60)
     pids = {int(pid) for path in tmp_path.glob("pid-*") for pid in path.read_text().split()}
     forked = int((tmp_path / "forked").read_text())
     try:
