@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from click.core import ParameterSource
 
-from accel.cli.command import COMMANDS, Command
-from accel.cli.option import HELP, Option, parse_options, setting_options
+from accel.cli.app import COMMANDS, Listed, command_line, run
 from accel.config import resolve_config, settings
-from accel_state.errors import ConfigError
 
 
 def accel(
@@ -28,12 +27,21 @@ def accel(
     )
 
 
-OPTIONS = (
-    Option("num_processes", "", metavar="INT"),
-    Option("cpu", "", negatable=True),
-    Option("module", "", short="-m"),
-    HELP,
-)
+@pytest.fixture
+def parsed() -> Callable[[list[str]], tuple[dict[str, object], tuple[str, ...]]]:
+    """What ``accel launch`` makes of its arguments: the options that were given, and the program."""
+
+    def parse(argv: list[str]) -> tuple[dict[str, object], tuple[str, ...]]:
+        root = command_line()
+        with root.make_context("accel", ["launch", *argv]) as above:
+            _, launch, rest = root.resolve_command(above, ["launch", *argv])
+            assert launch is not None
+            with launch.make_context("launch", rest, parent=above) as context:
+                given = ParameterSource.COMMANDLINE
+                values = {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
+        return values, values.pop("program", ())
+
+    return parse
 
 
 @pytest.mark.parametrize(
@@ -44,50 +52,56 @@ OPTIONS = (
         (["--cpu", "--no-cpu", "a.py"], {"cpu": False}, ("a.py",)),
         (["-m", "pkg.mod", "-m"], {"module": True}, ("pkg.mod", "-m")),
         (["--cpu", "--", "-odd.py", "--cpu"], {"cpu": True}, ("-odd.py", "--cpu")),
+        (["a.py", "--", "--cpu"], {}, ("a.py", "--", "--cpu")),
         (["a.py", "--unknown", "--num_processes"], {}, ("a.py", "--unknown", "--num_processes")),
         (["--num_processes", "-1", "a.py"], {"num_processes": "-1"}, ("a.py",)),
         ([], {}, ()),
     ],
 )
 def test_options_end_where_the_program_begins(
-    argv: list[str], values: dict[str, object], rest: tuple[str, ...]
+    argv: list[str],
+    values: dict[str, object],
+    rest: tuple[str, ...],
+    parsed: Callable[[list[str]], tuple[dict[str, object], tuple[str, ...]]],
 ) -> None:
-    parsed = parse_options(argv, OPTIONS)
-    assert (dict(parsed.values), parsed.rest) == (values, rest)
+    assert parsed(argv) == (values, rest)
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--num-proceses", "2", "a.py"], "unknown option --num-proceses; did you mean --num_processes"),
+        (["--num-proceses", "2", "a.py"], "unknown option --num-proceses; did you mean --num_processes?"),
+        (["--num-proceses=2", "a.py"], "unknown option --num-proceses; did you mean --num_processes?"),
         (["--xyzzy", "a.py"], "unknown option --xyzzy; --help"),
         (["-x", "a.py"], "unknown option -x"),
-        (["--num_processes"], "--num_processes needs a value: --num_processes INT"),
-        (["--cpu=yes", "a.py"], "--cpu takes no value"),
-        (["--no-module", "a.py"], "unknown option --no-module"),
+        (["--num_processes"], "'--num_processes' requires an argument"),
+        (["--cpu=yes", "a.py"], "'--cpu' does not take a value"),
+        (["--no-no-python", "a.py"], "unknown option --no-no-python; did you mean --no_python?"),
     ],
 )
-def test_a_wrong_option_is_answered_with_what_would_work(argv: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_options(argv, OPTIONS)
-    assert words in str(caught.value)
+def test_a_wrong_option_is_answered_with_what_would_work(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", *argv]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(settings()))
-def test_every_setting_is_an_option_of_launch(name: str) -> None:
-    (option,) = (option for option in setting_options(launch=True) if option.name == name)
+def test_every_setting_is_an_option_of_launch(
+    name: str, parsed: Callable[[list[str]], tuple[dict[str, object], tuple[str, ...]]]
+) -> None:
     row = settings()[name]
     value = [] if row.is_switch else [row.facts.choices[0] if row.facts.choices else "1"]
-    parsed = parse_options([option.flag.replace("_", "-"), *value], [option])
-    config = resolve_config({}, {}, flags=parsed.values)
+    flags, _ = parsed([f"--{name.replace('_', '-')}", *value])
+    config = resolve_config({}, {}, flags={name: flags[name]})
     assert config.origin(name).source == "flag"
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_listed_command_can_be_loaded_and_bears_its_name(name: str) -> None:
-    command = COMMANDS[name].load()
-    assert isinstance(command, Command)
-    assert command.name == name
+    listed = command_line().commands[name]
+    assert isinstance(listed, Listed)
+    assert listed.load().name == name
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["launch", "--help"], ["config", "--help"], ["config", "show"]])
@@ -113,9 +127,9 @@ def test_help_names_every_setting_once_and_hides_the_second_spelling() -> None:
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
-        ([], 1, "launch"),
+        ([], 2, "launch"),
         (["--version"], 0, "accel 0."),
-        (["config"], 1, "validate"),
+        (["config"], 2, "validate"),
         (["lanch"], 2, "did you mean launch?"),
         (["config", "shwo"], 2, "did you mean config show?"),
         (["--verison"], 2, "did you mean --version?"),
@@ -196,3 +210,57 @@ def test_env_reports_versions_devices_and_changed_settings() -> None:
     assert found["devices"]
     assert found["variables"]["ACCEL_SEED"] == "5"
     assert [row["name"] for row in found["settings"]] == ["seed"]
+
+
+PLUGIN = """
+import click, os
+open(os.environ["LOADED"], "w").close()
+
+@click.command()
+@click.option("--some_flag", is_flag=True)
+def greet(some_flag):
+    print("hello", some_flag)
+    return 7
+
+nothing = 3
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> dict[str, str]:
+    """Variables under which a package is installed that adds commands, some of them broken."""
+    (tmp_path / "greeting.py").write_text(PLUGIN)
+    facts = tmp_path / "greeting-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text(
+        "[accel.commands]\ngreet = greeting:greet\nnothing = greeting:nothing\ngone = gone_module:x\n"
+        "launch = greeting:greet\n"
+    )
+    return {"PYTHONPATH": str(tmp_path), "LOADED": str(tmp_path / "loaded")}
+
+
+def test_commands_of_other_packages_are_listed_without_importing_them(plugin: Mapping[str, str]) -> None:
+    done = accel("--help", env=plugin)
+    assert "greet" in done.stdout
+    assert "From greeting." in done.stdout
+    assert done.stdout.count(" launch ") == 1
+    assert not Path(plugin["LOADED"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (["greet", "--some-flag"], 7, "hello True"),
+        (["greet", "--som_flag"], 2, "unknown option --som_flag; did you mean --some_flag?"),
+        (["gret"], 2, "did you mean greet?"),
+        (["nothing"], 2, "accel nothing is greeting:nothing, a int; expected a click.Command"),
+        (["gone"], 2, "accel gone cannot be loaded from gone_module:x: No module named 'gone_module'"),
+    ],
+)
+def test_a_command_of_another_package_runs_as_ours_do(
+    argv: list[str], status: int, words: str, plugin: Mapping[str, str]
+) -> None:
+    done = accel(*argv, env=plugin)
+    assert done.returncode == status, done.stderr
+    assert words in done.stdout + done.stderr

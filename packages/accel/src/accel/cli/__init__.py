@@ -7,8 +7,4 @@ def main() -> None:
 
     from accel.cli.app import run
 
-    try:
-        status = run(sys.argv[1:])
-    except KeyboardInterrupt:
-        status = 130  # as a shell shows SIGINT
-    sys.exit(status)
+    sys.exit(run(sys.argv[1:]))

@@ -1,70 +1,125 @@
 """The ``accel`` command: finds the command that was asked for and turns errors into messages."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, final
 
-from accel.cli.command import COMMANDS, Command
-from accel.cli.option import HELP, Option, parse_options
-from accel.config.setting import nearest
+import rich_click as click
+from click.exceptions import NoSuchCommand, NoSuchOption
+
+from accel._version import __version__
 from accel_state.errors import AccelError, ConfigError
 
-_VERSION = Option("version", "Show the version and end.")
-_BAD_USAGE = 2
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+COMMANDS = {
+    "launch": ("accel.cli.launch:launch", "Start a training script on one or many processes."),
+    "config": ("accel.cli.config:config", "Show, check and write settings."),
+    "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),
+}
+"""Our own commands: where each is, and the line about it in the list."""
+
+ENTRY_POINTS = "accel.commands"
+"""Entry-point group by which other packages add commands: a name, and the ``click.Command`` it stands for."""
+
+_BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
+
+
+@final
+class Listed(click.RichCommand):
+    """What the list of commands knows about one: its name, a line about it, and how to get the command itself."""
+
+    def __init__(self, name: str, summary: str, load: Callable[[], click.Command]) -> None:
+        super().__init__(name=name, help=summary)
+        self.load = load
+
+
+@final
+class CommandLine(click.RichGroup):
+    """All commands by name. Listing them imports none; other packages are asked only for names that are not ours."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Our commands in our order, then those of other packages."""
+        from importlib.metadata import entry_points
+
+        for entry in sorted(entry_points(group=ENTRY_POINTS)):
+            package = entry.dist.name if entry.dist is not None else entry.value
+            self.commands.setdefault(entry.name, Listed(entry.name, f"From {package}.", partial(_load_other, entry)))
+        return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The listed command of that name."""
+        if cmd_name not in self.commands:
+            self.list_commands(ctx)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command itself, imported now."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, Listed) else command, rest
+
+
+def command_line() -> CommandLine:
+    """The ``accel`` command."""
+    group = CommandLine(
+        name="accel",
+        help="One object around your PyTorch training loop: from one CPU to a cluster.",
+        commands={name: Listed(name, line, partial(resolve_name, path)) for name, (path, line) in COMMANDS.items()},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "token_normalize_func": _normalized,
+            "rich_help_config": {"options_table_column_types": ["opt_primary", "metavar", "help"]},
+        },
+    )
+    click.version_option(__version__, message="accel %(version)s")(group)
+    return group
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs one command line (without the program's name) and gives its exit status."""
     try:
-        parsed = parse_options(argv, (_VERSION, HELP))
-        if parsed.on("version"):
-            from accel._version import __version__
-
-            print(f"accel {__version__}")
-            return 0
-        if not parsed.rest or parsed.on("help"):
-            _print_commands("accel")
-            return 0 if parsed.on("help") else 1
-        return _run_named(parsed.rest)
+        return command_line().main(list(argv), "accel", standalone_mode=False) or 0
+    except click.UsageError as error:
+        print(f"accel: error: {_explain(error, argv)}", file=sys.stderr)
     except AccelError as error:
         print(f"accel: error: {error}", file=sys.stderr)
-        return _BAD_USAGE
+    except click.Abort:
+        return _INTERRUPTED
+    return _BAD_USAGE
 
 
-def _run_named(words: Sequence[str]) -> int:
-    names = [name for name in (" ".join(words[:count]) for count in (2, 1)) if name in COMMANDS]
-    if names:
-        command = COMMANDS[names[0]].load()
-        return _run_command(command, words[len(names[0].split()) :])
-    group = words[0]
-    members = [name for name in COMMANDS if name.startswith(f"{group} ")]
-    if members and (len(words) == 1 or words[1] in (HELP.flag, HELP.short)):
-        _print_commands(f"accel {group}", f"{group} ")
-        return 0 if len(words) > 1 else 1
-    asked = " ".join(words[:2]) if members else group
-    known = members or sorted({name.partition(" ")[0] for name in COMMANDS})
-    close = nearest(asked, known)
-    hint = f"did you mean {close}?" if close else f"there are: {', '.join(known)}"
-    raise ConfigError(f"unknown command {asked!r}; {hint}")
+def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
+    """An unknown word as it was typed, and the nearest that there is; other mistakes as click explains them."""
+    if isinstance(error, NoSuchOption):
+        typed = (word.partition("=")[0] for word in argv)
+        name = next((word for word in typed if _normalized(word) == _normalized(error.option_name)), error.option_name)
+        return f"unknown option {name}; {_hint(error.possibilities, '')}"
+    if isinstance(error, NoSuchCommand):
+        assert error.ctx is not None
+        prefix = f"{error.ctx.command_path} ".removeprefix("accel ")
+        return f"unknown command '{prefix}{error.command_name}'; {_hint(error.possibilities, prefix)}"
+    return error.format_message()
 
 
-def _run_command(command: Command, argv: Sequence[str]) -> int:
-    parsed = parse_options(argv, command.all_options)
-    if parsed.on("help"):
-        from accel.cli.help import print_help
-
-        print_help(f"accel {command.name} [OPTIONS] {command.usage}".rstrip(), command.text, command.all_options)
-        return 0
-    return command.run(parsed)
+def _hint(near: Sequence[str] | None, prefix: str) -> str:
+    return f"did you mean {prefix}{near[0]}?" if near else "--help lists what there is"
 
 
-def _print_commands(program: str, prefix: str = "") -> None:
-    from accel.cli.help import print_help
+def _normalized(token: str) -> str:
+    """Both spellings of every option: ``--num_processes`` and ``--num-processes``."""
+    return token.replace("-", "_")
 
-    listed = [(name.removeprefix(prefix), entry.summary) for name, entry in COMMANDS.items() if name.startswith(prefix)]
-    options = () if prefix else (_VERSION,)
-    text = (
-        "Commands of one group."
-        if prefix
-        else "One object around your PyTorch training loop: from one CPU to a cluster."
-    )
-    print_help(f"{program} COMMAND [OPTIONS]", text, (*options, HELP), listed)
+
+def _load_other(entry: "EntryPoint") -> click.Command:
+    try:
+        command = entry.load()
+    except Exception as error:
+        raise ConfigError(f"accel {entry.name} cannot be loaded from {entry.value}: {error}") from error
+    if not isinstance(command, click.Command):
+        raise ConfigError(f"accel {entry.name} is {entry.value}, a {type(command).__name__}; expected a click.Command")
+    return command

@@ -1,16 +1,16 @@
 """``accel env``."""
 
-import json
 import os
 import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from accel.cli.command import Command
+import rich_click as click
+
 from accel.cli.config import rows_as_json, shown
-from accel.cli.launch import CONFIG_FILE, JSON, config_from
-from accel.cli.option import Parsed
+from accel.cli.options import as_json, config_file, config_from
+from accel.cli.printing import print_json
 
 _PACKAGES = (
     "accel",
@@ -39,9 +39,28 @@ _VARIABLES = (
 )
 
 
-def environment(parsed: Parsed) -> dict[str, object]:
+@click.command()
+@config_file
+@as_json
+def env(config_file: str | None, *, as_json: bool) -> int:
+    """Prints versions, devices, variables and changed settings: what a bug report needs."""
+    found = environment(config_file)
+    if as_json:
+        print_json(found)
+        return 0
+    for title, value in found.items():
+        if isinstance(value, Mapping):
+            print(f"{title}:", *(f"  {name}: {text}" for name, text in value.items()), sep="\n")
+        elif isinstance(value, list):
+            print(f"{title}:", *(f"  {_line(item)}" for item in value), sep="\n")
+        else:
+            print(f"{title}: {value}")
+    return 0
+
+
+def environment(config_file: str | None = None) -> dict[str, object]:
     """Everything that a bug report needs, as plain data. Devices are listed and none is initialised."""
-    changed = [row for row in rows_as_json(config_from(parsed)) if row["source"] != "default"]
+    changed = [row for row in rows_as_json(config_from({}, config_file)) if row["source"] != "default"]
     return {
         "platform": platform.platform(),
         "python": f"{platform.python_version()} at {sys.executable}",
@@ -52,22 +71,6 @@ def environment(parsed: Parsed) -> dict[str, object]:
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
         "settings": changed,
     }
-
-
-def _env(parsed: Parsed) -> int:
-    found = environment(parsed)
-    if parsed.on(JSON.name):
-        json.dump(found, sys.stdout, indent=2)
-        print()
-        return 0
-    for title, value in found.items():
-        if isinstance(value, Mapping):
-            print(f"{title}:", *(f"  {name}: {text}" for name, text in value.items()), sep="\n")
-        elif isinstance(value, list):
-            print(f"{title}:", *(f"  {_line(item)}" for item in value), sep="\n")
-        else:
-            print(f"{title}: {value}")
-    return 0
 
 
 def _line(item: object) -> str:
@@ -100,11 +103,3 @@ def _devices() -> list[str]:
     if kind.type == "cuda":
         return [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
     return [f"{kind.type}:{index}" for index in range(count)]
-
-
-ENV = Command(
-    name="env",
-    text="Prints versions, devices, variables and changed settings: what a bug report needs.",
-    options=(CONFIG_FILE, JSON),
-    run=_env,
-)

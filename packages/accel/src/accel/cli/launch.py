@@ -1,52 +1,47 @@
 """``accel launch``."""
 
-import json
 import os
-import sys
 
-from accel.cli.command import Command
-from accel.cli.option import Option, Parsed, setting_options
-from accel.config.model import DOCUMENT_VARIABLE, AccelConfig
-from accel.config.resolve import resolve_config
+import rich_click as click
+
+from accel.cli.options import as_json, config_file, config_from, setting_options
+from accel.cli.printing import print_json
 from accel.launch.planning import LaunchPlan
 
-CONFIG_FILE = Option("config_file", "Read settings from this YAML or JSON file.", metavar="PATH")
-JSON = Option("json", "Print JSON.")
-_DRY_RUN = Option("dry_run", "Print argv and environment of every process, and start none.")
-_RESOLUTION = frozenset({CONFIG_FILE.name, JSON.name, _DRY_RUN.name})
 
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@setting_options
+@config_file
+@click.option("--dry_run", is_flag=True, help="Print argv and environment of every process, and start none.")
+@as_json
+def launch(
+    program: tuple[str, ...], config_file: str | None, *, dry_run: bool, as_json: bool, **flags: str | bool | None
+) -> int:
+    """Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for. Everything
+    after SCRIPT belongs to it.
 
-def config_from(parsed: Parsed) -> AccelConfig:
-    """The configuration that the flags, the environment and the named file give.
-
-    A launcher's document in the environment is left out: this command may run inside a process that another launcher
-    started, and that one's number of processes is not meant for it.
+    Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from a
+    configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there.
     """
-    env = {name: value for name, value in os.environ.items() if name != DOCUMENT_VARIABLE}
-    flags = {name: value for name, value in parsed.values.items() if name not in _RESOLUTION}
-    return resolve_config({}, env, parsed.text(CONFIG_FILE.name), flags=flags)
-
-
-def _launch(parsed: Parsed) -> int:
     from accel.launch.host import check_program, read_host
     from accel.launch.planning import check_settings, plan
     from accel.launch.running import run
 
-    config = config_from(parsed)
+    config = config_from(flags, config_file)
     check_settings(config)
-    check_program(config, parsed.rest)
-    planned = plan(config, parsed.rest, read_host(config), env=os.environ)
-    if parsed.on(_DRY_RUN.name):
-        _print_plan(planned, as_json=parsed.on(JSON.name))
-        return 0
-    return run(planned)
-
-
-def _print_plan(planned: LaunchPlan, *, as_json: bool) -> None:
+    check_program(config, program)
+    planned = plan(config, program, read_host(config), env=os.environ)
+    if not dry_run:
+        return run(planned)
     if as_json:
-        json.dump(planned.to_json(), sys.stdout, indent=2)
-        print()
-        return
+        print_json(planned.to_json())
+    else:
+        _print_plan(planned)
+    return 0
+
+
+def _print_plan(planned: LaunchPlan) -> None:
     import shlex
 
     how = "replaces the launcher" if planned.direct else f"{len(planned.processes)} started here"
@@ -57,17 +52,3 @@ def _print_plan(planned: LaunchPlan, *, as_json: bool) -> None:
         for name, value in process.env.items():
             print(f"{name}={shlex.quote(value)} \\")
         print(shlex.join(process.argv))
-
-
-LAUNCH = Command(
-    name="launch",
-    usage="SCRIPT [ARGUMENTS]...",
-    text=(
-        "Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for. Everything "
-        "after SCRIPT belongs to it.\n\n"
-        "Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from "
-        "a configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there."
-    ),
-    options=(*setting_options(launch=True), CONFIG_FILE, _DRY_RUN, JSON),
-    run=_launch,
-)

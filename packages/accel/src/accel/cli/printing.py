@@ -1,0 +1,37 @@
+"""What commands print: JSON for programs, tables for people."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+
+def print_json(value: object) -> None:
+    """Prints plain data as JSON."""
+    json.dump(value, sys.stdout, indent=2)
+    print()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dimmed: Sequence[bool] = ()) -> None:
+    """Prints rows under headings; a heading that ends in ``>`` has its column set to the right.
+
+    ``dimmed`` says of each row whether it matters less.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        style = "dim" if number < len(dimmed) and dimmed[number] else None
+        table.add_row(*(Text(str(cell)) for cell in row), style=style)
+    Console(highlight=False).print(table)
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes with a unit of which there are less than 1024: ``1.5 GiB``."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"
