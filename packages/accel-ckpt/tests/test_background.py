@@ -64,7 +64,7 @@ def test_a_failure_is_raised_at_the_next_call_once(tmp_path: Path) -> None:
     failing.wait()
     (tmp_path / "three").mkdir()
     bad = _failing_save(saver, tmp_path / "three")
-    with pytest.raises(CheckpointError, match="three in the background failed: .*other files"):
+    with pytest.raises(CheckpointError, match=r"three in the background failed: .*other files"):
         saver.save(tmp_path / "four", {"n": 4})
     assert bad.done()
     assert saver.save(tmp_path / "four", {"n": 4}).wait().read("n") == 4
@@ -103,15 +103,18 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_leaving_by_an_exception_waits_and_keeps_the_exception(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leaving_by_an_exception_waits_and_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "bad").mkdir()
-    with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="mine"), AsyncSaver() as saver:
-        saver.save(tmp_path / "one", {"w": torch.ones(10)})
-        saver.wait()
-        _failing_save(saver, tmp_path / "bad")
-        raise KeyError("mine")
+
+    def train() -> None:
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "one", {"w": torch.ones(10)})
+            saver.wait()
+            _failing_save(saver, tmp_path / "bad")
+            raise KeyError("mine")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="mine"):
+        train()
     assert open_checkpoint(tmp_path / "one").names == ["w"]
     assert "failed too" in caplog.text
 

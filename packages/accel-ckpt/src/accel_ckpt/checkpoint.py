@@ -115,6 +115,23 @@ class Checkpoint:
         file = local_file(rank)
         return list(self._document(file)) if file in self.manifest.files else []
 
+    def read_structure(self, name: str, tensor: Callable[[str], Any]) -> Tree:
+        """The tree ``name`` with ``tensor(stored name)`` at the place of each tensor; nothing but JSON is read."""
+
+        def known(key: str, path: TreePath) -> Any:
+            self._reader.entry(key)
+            return tensor(key)
+
+        return decode(self._tree(TREE, name), known)
+
+    def read_tensor(self, key: str) -> torch.Tensor:
+        """One tensor of the manifest, whole, on the CPU."""
+        return self._reader.read([(key, None)])[0]
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype of a tensor of the manifest."""
+        return self._reader.dtype(key)
+
     def compare(self, name: str, like: Tree) -> Difference:
         """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
         saved = decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))

@@ -1,0 +1,272 @@
+"""A model as plain safetensors files with an index, as the tools of the Hub read them, and back."""
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_ckpt.blocks import Source, run_jobs, write_file
+from accel_ckpt.container import Item, Span, file_order, header_of, read_header
+from accel_ckpt.peers import Peers
+from accel_ckpt.staging import sync_folder
+from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, dtype_of, host_copy
+from accel_ckpt.tree import TensorTable
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LOG = logging.getLogger(__name__)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_READ_JOB = 32 * 2**20
+INDEX = "index.json"
+# Codes that only newer safetensors writers use, beside those in tensors.CODES.
+_NEWER = {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
+
+
+def export_model(
+    state: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    *,
+    name: str = "model",
+    group: "ProcessGroup | None" = None,
+) -> list[Path]:
+    """Writes ``state`` to ``<name>.safetensors``, or to numbered shards and ``<name>.safetensors.index.json``.
+
+    Of tensors that share memory the first is written; the names of the others are in the file's metadata. DTensors are
+    put together one at a time, so all ranks of ``group`` must call; rank 0 writes. Files appear under their names when
+    all are complete, the index last; then shards of an earlier export are removed. Returns the files.
+
+    Raises:
+        CheckpointError: on all ranks if a tensor has a dtype that safetensors has not, or the disk refuses.
+    """
+    peers = Peers.of(group)
+    folder = Path(directory).absolute()
+    limit = parse_size(max_shard_size)
+    kept, aliases = _without_ties(state)
+    for key, tensor in kept.items():
+        if dtype_name(tensor.dtype) not in CODES:
+            raise CheckpointError(f"{key} has dtype {tensor.dtype}, which safetensors files cannot hold")
+    shards = split_into_shards({key: tensor.numel() * tensor.element_size() for key, tensor in kept.items()}, limit)
+    files = shard_names(name, len(shards))
+    remaining = iter([key for shard in shards for key in _file_keys(shard, kept)])
+    values = (_whole(kept[key]) for key in remaining)
+
+    def write() -> None:
+        try:
+            if peers.rank == 0:
+                _write_all(folder, name, dict(zip(files, shards, strict=True)), kept, aliases, values)
+        finally:  # a rank that fails, or writes nothing, still takes part in putting tensors together
+            for _ in values:
+                pass
+
+    peers.together(f"exporting to {folder}", write)
+    return [folder / file for file in files]
+
+
+def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, an index, or a folder with either, on the CPU; tied names come back tied.
+
+    Raises:
+        CheckpointError: there is none, or only files of formats that may run code when read.
+        CheckpointCorruptError: a file is not what its header or the index says.
+    """
+    files = _model_files(Path(path).expanduser())
+    loaded: dict[str, torch.Tensor] = {}
+    jobs: list[Callable[[], None]] = []
+    aliases: dict[str, str] = {}
+    with ExitStack() as opened:
+        for file in files:
+            source = opened.enter_context(closing(Source(file.resolve())))
+            spans, metadata = _header(source)
+            for key, span in spans.items():
+                loaded[key] = torch.empty(span.shape, dtype=_dtype_of_code(span.code, key))
+                jobs += _read_jobs(source, byte_view(loaded[key]), span.begin)
+            aliases |= {key: first for key, first in metadata.items() if key != "format"}
+        run_jobs(jobs)
+    tied = {key: loaded[first] for key, first in aliases.items() if key not in loaded and first in loaded}
+    return loaded | tied
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in ``"10GB"`` (10**10), ``"5GiB"`` (5 * 2**30), ``"300 KB"`` or a number.
+
+    Raises:
+        CheckpointError: it is none of these, or not positive.
+    """
+    match = _SIZE.fullmatch(str(size).strip())
+    value = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
+    if value < 1:
+        raise CheckpointError(f"{size!r} is no size; expected a number of bytes or a text such as '10GB' or '500MiB'")
+    return value
+
+
+def split_into_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in their order, a new shard whenever the next would exceed ``limit`` bytes; larger ones stand alone."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for key, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= size
+    return shards
+
+
+def shard_names(name: str, count: int) -> list[str]:
+    """``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    if count == 1:
+        return [f"{name}.safetensors"]
+    return [f"{name}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_all(
+    folder: Path,
+    name: str,
+    shards: Mapping[str, Sequence[str]],
+    kept: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    values: Iterator[torch.Tensor],
+) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+    mark = secrets.token_hex(4)
+    written: dict[Path, Path] = {}
+    try:
+        for file, keys in shards.items():
+            items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in _file_keys(keys, kept)]
+            tied = {key: first for key, first in aliases.items() if first in keys}
+            temporary = folder / f".{file}.{mark}.tmp"
+            written[temporary] = folder / file
+            pieces = (byte_view(host_copy(next(values))) for _ in items)
+            header = memoryview(header_of(items, {"format": "pt", **tied}))
+            write_file(temporary, (piece for part in ([header], pieces) for piece in part))
+        if len(shards) > 1:
+            temporary = folder / f".{name}.{mark}.tmp"
+            written[temporary] = folder / f"{name}.safetensors.{INDEX}"
+            write_file(temporary, [memoryview(_index(shards, kept))])
+        for temporary, final in written.items():
+            os.replace(temporary, final)
+        _remove_stale(folder, name, {final.name for final in written.values()})
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+    finally:
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
+
+
+def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]) -> bytes:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+    where = {key: file for file, keys in shards.items() for key in keys}
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    ).encode()
+
+
+def _remove_stale(folder: Path, name: str, fresh: set[str]) -> None:
+    ours = re.compile(re.escape(name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    for entry in list(folder.iterdir()):
+        if ours.fullmatch(entry.name) and entry.name not in fresh:
+            entry.unlink()
+
+
+def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    table = TensorTable()
+    firsts: dict[str, str] = {}
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for key, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{key} is a {type(tensor).__qualname__}; an export holds tensors only")
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"{key} is on the meta device and has no values to export; materialise it first")
+        stored = table.add((key,), tensor)
+        if stored in firsts:
+            aliases[key] = firsts[stored]
+        else:
+            firsts[stored] = key
+            kept[key] = tensor
+    if aliases:
+        _LOG.info("tied tensors are exported once: %s", ", ".join(f"{k} is {first}" for k, first in aliases.items()))
+    return kept, aliases
+
+
+def _file_keys(keys: Sequence[str], kept: Mapping[str, torch.Tensor]) -> list[str]:
+    return [item.key for item in file_order([Item(key, dtype_name(kept[key].dtype), ()) for key in keys])]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return tensor
+    whole: torch.Tensor = dtensor.full_tensor()
+    return whole
+
+
+def _model_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        indices = sorted(path.glob(f"*.safetensors.{INDEX}"))
+        plain = sorted(path.glob("*.safetensors"))
+        chosen = indices or ([path / "model.safetensors"] if path / "model.safetensors" in plain else plain)
+        if len(chosen) != 1:
+            others = sorted(entry.name for entry in path.iterdir())[:8]
+            raise CheckpointError(
+                f"{path} should hold one safetensors file or index, but holds {len(chosen)}; there are: "
+                f"{', '.join(others) or 'no files'}. Files of other formats may run code when read and are refused"
+            )
+        path = chosen[0]
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path}")
+    if path.name.endswith(INDEX):
+        return _indexed(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is no safetensors file; other formats may run code when read and are refused")
+    return [path]
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        if not all(isinstance(name, str) and Path(name).name == name and name not in ("", "..") for name in names):
+            raise ValueError("a file outside of its folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path}: ill-formed index: {error}") from error
+    return [path.parent / name for name in names]
+
+
+def _header(source: Source) -> tuple[dict[str, Span], dict[str, str]]:
+    def read(begin: int, end: int) -> bytes:
+        content = bytearray(end - begin)
+        source.read_into(memoryview(content), begin)
+        return bytes(content)
+
+    spans = read_header(read, source.size, str(source.path))
+    length = int.from_bytes(read(0, 8), "little")
+    metadata = json.loads(read(8, 8 + length)).get("__metadata__", {})
+    return spans, metadata if isinstance(metadata, dict) else {}
+
+
+def _dtype_of_code(code: str, key: str) -> torch.dtype:
+    names = {found: name for name, found in CODES.items()} | _NEWER
+    dtype = dtype_of(names[code])
+    if dtype is None:
+        raise CheckpointError(f"this torch has no dtype for {code}, which {key} has")
+    return dtype
+
+
+def _read_jobs(source: Source, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
+    for at in range(0, len(view), _READ_JOB):
+        yield lambda at=at: source.read_into(view[at : at + _READ_JOB], begin + at)  # type: ignore[misc]

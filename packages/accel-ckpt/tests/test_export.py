@@ -1,0 +1,130 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_ckpt import export_model, load_model_files
+from accel_ckpt.export import parse_size, split_into_shards
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {f"layer{i}.weight": torch.randn(30, 40) for i in range(5)} | {
+        "norm": torch.randn(7).bfloat16(), "n": torch.tensor(3), "empty": torch.empty(0, 2), "mask": torch.ones(3) > 0,
+    }  # fmt: skip
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one
+    )
+
+
+def test_small_models_are_one_file_that_others_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = state()
+    assert export_model(model, tmp_path) == [tmp_path / "model.safetensors"]
+    assert same(load_file(tmp_path / "model.safetensors"), model)
+    assert same(load_model_files(tmp_path), model)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_large_ones_are_shards_with_an_index(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = state()
+    files = export_model(model, tmp_path, "10KB")
+    assert [file.name for file in files] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
+    assert all(key in load_file(tmp_path / file) for key, file in index["weight_map"].items())
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        assert same(load_model_files(path), model)
+
+
+@pytest.mark.parametrize("sizes", [("10KB", "1GB"), ("1GB", "10KB"), ("5KB", "10KB"), ("10KB", "5KB")], ids=str)
+def test_shards_of_an_earlier_export_are_removed(tmp_path: Path, sizes: tuple[str, str]) -> None:
+    (tmp_path / "model.safetensors.md").write_text("mine")
+    (tmp_path / "other.safetensors").write_text("mine")
+    export_model(state(), tmp_path, sizes[0])
+    model = state()
+    files = export_model(model, tmp_path, sizes[1])
+    left = {name for name in os.listdir(tmp_path) if not name.endswith(".index.json")}
+    assert left == {file.name for file in files} | {"model.safetensors.md", "other.safetensors"}
+    assert same(load_model_files(tmp_path), model)
+
+
+def test_tied_tensors_are_written_once_and_come_back_under_both_names(tmp_path: Path) -> None:
+    weight = torch.randn(50, 50)
+    export_model({"embedding": weight, "x": torch.ones(2), "head": weight}, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 11_000
+    back = load_model_files(tmp_path)
+    assert back["embedding"] is back["head"]
+    assert torch.equal(back["head"], weight)
+
+
+@pytest.mark.ranks(2)
+def test_sharded_tensors_are_put_together(tmp_path: Path, rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full = torch.arange(35.0).reshape(7, 5)
+    mesh = init_device_mesh("cpu", (2,))
+    model = {f"w{i}": distribute_tensor(full + i, mesh, [Shard(0)]) for i in range(4)}
+    export_model(model, tmp_path, "300B")
+    assert same(load_model_files(tmp_path), {f"w{i}": full + i for i in range(4)})
+    torch.distributed.barrier()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        export_model(model, tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("10GB", 10**10), ("5GiB", 5 * 2**30), ("300 kb", 300_000), (77, 77), ("1.5MB", 1_500_000), ("12", 12)],
+)
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "10XB", 0, "0B"])
+def test_other_sizes_are_refused(text: str | int) -> None:
+    with pytest.raises(CheckpointError, match="is no size"):
+        parse_size(text)
+
+
+def test_a_tensor_larger_than_a_shard_stands_alone() -> None:
+    assert split_into_shards({"a": 1, "b": 50, "c": 2, "d": 3}, 10) == [["a"], ["b"], ["c", "d"]]
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.ckpt"])
+def test_files_that_would_have_to_be_unpickled_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match="may run code when read"):
+            load_model_files(path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "..", "", 5])
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, name: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointCorruptError, match="ill-formed index"):
+        load_model_files(tmp_path)
+
+
+def test_a_folder_of_links_is_read(tmp_path: Path) -> None:
+    export_model(state(), tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blobs" / "model.safetensors")
+    assert "n" in load_model_files(tmp_path / "snapshot")
+
+
+def test_tensors_without_values_or_without_a_name_for_their_dtype_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a is on the meta device"):
+        export_model({"a": torch.zeros(2, device="meta")}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"a has dtype torch\.complex128"):
+        export_model({"a": torch.zeros(2, dtype=torch.complex128)}, tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,57 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_ckpt import CheckpointDirectory, keep_last
+from accel_ckpt.inspection import Changed, compare_checkpoints, describe, list_checkpoints, plan_prune, verify
+
+
+@pytest.fixture
+def series(tmp_path: Path) -> CheckpointDirectory:
+    made = CheckpointDirectory(tmp_path)
+    tied = torch.ones(2, 3)
+    for number in range(3):
+        weight = torch.full((4,), 2.0 + (0.5 if number == 2 else 0))
+        model = {"w": weight, "head": tied, "embedding": tied, "only": torch.ones(number)}
+        made.save({"model": model, "step": {"n": number, "lr": 0.1}}, metadata={"loss": 1 / (number + 1)})
+    return made
+
+
+def test_a_series_is_listed_with_what_is_damaged(series: CheckpointDirectory) -> None:
+    os.truncate(series.path / "checkpoint_1" / "manifest.json", 50)
+    listed = list_checkpoints(series.path)
+    assert [(entry.number, entry.world_size, entry.metadata) for entry in listed] == [
+        (0, 1, {"loss": 1.0}), (1, 0, {}), (2, 1, {"loss": 1 / 3}),
+    ]  # fmt: skip
+    assert [entry.problem is None for entry in listed] == [True, False, True]
+    assert "not sealed" in str(listed[1].problem)
+
+
+def test_a_checkpoint_is_described_without_reading_tensors(series: CheckpointDirectory) -> None:
+    folder = series.path / "checkpoint_0"
+    (folder / "tensors-00000.safetensors").unlink()
+    model, step = describe(folder)
+    assert [(tensor.place, tensor.shape, tensor.nbytes, tensor.parts) for tensor in model.tensors] == [
+        ("w", (4,), 16, 1), ("head", (2, 3), 24, 1), ("embedding", (2, 3), 24, 1), ("only", (0,), 0, 0),
+    ]  # fmt: skip
+    assert (step.name, step.values) == ("step", {"n": 0, "lr": 0.1})
+    assert "tensors-00000.safetensors: the file is missing" in str(verify(folder))
+    assert verify(series.path / "checkpoint_1") is None
+
+
+def test_what_changed_between_two_is_named_and_measured(series: CheckpointDirectory) -> None:
+    found = compare_checkpoints(series.path / "checkpoint_1", series.path / "checkpoint_2")
+    changed, reshaped = found.tensors
+    assert changed == Changed("model/w", 0.5, 0.25)
+    assert reshaped.reason == "float32 (1,) became float32 (2,)"
+    assert found.values == {"step/n": (1, 2)}
+    assert found.same == 3
+    assert (found.only_first, found.only_second) == ((), ())
+
+
+def test_pruning_is_planned_without_removing(series: CheckpointDirectory) -> None:
+    os.truncate(series.path / "checkpoint_2" / "tree.json", 1)
+    assert [entry.number for entry in plan_prune(series.path, keep_last(1))] == [0]
+    assert len(os.listdir(series.path)) == 3
