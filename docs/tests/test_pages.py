@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_testing.launching import run_command
 
@@ -163,3 +164,20 @@ def test_links_lead_somewhere(page: str) -> None:
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors_of(path)):
             broken.append(target)
     assert not broken
+
+
+def paths_in(nav: object) -> Iterator[str]:
+    """The pages that a part of the site's navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from paths_in(part)
+
+
+def test_the_site_has_every_page_and_fetches_nothing() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    folder = ROOT / "docs"
+    assert sorted(paths_in(site["nav"])) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*.md"))
+    assert site["strict"]
+    assert site["theme"]["font"] is False

@@ -20,7 +20,7 @@ def test_the_demo_is_killed_and_resumes_without_a_trace(tmp_path: Path) -> None:
 
     assert "killed by SIGKILL" in finished.output
     assert "resuming from" in finished.output
-    assert "losses of those steps differ by at most" in finished.output
+    assert "0.0e+00" in finished.output, "the largest difference of a repeated step"
 
     folder = tmp_path / "demo"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
