@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_data.dispatch import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
+from accel_data.dispatch_memory import Blocks
 from accel_data.dispatch_message import pack, unpack
 
 Pair = namedtuple("Pair", "x y")
@@ -22,7 +23,7 @@ class Example:
 
 
 def roundtrip(content):
-    return unpack(bytearray(bytes(pack(content).tolist())))
+    return unpack(bytearray(bytes(pack(content, Blocks()).tolist())))
 
 
 def batch_of(ids):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 
+from accel_data.dispatch_memory import Blocks
 from accel_data.dispatch_message import pack, unpack
 from accel_data.peers import Peers
 from accel_state.errors import DataError
@@ -89,6 +90,7 @@ class Sender:
         self.lane = Lane()
         self._peers, self._steps, self._greeting = peers, steps, greeting
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._blocks = Blocks()
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
         self.failure: BaseException | None = None
 
@@ -177,7 +179,7 @@ class Sender:
             if rank == READER:
                 continue
             if index not in packed:
-                body = pack(messages[index])
+                body = pack(messages[index], self._blocks)
                 packed[index] = torch.tensor([body.nbytes]), body
             for tensor in packed[index]:
                 work = dist.isend(tensor, group=self._peers.group, group_dst=rank)
@@ -206,7 +208,7 @@ class Receiver:
 
     def __init__(self, peers: Peers) -> None:
         self.lane = Lane()
-        self._peers = peers
+        self._peers, self._blocks = peers, Blocks()
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
         self.failure: BaseException | None = None
 
@@ -235,7 +237,7 @@ class Receiver:
     def _receive(self) -> Message:
         size = torch.zeros(1, dtype=torch.int64)
         self._wait(size)
-        block = bytearray(int(size))
+        block = self._blocks.take(int(size))
         self._wait(torch.frombuffer(block, dtype=torch.uint8))
         if self.lane.closed:
             # Only the kind matters now, and it must not cost the memory of a batch.

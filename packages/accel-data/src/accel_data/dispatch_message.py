@@ -9,12 +9,14 @@ from typing import Any, final
 
 import torch
 
+from accel_data.dispatch_memory import Blocks
+
 _ALIGNMENT = 64
 _HEADER = 8
 
 
-def pack(content: Any) -> torch.Tensor:
-    """``content`` as a new ``uint8`` tensor, with each plain CPU tensor copied once and no bytes of it pickled."""
+def pack(content: Any, blocks: Blocks) -> torch.Tensor:
+    """``content`` as a ``uint8`` tensor in a block of ``blocks``, each plain CPU tensor copied once and not pickled."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(content)
@@ -24,9 +26,10 @@ def pack(content: Any) -> torch.Tensor:
     for tensor in pickler.tensors:
         places.append(position)
         position = _aligned(position + tensor.nbytes)
-    block = bytearray(position)
-    block[:_HEADER] = len(pickled).to_bytes(_HEADER, "little")
-    block[_HEADER : _HEADER + len(pickled)] = pickled
+    block = blocks.take(position)
+    head = memoryview(block).cast("B")
+    head[:_HEADER] = len(pickled).to_bytes(_HEADER, "little")
+    head[_HEADER : _HEADER + len(pickled)] = pickled
     message = torch.frombuffer(block, dtype=torch.uint8)
     for tensor, place in zip(pickler.tensors, places, strict=True):
         if tensor.numel():
@@ -34,10 +37,11 @@ def pack(content: Any) -> torch.Tensor:
     return message
 
 
-def unpack(block: bytearray) -> Any:
-    """The content of a block; its tensors are views of it, so nothing is copied and it lives as long as they do."""
-    length = int.from_bytes(block[:_HEADER], "little")
-    return _Unpickler(block, length).load()
+def unpack(block: Any) -> Any:
+    """The content of a buffer; its tensors are views of it, so nothing is copied and it lives as long as they do."""
+    with memoryview(block).cast("B") as view:
+        length = int.from_bytes(view[:_HEADER], "little")
+        return _Unpickler(block, view[_HEADER : _HEADER + length]).load()
 
 
 @final
@@ -62,10 +66,9 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Meets the tensors in the order in which they were left out."""
 
-    def __init__(self, block: bytearray, length: int) -> None:
-        view = memoryview(block)[_HEADER : _HEADER + length]
-        super().__init__(io.BytesIO(view))
-        self._block, self._position = block, _aligned(_HEADER + length)
+    def __init__(self, block: Any, pickled: memoryview) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._block, self._position = block, _aligned(_HEADER + len(pickled))
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         name, shape = pid
