@@ -133,7 +133,9 @@ def fabric_engine(ranks: int, **options: Any) -> Any:
         options |= {"devices": ranks, "strategy": "ddp", "plugins": [TorchElasticEnvironment()]}
     else:
         options |= {"devices": 1}
-    return Fabric(accelerator="cpu", **options)
+    engine = Fabric(accelerator="cpu", **options)
+    engine.launch()
+    return engine
 
 
 def variants(peers: bool) -> Iterator[tuple[str, Callable[[Case, int], Step]]]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = {
     "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
-    "dispatch": ([], {"raw_us", "goal", "accel"}),
+    "dispatch": ([], {"work_us", "raw_adds_us", "goal", "accel"}),
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
