@@ -307,3 +307,26 @@ def test_accumulating_for_a_model_of_the_user_instead_of_the_prepared_one_is_ref
     accelerator.prepare(nn.Linear(2, 2))
     with pytest.raises(PrepareError, match="prepare did not return"), accelerator.accumulate(nn.Linear(2, 2)):
         pass
+
+
+def test_the_state_dict_holds_tied_weights_under_all_names() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    prepared = accelerator.prepare(model)
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other.load_state_dict(accelerator.get_state_dict(prepared))
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+def test_weighted_sums_of_thousands_of_tokens_do_not_overflow_fp16() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer, _, _ = accelerator.prepare(*parts())
+    skipped = 0
+    for _ in range(3):
+        loss = model(torch.randn(4096, 3)).square().sum()
+        accelerator.backward(loss, weight=4096)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped += accelerator.optimizer_step_was_skipped
+    assert skipped == 0

@@ -29,6 +29,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``model_state`` gave, with tied tensors under all their names, as the bare module's ``state_dict`` has it."""
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    names = {_plain_name(raw, prefixes): _stored_name(raw, stored, prefixes) for raw in model.state_dict()}
+    return {name: state[kept] for name, kept in names.items() if kept in state}
+
+
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
     """Loads what ``model_state`` gave, into this or any other wrapping of the same model.
 

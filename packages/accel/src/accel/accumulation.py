@@ -22,21 +22,22 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module]) -> None:
     clock.correction = 1.0
 
 
-def weighted_scale(window: Window, ranks: int) -> Weight:
-    """What a summed loss is multiplied with before backward, when a backend averages over ``ranks``."""
-    if window.denominator is None:
-        return ranks
-    assert isinstance(window.denominator, torch.Tensor)
-    return ranks / window.denominator
+def weighted_scale(window: Window, weight: Weight, ranks: int, device: torch.device) -> torch.Tensor:
+    """What a summed loss is multiplied with before backward, when a backend averages over ``ranks``; adds its weight.
 
-
-def add_weight(window: Window, weight: Weight, device: torch.device) -> None:
-    """Adds what one micro-batch weighs (its tokens or samples; 0 is fine) to the window's sum on this rank."""
+    Sums are divided by a power of two near the weight of the window before (of this one's first micro-batches, for the
+    first: one small collective), so that half-precision gradients have the size that a mean loss gives them.
+    ``normalise`` puts the exact weight in its place; a power of two changes no bit of the result.
+    """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     added = torch.as_tensor(weight, device=device).detach().to(dtype)
-    before = window.weight
-    assert before is None or isinstance(before, torch.Tensor)
-    window.weight = added if before is None else before + added
+    if window.denominator is None:
+        if window.reference is None:
+            first = added * window.size
+            window.reference = _power_of_two(collectives.reduce(first, reduction="sum") if ranks > 1 else first)
+        window.denominator = window.reference
+    window.weight = added if window.weight is None else window.weight + added
+    return ranks / window.denominator
 
 
 def normalise(window: Window, models: Iterable[nn.Module], *, collective: bool) -> None:
@@ -45,15 +46,19 @@ def normalise(window: Window, models: Iterable[nn.Module], *, collective: bool) 
     It may run several times in one window (a second loss of the last micro-batch): each time it replaces the
     denominator that was in use. A window without any weight keeps the gradients of its zero losses.
     """
-    total = window.weight
-    assert isinstance(total, torch.Tensor)
+    total, before = window.weight, window.denominator
+    assert total is not None
+    assert before is not None
     if collective:
         total = collectives.reduce(total, reduction="sum")
     total = torch.where(total > 0, total, torch.ones_like(total))
-    before = window.denominator
-    assert before is None or isinstance(before, torch.Tensor)
-    scale_gradients(models, 1.0 / total if before is None else before / total)
-    window.denominator = total
+    scale_gradients(models, before / total)
+    window.denominator, window.reference = total, _power_of_two(total)
+
+
+def _power_of_two(weight: torch.Tensor) -> torch.Tensor:
+    """The power of two nearest to a weight, on its device; 1 for none."""
+    return torch.where(weight > 0, torch.exp2(torch.round(torch.log2(weight))), torch.ones_like(weight))
 
 
 def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:

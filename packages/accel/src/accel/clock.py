@@ -4,9 +4,12 @@ import dataclasses
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 Key = tuple[int, ...]
 """Which models a window accumulates for, by their position among the prepared ones; empty: all of them."""
@@ -66,16 +69,25 @@ class ActiveLoader(Protocol):
 
 
 class Window:
-    """One accumulation window of one group of models: its position, and the weights given to ``backward``."""
+    """One accumulation window of one group of models: its position, and the weights given to ``backward``.
 
-    __slots__ = ("denominator", "position", "size", "step", "weight")
+    Attributes:
+        step: micro-steps since the last end of a loader.
+        position: micro-batches of this window so far, of ``size`` that are expected.
+        weight: sum of the weights given on this rank; None: none yet.
+        denominator: what summed losses are divided by in this window so far.
+        reference: the denominator that the next window starts with.
+    """
+
+    __slots__ = ("denominator", "position", "reference", "size", "step", "weight")
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
         self.position = 0
         self.size = 1
-        self.weight: object = None
-        self.denominator: object = None
+        self.weight: torch.Tensor | None = None
+        self.denominator: torch.Tensor | None = None
+        self.reference: torch.Tensor | None = None
 
     def restart(self, size: int) -> None:
         """Begins the next window, of ``size`` micro-batches as far as can be known."""
