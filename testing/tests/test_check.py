@@ -80,7 +80,7 @@ def test_target_that_cannot_be_read_is_refused(target: str, words: str) -> None:
         (["good", "--layouts", "ddp:2/fp64"], 0, "ddp:2/fp64"),
         (["dropout", "--layouts", "single/fp64,ddp:2/fp64"], 1, "DIFFERENT"),
         (["good", "--layouts", "ddp:2/fp46"], 2, "did you mean 'fp64'?"),
-        (["good", "another.py:good"], 2, "unrecognized arguments: another.py:good"),
+        (["good", "another.py:good"], 2, "unexpected extra argument (another.py:good)"),
     ],
 )
 def test_command_ends_with_what_it_found(script: Path, arguments: list[str], status: int, words: str) -> None:

@@ -1,0 +1,53 @@
+"""``accel check`` is a command of accel-testing: it runs a script's program under layouts, and its status says how."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel.cli.app import run
+
+SCRIPT = """
+import torch
+from torch import nn
+from accel_testing import Program
+
+def program():
+    data = torch.randn(2, 8, 4)
+    return Program(nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), list(data))
+"""
+
+
+def test_a_program_is_checked_under_a_layout(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [*[sys.executable, "-m", "accel", "check", "train.py:program"], *["--layouts", "ddp:2/fp64", "--json"]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (layout,) = found["layouts"]
+    assert (found["ok"], found["steps"], layout["layout"], layout["departure"]) == (True, 2, "ddp:2/fp64", None)
+    assert layout["distance"] <= layout["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "Missing argument 'SCRIPT.py:FUNCTION'"),
+        (["train.py"], "expected SCRIPT.py:FUNCTION"),
+        (["train.py:program"], "there is no file train.py"),
+        (["train.py:program", "--layout", "ddp:2"], "unknown option --layout; did you mean --layouts?"),
+    ],
+)
+def test_a_check_that_cannot_be_run_says_why(
+    argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["check", *argv]) == 2
+    assert words in capsys.readouterr().err
