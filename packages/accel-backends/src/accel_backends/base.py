@@ -194,6 +194,11 @@ class Backend(ABC):
         """Over how many ranks gradients are averaged. Default: 1."""
         return 1
 
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """How many replicas of a model there are, and over how many ranks each is sharded. Default: all replicas."""
+        return self.session.world_size, 1
+
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The policy's autocast for computations outside a model's forward."""
         return self.policy.autocast_context(self.device.type, options or self.autocast_options)
@@ -311,6 +316,14 @@ class Backend(ABC):
             CheckpointMismatchError: it is another model's.
         """
         load_model_state(model, state, strict=strict)
+
+    def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
+        """The model's state in whole tensors; collective. Default: every rank has it, and gets it."""
+        return self.model_state(model)
+
+    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters are whole; changes last if ``writeback``. Default: they always are and do."""
+        return _NOTHING
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """The optimizer's state by parameter names, see ``states``."""

@@ -67,10 +67,15 @@ class FSDPBackend(Backend):
             from accel_state.errors import BackendError
 
             raise BackendError(f"backend 'fsdp' is version 2, and the options say {config.fsdp_version}; use 'fsdp1'")
-        self.degrees = config.degrees(self.session.world_size, self.session.topology.local_world_size)
+        self._degrees = config.degrees(self.session.world_size, self.session.topology.local_world_size)
         self._mesh: DeviceMesh | None = None
         self._owns_group = False
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Replicas and shards, as the options say."""
+        return self._degrees
 
     @property
     def mesh(self) -> "DeviceMesh":

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +27,7 @@ from accel_state.errors import ConfigError, PrepareError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_backends import BackendConfig, TorchDynamoPlugin
+    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
     from accel_precision import AutocastKwargs, PrecisionPolicy
     from accel_state import ParallelismConfig
@@ -59,6 +59,7 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         dynamo_plugin: compilation in detail.
         parallelism_config: degrees of data, tensor, context and pipeline parallelism.
         strategy: name of the backend, or its configuration; None chooses by topology and device.
+        fsdp_plugin: shard parameters, gradients and optimizer states, as these options say.
         scheduler_steps: ``"per_step"`` moves a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 
@@ -86,6 +87,7 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         parallelism_config: "ParallelismConfig | None" = None,
         *,
         strategy: "str | BackendConfig | None" = None,
+        fsdp_plugin: "FullyShardedDataParallelPlugin | Mapping[str, Any] | None" = None,
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
             loading=(dataloader_config, split_batches),
             parallelism=parallelism_config,
             project=project_config,
+            fsdp=fsdp_plugin,
         )
         self.config = parts.config
         self.session = parts.session
@@ -279,9 +282,8 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
             backend.update_scaler()  # of the step before, once all of its optimizers have stepped
         if weight is not None:
             window = clock.window
-            scale = accumulation.weighted_scale(window, backend.gradient_average)
+            scale = accumulation.weighted_scale(window, weight, backend.gradient_average, loss.device)
             backend.backward(loss * scale, **kwargs)
-            accumulation.add_weight(window, weight, loss.device)
             if clock.due:
                 accumulation.normalise(window, self._accumulated(), collective=backend.gradient_average > 1)
             return
@@ -361,13 +363,6 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
         from accel_precision import plain_module
 
         return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The model's parameters and buffers under their own names. To be called on all processes.
-
-        With ``unwrap=False`` the names are those of the wrapped model, as its own ``state_dict`` has them.
-        """
-        return self.backend.model_state(model) if unwrap else model.state_dict()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of everything prepared; returns as many None as objects: ``a, b = accelerator.free_memory(a, b)``."""

@@ -4,19 +4,20 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
+from accel.strategy import asked_strategy, fitting
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_precision import PrecisionPolicy
-from accel_state import ParallelismConfig, Session, Topology
+from accel_state import ParallelismConfig, Session
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_backends import Backend, TorchDynamoPlugin
+    from accel_backends import Backend, FSDPConfig, TorchDynamoPlugin
 
 
 @final
@@ -44,6 +45,7 @@ def open_parts(
     loading: tuple[LoaderOptions | None, bool | None],
     parallelism: ParallelismConfig | None,
     project: ProjectConfiguration | None,
+    fsdp: "FSDPConfig | Mapping[str, Any] | None" = None,
 ) -> Parts:
     """Resolves the configuration, opens the session and the backend; nothing is opened if a setting cannot work.
 
@@ -70,7 +72,8 @@ def open_parts(
         device_type=session.device.type,
         fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
     )
-    asked = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend or sorted_handlers.ddp
+    given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
+    asked = asked_strategy(given, fsdp, parallelism, os.environ) or sorted_handlers.ddp
     choice = select_backend(session.topology, session.device, asked)
     backend_type = load_backend(choice.name)
     backend = backend_type(
@@ -89,7 +92,7 @@ def open_parts(
         handlers=sorted_handlers,
         session=session,
         policy=policy,
-        parallelism=fitting(parallelism, session.topology),
+        parallelism=fitting(parallelism, session.topology, backend),
         choice=choice,
         backend=backend,
         accumulation=accumulating,
@@ -138,20 +141,3 @@ def dynamo_of(backend: object, plugin: "TorchDynamoPlugin | None") -> "TorchDyna
     from accel_backends import TorchDynamoPlugin
 
     return TorchDynamoPlugin(backend=str(backend))
-
-
-def fitting(parallelism: ParallelismConfig | None, topology: Topology) -> ParallelismConfig:
-    """The degrees of parallelism; those that were not given make every process a data-parallel replica.
-
-    Raises:
-        TopologyError: their product is not the number of processes.
-        ConfigError: a degree needs a backend that is not there.
-    """
-    fitted = (parallelism or ParallelismConfig()).fitted(topology.world_size)
-    other = [axis for axis in fitted.active_mesh_dims if axis != "dp_replicate"]
-    if other:
-        raise ConfigError(
-            f"{', '.join(f'{axis}_size={fitted.size(axis)}' for axis in other)}: no backend that is installed can do "
-            f"that; nearest: dp_replicate_size={topology.world_size}"
-        )
-    return fitted

@@ -1,12 +1,13 @@
 """Names for everything that must resume, and how each is taken out and put back."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 from torch import nn
 
+from accel_backends.states import STATE, optimizer_names
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.load_optimizer_state(self.optimizer, self.models, state)
+
+    def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
+        """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = dict(zip(optimizer_names(self.optimizer, self.models), held, strict=True))
+
+        def place(path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+            parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == STATE else None
+            return parameter if parameter is not None and tuple(parameter.shape) == shape else None
+
+        return place
 
 
 @final

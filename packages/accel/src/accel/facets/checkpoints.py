@@ -5,11 +5,13 @@ import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -147,7 +149,13 @@ class CheckpointFacet(ABC):
                 the last case the models here are as before.
         """
         self._wait_for_save()
-        checkpoint = self._find(input_dir)
+        with self._find(input_dir) as checkpoint:
+            self._restore(checkpoint, strict=strict)
+        self._continue_numbering(checkpoint.path)
+        return Path(checkpoint.path)
+
+    def _restore(self, checkpoint: "Checkpoint", *, strict: bool) -> None:
+        """Loads every part; nothing is touched unless the names of all parts fit."""
         models = list(self._models)
         for hook in list(self._load_hooks.values()):
             hook(models, str(checkpoint.path))
@@ -159,13 +167,35 @@ class CheckpointFacet(ABC):
             if name not in ignored:
                 part.load_state_dict(self._read(checkpoint, name, part))
         self._restore_local(checkpoint)
-        self._continue_numbering(checkpoint.path)
-        return Path(checkpoint.path)
+
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, *, sharded: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers under all of their own names. To be called on all processes.
+
+        Of a sharded model the main process gets whole tensors on the host and the others get nothing, unless
+        ``sharded`` asks for everybody's own part (DTensors). With ``unwrap=False`` the state is what the wrapped
+        model's own ``state_dict`` gives.
+        """
+        if not unwrap:
+            return model.state_dict()
+        from accel_backends.states import with_aliases
+
+        state = self.backend.model_state(model) if sharded else self.backend.whole_model_state(model)
+        return with_aliases(model, state)
+
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Inside, parameters are whole on every process, to be looked at or changed by all alike.
+
+        Changes last unless ``writeback`` is off. To be entered on all processes.
+        """
+        return self.backend.whole_parameters(model, writeback=writeback)
 
     def _read(self, checkpoint: "Checkpoint", name: str, part: Stateful) -> Any:
         """The saved state of one part: tensors where those of the part are, everything else as it is."""
         like = part.state_dict() if isinstance(part, ModelState | OptimizerState) else None
-        state = checkpoint.read(name, like=like, strict=False)
+        place = part.placement() if isinstance(part, OptimizerState) else None
+        state = checkpoint.read(name, like=like, strict=False, place=place)
         if isinstance(part, LoaderState) and checkpoint.world_size == self.session.world_size:
             own = checkpoint.read_local(name, self.session.rank)
             return state if own is None else {**state, LoaderState.PRIVATE: own}

@@ -1,0 +1,92 @@
+"""Which strategy the arguments of an Accelerator ask for together, and whether their degrees fit it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_backends.config import BackendConfig
+from accel_state import ParallelismConfig, Topology
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_backends import Backend, FSDPConfig
+
+USE_FSDP = "ACCELERATE_USE_FSDP"
+_SHARDS = ("fsdp", "fsdp1")
+
+
+def asked_strategy(
+    strategy: "BackendConfig | str | None",
+    plugin: "FSDPConfig | Mapping[str, object] | None",
+    parallelism: ParallelismConfig | None,
+    env: Mapping[str, str],
+) -> "BackendConfig | str | None":
+    """The one strategy that ``strategy``, a sharding plugin, degrees and ``ACCELERATE_USE_FSDP`` ask for, or None.
+
+    Degrees go into the plugin, so that a backend has all its options in one place.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    if plugin is None and strategy is None and env.get(USE_FSDP, "").lower() in ("1", "true", "yes", "on"):
+        plugin = {}
+    degrees = _degrees(parallelism)
+    if plugin is None and not ((degrees.get("shard_size", 1) > 1 and strategy is None) or _is_sharding(strategy)):
+        return strategy
+    from accel_backends import FSDPConfig
+
+    if plugin is not None:
+        config = FSDPConfig.build(plugin)
+        if strategy is not None and strategy != config.backend:
+            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+            raise ConfigError(
+                f"strategy={name!r} and fsdp_plugin, whose strategy is {config.backend!r}, were both given; leave "
+                "one of them out"
+            )
+    elif isinstance(strategy, FSDPConfig):
+        config = strategy
+    else:
+        config = FSDPConfig(fsdp_version=1) if strategy == "fsdp1" else FSDPConfig()
+    return _with_degrees(config, degrees)
+
+
+def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:
+    """The degrees of parallelism as the backend carries them out; what was not given is data parallelism.
+
+    Raises:
+        TopologyError: their product is not the number of processes.
+        ConfigError: a degree needs another backend.
+    """
+    replicas, shards = backend.degrees
+    given = parallelism or ParallelismConfig()
+    fitted = given.fitted(topology.world_size)
+    able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
+    other = [axis for axis in fitted.active_mesh_dims if axis not in able]
+    if other:
+        nearest = "strategy='fsdp'" if other == ["dp_shard"] else f"dp_replicate_size={topology.world_size}"
+        raise ConfigError(
+            f"{', '.join(f'{axis}_size={fitted.size(axis)}' for axis in other)}: backend {backend.name!r} cannot do "
+            f"that; nearest: {nearest}"
+        )
+    return dataclasses.replace(fitted, dp_replicate_size=replicas, dp_shard_size=shards)
+
+
+def _is_sharding(strategy: "BackendConfig | str | None") -> bool:
+    return (strategy if isinstance(strategy, str) else getattr(strategy, "backend", None)) in _SHARDS
+
+
+def _degrees(parallelism: ParallelismConfig | None) -> dict[str, int]:
+    """The data-parallel degrees that were given, by the names of the sharding options."""
+    if parallelism is None or parallelism.total_size == 1:
+        return {}
+    return {"shard_size": parallelism.size("dp_shard"), "replicate_size": parallelism.size("dp_replicate")}
+
+
+def _with_degrees(config: "FSDPConfig", degrees: Mapping[str, Any]) -> "FSDPConfig":
+    for name, size in degrees.items():
+        mine = getattr(config, name)
+        if mine not in (None, size):
+            raise ConfigError(
+                f"parallelism_config has dp_{name}={size}, and the sharding options {name}={mine}; give one of them"
+            )
+    return dataclasses.replace(config, **degrees) if degrees else config

@@ -1,0 +1,129 @@
+"""Sharded models through an Accelerator: the same weights as one process, states that go anywhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel_testing import RankPool
+from accel_testing.equivalence import assert_equivalent
+from accel_testing.models import make_model
+from accel_testing.program import Program
+
+STEPS, GLOBAL, LENGTH = 20, 24, 4
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # The bias of attention's keys has no gradient but rounding errors, which a small eps would blow up to full steps.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(steps: int = STEPS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 32, (GLOBAL, LENGTH), generator=generator) for _ in range(steps)]
+
+
+def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def sgd_program() -> Program:
+    return Program(make_model("transformer"), mean_loss, batches(), momentum, clip=0.5)
+
+
+def adamw_program() -> Program:
+    return Program(make_model("transformer"), mean_loss, batches(), adamw, clip=0.5)
+
+
+HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "program"),
+    [
+        ("fsdp:1", sgd_program),
+        ("fsdp:2/acc=3/weighted", adamw_program),
+        ("fsdp:2/acc=3/short", sgd_program),
+        ("fsdp:4/fp64", adamw_program),
+        (f"{HYBRID}/fp32/acc=3", sgd_program),
+    ],
+)
+def test_sharded_training_equals_one_process(rank_pool: RankPool, layout: str, program: Callable[[], Program]) -> None:
+    assert_equivalent(program, [layout], pool=rank_pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [sgd_program, adamw_program], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("layout", ["fsdp:1", "fsdp:2", "fsdp:4", HYBRID])
+@pytest.mark.parametrize("window", ["", "/acc=3", "/acc=3/weighted", "/acc=3/short"])
+def test_sharded_training_equals_one_process_in_every_combination(
+    rank_pool: RankPool, layout: str, window: str, program: Callable[[], Program]
+) -> None:
+    assert_equivalent(program, [layout + window], pool=rank_pool)
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def run(
+    strategy: str, rank: int, world: int, steps: range, *, folder: Path | None = None, save: Path | None = None
+) -> dict[str, torch.Tensor]:
+    """Trains ``steps`` of one run with ``strategy``, from ``folder`` if given; the weights after them."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if folder is not None:
+        accelerator.load_state(folder)
+    for tokens in batches(steps.stop)[steps.start :]:
+        for micro in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(mean_loss(model, tokens.chunk(2 * world)[micro * world + rank]))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    if save is not None:
+        accelerator.save_state(save)
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    accelerator.end_training()
+    return {name: value.clone() for name, value in state.items()}
+
+
+def a_part(strategy: str, start: int, stop: int, folder: str, save: str) -> dict[str, torch.Tensor]:
+    rank, world = (
+        (torch.distributed.get_rank(), torch.distributed.get_world_size())
+        if torch.distributed.is_initialized()
+        else (0, 1)
+    )
+    return run(strategy, rank, world, range(start, stop), folder=Path(folder) if folder else None, save=Path(save))
+
+
+CHAINS = {
+    "single-fsdp-ddp-fsdp-single": [("single", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 4), ("single", 1)],
+    "fsdp-fsdp-single": [("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("single", 1)],
+}
+
+
+@pytest.mark.parametrize("chain", list(CHAINS.values()), ids=list(CHAINS))
+def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
+    rank_pool: RankPool, tmp_path: Path, chain: list[tuple[str, int]]
+) -> None:
+    steps, folder = 3, ""
+    for part, (strategy, ranks) in enumerate(chain):
+        target = str(tmp_path / f"after_{part}")
+        results = rank_pool.run(a_part, strategy, steps * part, steps * (part + 1), folder, target, ranks=ranks)
+        folder = target
+    expected = rank_pool.run(a_part, "single", 0, steps * len(chain), "", str(tmp_path / "whole"), ranks=1)[0]
+    for name, value in expected.items():
+        distance = float((results[0][name] - value).abs().max() / value.abs().max())
+        assert distance <= 1e-10, f"{name} is {distance:.1e} away"
