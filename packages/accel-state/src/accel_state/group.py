@@ -70,6 +70,9 @@ def open_default_group(
             timeout=timeout,
             device_id=device.torch if device.type in _BOUND_TYPES and device.index is not None else None,
         )
+        if backend == "gloo":
+            # A rank that left at once would take its listening socket along while others still connect to it.
+            dist.barrier()
     except (RuntimeError, ValueError) as error:
         raise SessionError(
             f"rank {topology.rank} of {topology.world_size} met the others at {describe(topology, init_method)}, but "
