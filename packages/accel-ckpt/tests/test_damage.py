@@ -12,7 +12,7 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import manifest as manifests
-from accel_ckpt.blocks import digest_of
+from accel_ckpt.blocks import crc32, sha256
 from accel_ckpt.container import Item as Item
 from accel_ckpt.container import header_of, read_header
 from accel_state.errors import CheckpointCorruptError, CheckpointError
@@ -92,7 +92,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     del document["seal"]
     change(document)
     text = json.dumps(document).encode()[:-1]
-    (folder / "manifest.json").write_bytes(text + b',"seal":"' + digest_of([text]).encode() + b'"}\n')
+    (folder / "manifest.json").write_bytes(text + b',"seal":"' + sha256([text]).encode() + b'"}\n')
 
 
 def rename_file(new: str) -> Callable[[dict[str, Any]], None]:
@@ -158,9 +158,11 @@ FILE = ("files", "tree.json")
         put(*TENSOR, "parts", 0, 3, [5, 40]),
         put(*FILE, "size", -5),
         put(*FILE, "size", 2**62),
-        put(*FILE, "sha256", []),
-        put(*FILE, "sha256", None),
+        put(*FILE, "blocks", []),
+        put(*FILE, "blocks", None),
         put("block_size", 0),
+        put("digest", "md5"),
+        put("digest", []),
         put("block_size", 2**60),
         put("world_size", "many"),
         put("version", None),
@@ -210,7 +212,7 @@ def test_a_newer_format_is_refused_with_what_to_do(saved: Path) -> None:
 )
 def test_a_malicious_tree_is_refused(saved: Path, text: bytes) -> None:
     (saved / "tree.json").write_bytes(text)
-    record = {"size": len(text), "sha256": [digest_of([text])] if text else []}
+    record = {"size": len(text), "blocks": [crc32([text])] if text else []}
     reseal(saved, put("files", "tree.json", record))
     with pytest.raises(CheckpointCorruptError, match=r"ill-formed|no object|marked"):
         accel_ckpt.open_checkpoint(saved).read("model")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_ckpt import export_model, load_model_files
+from accel_ckpt import export_checkpoint, export_model, load_model_files, save
 from accel_ckpt.export import parse_size, split_into_shards
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -128,3 +128,33 @@ def test_tensors_without_values_or_without_a_name_for_their_dtype_are_refused(tm
     with pytest.raises(CheckpointError, match=r"a has dtype torch\.complex128"):
         export_model({"a": torch.zeros(2, dtype=torch.complex128)}, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", ["1GB", "10KB"])
+def test_a_saved_model_is_exported_as_the_model_itself_would_be(tmp_path: Path, size: str) -> None:
+    model = state()
+    model["head"] = model["layer0.weight"]
+    save(tmp_path / "saved", {"model": model, "other": {"n": 3}})
+    files = export_checkpoint(tmp_path / "saved", tmp_path / "out", size)
+    direct = export_model(model, tmp_path / "direct", size)
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in direct]
+    assert same(load_model_files(tmp_path / "out"), model)
+
+
+def test_names_of_a_nested_state_are_joined_and_files_named(tmp_path: Path) -> None:
+    save(tmp_path / "saved", {"ema": {"inner": {"w": torch.ones(2)}, "steps": 3}, "other": {"n": 3}})
+    assert export_checkpoint(tmp_path / "saved", tmp_path, state="ema") == [tmp_path / "ema.safetensors"]
+    assert list(load_model_files(tmp_path / "ema.safetensors")) == ["inner.w"]
+    with pytest.raises(CheckpointError, match=r"'other' in .* holds no tensors; its states are 'ema', 'other'"):
+        export_checkpoint(tmp_path / "saved", tmp_path, state="other")
+
+
+def test_a_damaged_checkpoint_exports_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "saved", {"model": state()})
+    path = tmp_path / "saved" / "tensors-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match=r"tensors-00000\.safetensors: bytes"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []

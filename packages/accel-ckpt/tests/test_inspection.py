@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_ckpt import CheckpointDirectory, keep_last
+from accel_ckpt import CheckpointDirectory, keep_last, save
 from accel_ckpt.inspection import Changed, compare_checkpoints, describe, list_checkpoints, plan_prune, verify
 
 
@@ -27,6 +27,14 @@ def test_a_series_is_listed_with_what_is_damaged(series: CheckpointDirectory) ->
     ]  # fmt: skip
     assert [entry.problem is None for entry in listed] == [True, False, True]
     assert "not sealed" in str(listed[1].problem)
+
+
+def test_checkpoints_with_names_of_their_own_are_listed_too(series: CheckpointDirectory) -> None:
+    save(series.path / "epoch_1", {"model": {}})
+    (series.path / "notes").mkdir()
+    assert [(entry.number, entry.path.name) for entry in list_checkpoints(series.path)][2:] == [
+        (2, "checkpoint_2"), (None, "epoch_1"),
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_is_described_without_reading_tensors(series: CheckpointDirectory) -> None:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pickle
@@ -242,3 +243,10 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     assert document["tensors"]["x/t"] == {
         "dtype": "float32", "shape": [2], "parts": [["tensors-00000.safetensors", "x/t", [0], [2]]],
     }  # fmt: skip
+
+
+def test_with_sha256_the_seal_stands_for_every_byte(tmp_path: Path) -> None:
+    saved = accel_ckpt.save(tmp_path / "one", {"t": torch.ones(9)}, digest="sha256")
+    file = tmp_path / "one" / "tensors-00000.safetensors"
+    assert saved.manifest.files[file.name].blocks == (hashlib.sha256(file.read_bytes()).hexdigest(),)
+    assert torch.equal(accel_ckpt.open_checkpoint(tmp_path / "one").read("t"), torch.ones(9))

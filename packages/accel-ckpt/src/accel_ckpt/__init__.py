@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from accel_ckpt.checkpoint import open_checkpoint as open_checkpoint
     from accel_ckpt.difference import Difference as Difference
     from accel_ckpt.directory import CheckpointDirectory as CheckpointDirectory
+    from accel_ckpt.export import export_checkpoint as export_checkpoint
     from accel_ckpt.export import export_model as export_model
     from accel_ckpt.export import load_model_files as load_model_files
     from accel_ckpt.manifest import Manifest as Manifest
@@ -34,7 +35,7 @@ _EXPORTS = {
     "accel_ckpt.checkpoint": ("Checkpoint", "open_checkpoint"),
     "accel_ckpt.difference": ("Difference",),
     "accel_ckpt.directory": ("CheckpointDirectory",),
-    "accel_ckpt.export": ("export_model", "load_model_files"),
+    "accel_ckpt.export": ("export_checkpoint", "export_model", "load_model_files"),
     "accel_ckpt.manifest": ("Manifest", "Part", "TensorEntry"),
     "accel_ckpt.retention": (
         "Retention",

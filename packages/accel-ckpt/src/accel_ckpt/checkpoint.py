@@ -211,7 +211,9 @@ class Checkpoint:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
             record = self.manifest.files[name]
-            self._files[name] = CheckedFile(Source(self.path / name), record, name, block=self.manifest.block_size)
+            self._files[name] = CheckedFile(
+                Source(self.path / name), record, name, block=self.manifest.block_size, digest=self.manifest.digest
+            )
         return self._files[name]
 
     def _damage(self, share: int, shares: int) -> list[str]:

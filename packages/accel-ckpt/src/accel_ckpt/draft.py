@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.blocks import digest_of
+from accel_ckpt.blocks import sha256
 from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.layout import Box, boxes, choose_writers, overlap
 from accel_ckpt.manifest import TREE, Part, TensorEntry, local_file, tensor_file
@@ -50,7 +50,7 @@ class Structure:
 
     def digest(self) -> str:
         """Equal for equal structures."""
-        return digest_of([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
+        return sha256([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
 
 
 @dataclass(frozen=True, slots=True)

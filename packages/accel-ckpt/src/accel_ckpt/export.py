@@ -7,17 +7,19 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from accel_ckpt.blocks import Source, run_jobs, write_file
+from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.container import Item, Span, file_order, header_of, read_header
 from accel_ckpt.peers import Peers
 from accel_ckpt.staging import sync_folder
 from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, dtype_of, host_copy
-from accel_ckpt.tree import TensorTable
+from accel_ckpt.tree import TensorTable, leaves, show_path
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
@@ -51,26 +53,53 @@ def export_model(
     """
     peers = Peers.of(group)
     folder = Path(directory).absolute()
-    limit = parse_size(max_shard_size)
     kept, aliases = _without_ties(state)
-    for key, tensor in kept.items():
-        if dtype_name(tensor.dtype) not in CODES:
-            raise CheckpointError(f"{key} has dtype {tensor.dtype}, which safetensors files cannot hold")
-    shards = split_into_shards({key: tensor.numel() * tensor.element_size() for key, tensor in kept.items()}, limit)
-    files = shard_names(name, len(shards))
-    remaining = iter([key for shard in shards for key in _file_keys(shard, kept)])
-    values = (_whole(kept[key]) for key in remaining)
+    files = _arranged(kept, name, max_shard_size)
+    values = (_whole(kept[key]) for keys in files.values() for key in keys)
 
     def write() -> None:
         try:
             if peers.rank == 0:
-                _write_all(folder, name, dict(zip(files, shards, strict=True)), kept, aliases, values)
+                _write_all(folder, name, files, kept, aliases, values)
         finally:  # a rank that fails, or writes nothing, still takes part in putting tensors together
             for _ in values:
                 pass
 
     peers.together(f"exporting to {folder}", write)
     return [folder / file for file in files]
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    *,
+    state: str = "model",
+    name: str | None = None,
+) -> list[Path]:
+    """Writes the tensors of the saved ``state`` of the checkpoint at ``path`` as ``export_model`` does.
+
+    Memory holds one tensor at a time; neither the model nor a process group is needed. Parts of a nested name are
+    joined by dots, and what is no tensor is left out. Files are called ``name``, or like the state. Not a collective.
+
+    Raises:
+        CheckpointError: there is no such checkpoint or state, or as ``export_model``.
+        CheckpointCorruptError: what was read is not what was written; nothing appears in ``directory``.
+    """
+    folder, prefix = Path(directory).absolute(), state if name is None else name
+    with open_checkpoint(path, verify=False) as saved:
+        stored = _stored_names(saved, state)
+        firsts = {source: key for key, source in reversed(stored.items())}
+        aliases = {key: firsts[source] for key, source in stored.items() if firsts[source] != key}
+        kept = {
+            key: torch.empty(saved.manifest.tensors[source].shape, dtype=saved.dtype_of(source), device="meta")
+            for key, source in stored.items()
+            if key not in aliases
+        }
+        files = _arranged(kept, prefix, max_shard_size)
+        values = (saved.read_tensor(stored[key]) for keys in files.values() for key in keys)
+        _write_all(folder, prefix, files, kept, aliases, values)
+        return [folder / file for file in files]
 
 
 def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -130,6 +159,35 @@ def shard_names(name: str, count: int) -> list[str]:
     return [f"{name}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Stands in a tree for a tensor by its name in the checkpoint."""
+
+    key: str
+
+
+def _stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
+    """The tensors of a state: the name to export each under, and its name in the checkpoint."""
+    found = leaves(saved.read_structure(state, _Stored))
+    stored = {".".join(map(str, place)): leaf.key for place, leaf in found.items() if isinstance(leaf, _Stored)}
+    if not stored:
+        every = ", ".join(map(repr, saved.names))
+        raise CheckpointError(f"{state!r} in {saved.path} holds no tensors; its states are {every}")
+    if left_out := [show_path(place) for place, leaf in found.items() if not isinstance(leaf, _Stored)]:
+        _LOG.info("not exported, because they are no tensors: %s", ", ".join(left_out))
+    return stored
+
+
+def _arranged(kept: Mapping[str, torch.Tensor], name: str, max_shard_size: int | str) -> dict[str, list[str]]:
+    """The files to write and the tensors of each, in the order in which they lie there."""
+    for key, tensor in kept.items():
+        if dtype_name(tensor.dtype) not in CODES:
+            raise CheckpointError(f"{key} has dtype {tensor.dtype}, which safetensors files cannot hold")
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in kept.items()}
+    shards = split_into_shards(sizes, parse_size(max_shard_size))
+    return dict(zip(shard_names(name, len(shards)), (_file_keys(keys, kept) for keys in shards), strict=True))
+
+
 def _write_all(
     folder: Path,
     name: str,
@@ -146,7 +204,7 @@ def _write_all(
     written: dict[Path, Path] = {}
     try:
         for file, keys in shards.items():
-            items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in _file_keys(keys, kept)]
+            items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in keys]
             tied = {key: first for key, first in aliases.items() if first in keys}
             temporary = folder / f".{file}.{mark}.tmp"
             written[temporary] = folder / file

@@ -11,7 +11,7 @@ import torch
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.directory import CheckpointDirectory
-from accel_ckpt.manifest import TensorEntry
+from accel_ckpt.manifest import MANIFEST, TensorEntry
 from accel_ckpt.retention import Retention, SavedCheckpoint, to_remove
 from accel_ckpt.tree import leaves, show_path
 from accel_state.errors import CheckpointError
@@ -19,9 +19,12 @@ from accel_state.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint of a series in one line. ``problem`` is None unless its manifest cannot be read."""
+    """A checkpoint in one line. ``number`` is its place in a series, None if its name is none of a series'.
 
-    number: int
+    ``problem`` is None unless its manifest cannot be read.
+    """
+
+    number: int | None
     path: Path
     created: str
     world_size: int
@@ -74,8 +77,22 @@ class Comparison:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Listed]:
-    """The checkpoints of a series in order of their numbers, damaged ones with what is wrong."""
-    return [_list_one(entry) for entry in CheckpointDirectory(folder).entries()]
+    """The checkpoints in a folder: those of a series by their numbers, then others by their age.
+
+    Of damaged ones it is said what is wrong.
+    """
+    series = CheckpointDirectory(folder).entries()
+    known = {entry.path for entry in series}
+    others = (
+        path.parent
+        for path in Path(folder).absolute().glob(f"*/{MANIFEST}")
+        if path.parent not in known and not path.parent.name.startswith(".") and not path.parent.is_symlink()
+    )
+    listed = [_list_one(None, path) for path in others]
+    return [
+        *(_list_one(entry.number, entry.path) for entry in series),
+        *sorted(listed, key=lambda one: (one.created, one.path)),
+    ]
 
 
 def describe(path: str | os.PathLike[str]) -> list[DescribedState]:
@@ -129,13 +146,13 @@ class _Stored:
     entry: TensorEntry
 
 
-def _list_one(entry: SavedCheckpoint) -> Listed:
+def _list_one(number: int | None, path: Path) -> Listed:
     try:
-        manifest = open_checkpoint(entry.path, verify=False).manifest
+        with open_checkpoint(path, verify=False) as saved:
+            manifest, metadata = saved.manifest, saved.metadata
     except CheckpointError as error:
-        return Listed(entry.number, entry.path, "", 0, 0, {}, str(error))
-    facts = (manifest.created, manifest.world_size, manifest.nbytes)
-    return Listed(entry.number, entry.path, *facts, entry.metadata, None)
+        return Listed(number, path, "", 0, 0, {}, str(error))
+    return Listed(number, path, manifest.created, manifest.world_size, manifest.nbytes, metadata, None)
 
 
 def _describe(saved: Checkpoint, name: str) -> DescribedState:

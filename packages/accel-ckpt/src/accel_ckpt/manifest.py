@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from accel_ckpt.blocks import BLOCK, FileRecord, digest_of
+from accel_ckpt.blocks import BLOCK, DIGESTS, Digest, FileRecord, sha256
 from accel_ckpt.layout import Box, overlap
 from accel_ckpt.tensors import CODES, RAW
 from accel_ckpt.tree import Json
@@ -51,6 +51,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]
     metadata: Json = field(default_factory=dict)
     writer: Json = field(default_factory=dict)
+    digest: Digest = "crc32"
     block_size: int = BLOCK
     version: int = VERSION
 
@@ -79,10 +80,11 @@ def pack(manifest: Manifest) -> bytes:
         "created": manifest.created,
         "writer": manifest.writer,
         "world_size": manifest.world_size,
+        "digest": manifest.digest,
         "block_size": manifest.block_size,
         "metadata": manifest.metadata,
         "files": {
-            name: {"size": record.size, "sha256": list(record.blocks)} for name, record in manifest.files.items()
+            name: {"size": record.size, "blocks": list(record.blocks)} for name, record in manifest.files.items()
         },
         "tensors": {
             name: {
@@ -94,7 +96,7 @@ def pack(manifest: Manifest) -> bytes:
         },
     }
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()[:-1]
-    return text + _SEAL_BEGIN + digest_of([text]).encode() + _SEAL_END
+    return text + _SEAL_BEGIN + sha256([text]).encode() + _SEAL_END
 
 
 def unpack(content: bytes) -> Manifest:
@@ -123,7 +125,7 @@ def _unsealed(content: bytes) -> bytes:
     text, tail = content[:-_SEAL_LENGTH], content[-_SEAL_LENGTH:]
     if not tail.startswith(_SEAL_BEGIN) or not tail.endswith(_SEAL_END):
         raise CheckpointCorruptError(f"{MANIFEST}: not sealed, so it was cut off or altered")
-    if digest_of([text]) != seal_of(content):
+    if sha256([text]) != seal_of(content):
         raise CheckpointCorruptError(f"{MANIFEST}: its content is not what was sealed")
     return text + b"}"
 
@@ -140,6 +142,9 @@ def _manifest(document: Any) -> Manifest:
     block = _natural(document["block_size"])
     if not 0 < block <= 2**32:
         raise ValueError(f"block_size {block}")
+    digest = document["digest"]
+    if digest not in DIGESTS:
+        raise ValueError(f"unknown digest {digest!r}")
     files = {_file_name(name): _record(name, entry, block) for name, entry in document["files"].items()}
     return Manifest(
         id=str(document["id"]),
@@ -149,6 +154,7 @@ def _manifest(document: Any) -> Manifest:
         tensors={name: _tensor(name, entry, files) for name, entry in document["tensors"].items()},
         metadata=document["metadata"],
         writer=document["writer"],
+        digest=digest,
         block_size=block,
         version=version,
     )
@@ -161,7 +167,7 @@ def _file_name(name: str) -> str:
 
 
 def _record(name: str, entry: Any, block: int) -> FileRecord:
-    record = FileRecord(_natural(entry["size"]), tuple(entry["sha256"]))
+    record = FileRecord(_natural(entry["size"]), tuple(entry["blocks"]))
     if len(record.blocks) != -(-record.size // block):
         raise ValueError(f"{name}: {len(record.blocks)} digests for {record.size} bytes")
     return record

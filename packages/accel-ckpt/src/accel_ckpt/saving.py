@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from accel_ckpt._version import __version__
-from accel_ckpt.blocks import FileRecord, write_file
+from accel_ckpt.blocks import Digest, FileRecord, write_file
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
 from accel_ckpt.manifest import MANIFEST, Manifest, TensorEntry, pack
@@ -35,18 +35,21 @@ def save(
     metadata: Mapping[str, Json] | None = None,
     group: "ProcessGroup | None" = None,
     overwrite: bool = True,
+    digest: Digest = "crc32",
 ) -> Checkpoint:
     """Saves named state trees under ``path``, which holds either all of them or what it held before.
 
     To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
     what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
     by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts.
+    ``digest`` finds damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
 
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
     peers = Peers.of(group)
     attempt = Attempt.begin(peers, Path(path), state, local=local, metadata=metadata, overwrite=overwrite)
+    attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
     return open_checkpoint(attempt.target, verify=False)
 
@@ -62,6 +65,7 @@ class Attempt:
     metadata: Json
     staging: Staging | None
     """Rank 0's; None on the others."""
+    digest: Digest = "crc32"
     witness: Witness = lambda stage: None
 
     @classmethod
@@ -124,10 +128,10 @@ class Attempt:
         records: dict[str, FileRecord] = {}
         self.witness("write")
         for name, content in self.part.documents.items():
-            records[name] = write_file(self.folder / name, [memoryview(content)], threads=0)
+            records[name] = write_file(self.folder / name, [memoryview(content)], threads=0, digest=self.digest)
         if self.part.header:
             name = self.part.tensors_name
-            records[name] = write_file(self.folder / name, pieces(), threads=threads)
+            records[name] = write_file(self.folder / name, pieces(), threads=threads, digest=self.digest)
         self.witness("written")
         return records, self.part.entries
 
@@ -145,6 +149,7 @@ class Attempt:
             tensors=join_entries([entries for _, entries in told]),
             metadata=self.metadata,
             writer=_writer(),
+            digest=self.digest,
         )
         self.witness("manifest")
         write_file(self.folder / MANIFEST, [memoryview(pack(manifest))], threads=0)
