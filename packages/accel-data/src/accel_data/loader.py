@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
 from accel_data.source import Pass, Source
+from accel_data.workers import death_of_workers
 from accel_state.errors import DataStateError
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class PreparedLoader:
                     self._last = run
                     yield batch
             complete = True
+        except (OSError, EOFError, RuntimeError) as error:
+            death = death_of_workers(run)
+            if death is None:
+                raise
+            raise death from error
         finally:
             self._finish(run, complete)
             if observer is not None:
