@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from accel.utils import set_seed
-from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+from accel_state.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataStateError,
+)
 
 
 class Numbered(Dataset):
@@ -316,6 +322,18 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"0\.weight"):
         second.load_state(tmp_path / "a")
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_checkpoint_of_other_data_leaves_models_as_they_are(tmp_path: Path) -> None:
+    first = Accelerator(cpu=True)
+    first.prepare(nn.Linear(2, 2), DataLoader(Numbered(8), batch_size=2))
+    first.save_state(tmp_path / "a")
+    second = Accelerator(cpu=True)
+    model, _ = second.prepare(nn.Linear(2, 2), DataLoader(Numbered(9), batch_size=2))
+    before = model.weight.detach().clone()
+    with pytest.raises(DataStateError, match="8 samples, this one has 9"):
+        second.load_state(tmp_path / "a")
+    assert torch.equal(model.weight, before)
 
 
 def test_a_checkpoint_with_other_objects_says_which(tmp_path: Path) -> None:

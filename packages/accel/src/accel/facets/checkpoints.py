@@ -163,9 +163,10 @@ class CheckpointFacet(ABC):
         state = self._train_state(strict=strict)
         ignored = {name for name, part in state.items() if isinstance(part, ModelState) and part.model in dropped}
         state.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
-        for name, part in state.items():
-            if name not in ignored:
-                part.load_state_dict(self._read(checkpoint, name, part))
+        # Loaders first: that the data is not what it was is found out by loading, while models are as before.
+        loaders = [name for name, part in state.items() if isinstance(part, LoaderState)]
+        for name in (*loaders, *(name for name in state if name not in ignored and name not in loaders)):
+            state[name].load_state_dict(self._read(checkpoint, name, state[name]))
         self._restore_local(checkpoint)
 
     def get_state_dict(
