@@ -40,6 +40,26 @@ class FileRecord:
     blocks: tuple[str, ...]
 
 
+def sha256(views: Iterable[memoryview | bytes]) -> str:
+    """SHA-256, 64 hexadecimal digits."""
+    sha = hashlib.sha256()
+    for view in views:
+        sha.update(view)
+    return sha.hexdigest()
+
+
+def crc32(views: Iterable[memoryview | bytes]) -> str:
+    """CRC-32 as in zlib, gzip and Ethernet, 8 hexadecimal digits."""
+    value = 0
+    for view in views:
+        value = zlib.crc32(view, value)
+    return f"{value:08x}"
+
+
+Digest = Literal["crc32", "sha256"]
+DIGESTS: dict[str, Callable[[Iterable[memoryview | bytes]], str]] = {"crc32": crc32, "sha256": sha256}
+
+
 def default_threads() -> int:
     """Enough to keep a disk busy, no more than there are processors to run on."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -93,26 +113,6 @@ def write_file(
     except OSError as error:
         raise _explain(error, path, written) from error
     return FileRecord(written, tuple(digests))
-
-
-def sha256(views: Iterable[memoryview | bytes]) -> str:
-    """SHA-256, 64 hexadecimal digits."""
-    sha = hashlib.sha256()
-    for view in views:
-        sha.update(view)
-    return sha.hexdigest()
-
-
-def crc32(views: Iterable[memoryview | bytes]) -> str:
-    """CRC-32 as in zlib, gzip and Ethernet, 8 hexadecimal digits."""
-    value = 0
-    for view in views:
-        value = zlib.crc32(view, value)
-    return f"{value:08x}"
-
-
-Digest = Literal["crc32", "sha256"]
-DIGESTS: dict[str, Callable[[Iterable[memoryview | bytes]], str]] = {"crc32": crc32, "sha256": sha256}
 
 
 @final
