@@ -32,9 +32,11 @@ def test_a_series_is_listed_with_what_is_damaged(series: CheckpointDirectory) ->
 def test_checkpoints_with_names_of_their_own_are_listed_too(series: CheckpointDirectory) -> None:
     save(series.path / "epoch_1", {"model": {}})
     (series.path / "notes").mkdir()
-    assert [(entry.number, entry.path.name) for entry in list_checkpoints(series.path)][2:] == [
-        (2, "checkpoint_2"), (None, "epoch_1"),
-    ]  # fmt: skip
+    (series.path / "checkpoint_2" / "manifest.json").unlink()
+    listed = list_checkpoints(series.path)[2:]
+    assert [(entry.number, entry.path.name) for entry in listed] == [(2, "checkpoint_2"), (None, "epoch_1")]
+    assert "has no manifest.json" in str(listed[0].problem)
+    assert listed[1].problem is None
 
 
 def test_a_checkpoint_is_described_without_reading_tensors(series: CheckpointDirectory) -> None:

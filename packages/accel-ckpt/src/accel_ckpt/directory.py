@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOG = logging.getLogger(__name__)
-_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
 
 
 @final
@@ -97,7 +97,7 @@ class CheckpointDirectory:
     def _named(self) -> list[tuple[Path, re.Match[str]]]:
         if not self.path.is_dir():
             return []
-        found = ((entry, _NUMBERED.fullmatch(entry.name)) for entry in self.path.iterdir() if not entry.is_symlink())
+        found = ((entry, NUMBERED.fullmatch(entry.name)) for entry in self.path.iterdir() if not entry.is_symlink())
         return [(entry, match) for entry, match in found if match is not None]
 
     def _committed(self) -> list[Path]:

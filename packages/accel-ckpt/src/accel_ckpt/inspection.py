@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.directory import CheckpointDirectory
+from accel_ckpt.directory import NUMBERED, CheckpointDirectory
 from accel_ckpt.manifest import MANIFEST, TensorEntry
 from accel_ckpt.retention import Retention, SavedCheckpoint, to_remove
 from accel_ckpt.tree import leaves, show_path
@@ -79,20 +79,15 @@ class Comparison:
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Listed]:
     """The checkpoints in a folder: those of a series by their numbers, then others by their age.
 
-    Of damaged ones it is said what is wrong.
+    Of damaged ones it is said what is wrong, of numbered folders without a manifest too.
     """
-    series = CheckpointDirectory(folder).entries()
-    known = {entry.path for entry in series}
-    others = (
-        path.parent
-        for path in Path(folder).absolute().glob(f"*/{MANIFEST}")
-        if path.parent not in known and not path.parent.name.startswith(".") and not path.parent.is_symlink()
-    )
-    listed = [_list_one(None, path) for path in others]
-    return [
-        *(_list_one(entry.number, entry.path) for entry in series),
-        *sorted(listed, key=lambda one: (one.created, one.path)),
-    ]
+    listed = []
+    for path in Path(folder).absolute().iterdir():
+        match = NUMBERED.fullmatch(path.name)
+        hidden = path.name.startswith(".") or path.is_symlink() or not path.is_dir()
+        if not hidden and (match or os.path.lexists(path / MANIFEST)):
+            listed.append(_list_one(int(match[1]) if match else None, path))
+    return sorted(listed, key=lambda one: (one.number is None, one.number or 0, one.created, one.path))
 
 
 def describe(path: str | os.PathLike[str]) -> list[DescribedState]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "launch": ("accel.cli.launch:launch", "Start a training script on one or many processes."),
     "config": ("accel.cli.config:config", "Show, check and write settings."),
+    "ckpt": ("accel.cli.ckpt:ckpt", "List, check, compare, export and remove checkpoints."),
+    "merge-weights": ("accel.cli.ckpt_export:merge_weights", "Write a saved model as plain safetensors."),
     "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),
 }
 """Our own commands: where each is, and the line about it in the list."""

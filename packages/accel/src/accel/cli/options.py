@@ -12,6 +12,7 @@ from accel.config.setting import Setting, metavar
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
+FOLDER = click.Path(exists=True, file_okay=False)
 config_file = click.option("--config_file", metavar="PATH", help="Read settings from this YAML or JSON file.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -1,13 +1,14 @@
 """What commands print: JSON for programs, tables for people."""
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def print_json(value: object) -> None:
-    """Prints plain data as JSON."""
-    json.dump(value, sys.stdout, indent=2)
+    """Prints plain data as JSON; numbers that JSON lacks (NaN, infinity) as text."""
+    json.dump(_finite(value), sys.stdout, indent=2, allow_nan=False)
     print()
 
 
@@ -35,3 +36,11 @@ def readable_bytes(count: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.4g} {units[0]}"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

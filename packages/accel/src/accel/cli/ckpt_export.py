@@ -1,0 +1,34 @@
+"""``accel ckpt export``, also known as ``accel merge-weights``."""
+
+import rich_click as click
+
+from accel.cli.options import as_json
+from accel.cli.printing import print_json, readable_bytes
+
+
+@click.command()
+@click.argument("path")
+@click.argument("out")
+@click.option("--name", default="model", metavar="STATE", help="Which state to write; model if not given.")
+@click.option("--max_shard_size", default="10GB", metavar="SIZE", help="Largest file, like 5GB or 500MiB.")
+@as_json
+def export(path: str, out: str, *, name: str, max_shard_size: str, as_json: bool) -> int:
+    """Writes a model of the checkpoint at PATH to the folder OUT, as plain safetensors files with an index.
+
+    Other tools read these. Parts that several ranks wrote are put together; memory holds one tensor at a time. Files of
+    an earlier export of the same name are replaced, others are left alone.
+    """
+    from accel_ckpt import export_checkpoint
+
+    files = export_checkpoint(path, out, max_shard_size, state=name)
+    if as_json:
+        print_json([{"path": str(file), "bytes": file.stat().st_size} for file in files])
+    else:
+        for file in files:
+            print(f"wrote {file} ({readable_bytes(file.stat().st_size)})")
+    return 0
+
+
+merge_weights = click.RichCommand(
+    name="merge-weights", params=export.params, callback=export.callback, help=export.help
+)
