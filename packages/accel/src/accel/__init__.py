@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel.state import PartialState as PartialState
     from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
     from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_backends import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_data import LoaderOptions as DataLoaderConfiguration  # noqa: F401
     from accel_data import skip_first_batches as skip_first_batches
@@ -42,7 +43,12 @@ _EXPORTS = {
     "accel.optimizer": ("PreparedOptimizer",),
     "accel.scheduler": ("PreparedScheduler",),
     "accel.state": ("PartialState",),
-    "accel_backends": ("DDPCommunicationHookType", "DistributedDataParallelKwargs", "TorchDynamoPlugin"),
+    "accel_backends": (
+        "DDPCommunicationHookType",
+        "DistributedDataParallelKwargs",
+        "FullyShardedDataParallelPlugin",
+        "TorchDynamoPlugin",
+    ),
     "accel_data": ("skip_first_batches",),
     "accel_precision": ("AutocastKwargs", "GradScalerKwargs", "PrecisionPolicy"),
     "accel_state": (
