@@ -1,9 +1,8 @@
 """An optimizer that steps only when the accumulation window ends."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
-import torch
 from torch.optim import Optimizer
 
 from accel.clock import StepClock
@@ -133,12 +132,4 @@ def _identity(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Every gradient that the optimizers' parameters hold now."""
-    return [
-        parameter.grad
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+AcceleratedOptimizer = PreparedOptimizer

@@ -86,3 +86,6 @@ class PreparedScheduler:
         if name == "scheduler":  # only before __init__, as copy and pickle probe
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+AcceleratedScheduler = PreparedScheduler

@@ -1,0 +1,66 @@
+"""Import paths and names that users of Accelerate know resolve here, lazily and without touching a device."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+PATHS = {
+    "accel": (
+        "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+        "DistributedType GradScalerKwargs InitProcessGroupKwargs ParallelismConfig PartialState "
+        "find_executable_batch_size skip_first_batches synchronize_rng_states __version__"
+    ),
+    "accel.state": "PartialState AcceleratorState GradientState is_initialized",
+    "accel.logging": "get_logger MultiProcessAdapter",
+    "accel.data_loader": "prepare_data_loader skip_first_batches SeedableRandomSampler BatchSamplerShard "
+    "IterableDatasetShard SkipBatchSampler get_sampler",
+    "accel.optimizer": "PreparedOptimizer AcceleratedOptimizer",
+    "accel.scheduler": "PreparedScheduler AcceleratedScheduler",
+    "accel.local_sgd": "LocalSGD",
+    "accel.utils": (
+        "AORecipeKwargs AutocastKwargs ComputeEnvironment CustomDtype DistributedType DynamoBackend "
+        "GradientAccumulationPlugin KwargsHandler LoggerType PrecisionType ProjectConfiguration RNGType "
+        "TorchDynamoPlugin broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 "
+        "copy_tensor_to_devices extract_model_from_parallel find_batch_size find_device gather gather_object "
+        "get_data_structure honor_type initialize_tensors is_bf16_available is_namedtuple is_torch_tensor "
+        "is_torch_version listify "
+        "pad_across_processes pad_input_tensors patch_environment recursively_apply reduce release_memory "
+        "send_to_device set_seed slice_tensors str_to_bool synchronize_rng_states tqdm wait_for_everyone"
+    ),
+    "accel.utils.operations": "gather reduce DistributedOperationException send_to_device",
+    "accel.utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
+    "accel.utils.memory": "find_executable_batch_size release_memory",
+    "accel.utils.dataclasses": "DataLoaderConfiguration ProjectConfiguration DistributedType",
+    "accel.utils.imports": "is_cuda_available is_tensorboard_available is_fp8_available",
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PATHS.items() for name in names.split()])
+def test_the_name_is_where_users_look_for_it(path: str, name: str) -> None:
+    assert getattr(importlib.import_module(path), name) is not None
+
+
+@pytest.mark.parametrize(
+    "module", ["accel", "accel.utils", "accel_state", "accel_data", "accel_backends", "accel_ckpt", "accel_precision"]
+)
+def test_every_listed_name_can_be_imported(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
+
+
+def test_importing_everything_initialises_no_device_and_opens_no_group() -> None:
+    code = (
+        "import accel, accel.utils as u\n"
+        "[getattr(accel, n) for n in accel.__all__]; [getattr(u, n) for n in u.__all__]\n"
+        "import torch, torch.distributed as d\n"
+        "assert not torch.cuda.is_initialized() and not d.is_initialized()\n"
+        "import os; assert 'ACCEL_CONFIG' not in os.environ"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_accel_alone_imports_no_torch() -> None:
+    code = "import sys, accel, accel.utils, accel.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
