@@ -127,3 +127,41 @@ def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
     for name, value in expected.items():
         distance = float((results[0][name] - value).abs().max() / value.abs().max())
         assert distance <= 1e-10, f"{name} is {distance:.1e} away"
+
+
+def half_a_window(strategy: str, folder: str, save: str) -> dict[str, torch.Tensor]:
+    """A step and a half: up to the save, or from it to the end of the second step."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if folder:
+        accelerator.load_state(folder)
+    micros = [batch.chunk(2)[half] for batch in batches(2) for half in range(2)]
+    for tokens in micros[3:] if folder else micros[:3] if save else micros:
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model, tokens.chunk(world)[rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save)
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    accelerator.end_training()
+    return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(("fsdp", 2), ("fsdp", 2)), (("fsdp", 2), ("single", 1)), (("ddp", 2), ("fsdp", 4))]
+)
+def test_an_open_window_goes_on_in_another_strategy(
+    rank_pool: RankPool, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    folder = str(tmp_path / "half")
+    rank_pool.run(half_a_window, before[0], "", folder, ranks=before[1])
+    resumed = rank_pool.run(half_a_window, after[0], folder, "", ranks=after[1])[0]
+    expected = rank_pool.run(half_a_window, "single", "", "", ranks=1)[0]
+    for name, value in expected.items():
+        assert float((resumed[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name

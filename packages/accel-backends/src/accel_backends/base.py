@@ -305,6 +305,19 @@ class Backend(ABC):
         Collective where it does anything. Default: there is one copy.
         """
 
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Gradients of an accumulation window that is still open, whole, by parameter name: this rank's share.
+
+        Averaged over ``gradient_average`` ranks, shares make the gradient. Collective. Default: what parameters hold.
+        """
+        return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
+
+    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Puts back what ``held_gradients`` gave, or any shares with that average; collective."""
+        for name, parameter in named_parameters(model).items():
+            held = gradients.get(name)
+            parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state under its own names, see ``states``; sharded tensors stay sharded."""
         return model_state(model)

@@ -23,6 +23,7 @@ from accel_backends.fsdp_check import (
     upcast_parameters,
 )
 from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_gradients import held_gradients, hold_gradients
 from accel_backends.fsdp_shard import (
     Sharded,
     Sharder,
@@ -206,6 +207,16 @@ class FSDPBackend(Backend):
     def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
         """Whole tensors on the host, gathered one by one; on rank 0 only (elsewhere empty) unless told otherwise."""
         return whole_state(self.model_state(model), keep=not main_only or self.session.rank == 0)
+
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What has added up here unreduced, and what has been reduced already, whole."""
+        self._rest([model])
+        return held_gradients(model)
+
+    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Reduces the shares now; what follows in the window adds to it."""
+        self._rest([model])
+        hold_gradients(model, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters."""

@@ -1,28 +1,25 @@
 """Gradients of an accumulation window that was open when a checkpoint was taken."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_backends.names import named_parameters
+if TYPE_CHECKING:
+    from accel_backends import Backend
 
 GRADIENTS = "gradients"
 """Name of this rank's part of a checkpoint."""
 
 
-def collect(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """This rank's gradients by model position and parameter name."""
-    return {
-        str(position): {
-            name: parameter.grad for name, parameter in named_parameters(model).items() if parameter.grad is not None
-        }
-        for position, model in enumerate(models)
-    }
+def collect(backend: "Backend", models: Sequence[nn.Module]) -> dict[str, Any]:
+    """This rank's share of the gradients by model position and parameter name."""
+    return {str(position): backend.held_gradients(model) for position, model in enumerate(models)}
 
 
 def restore(
+    backend: "Backend",
     models: Sequence[nn.Module],
     saved: Sequence[Mapping[str, Any] | None],
     *,
@@ -39,10 +36,12 @@ def restore(
     chosen = [saved[rank]] if same else list(saved) if rank == 0 else []
     factor = 1.0 if same else world_size / len(saved)
     for position, model in enumerate(models):
-        for name, parameter in named_parameters(model).items():
-            parts = [part[str(position)][name] for part in chosen if part and name in part.get(str(position), {})]
-            if not parts:
-                parameter.grad = None
-                continue
-            total = parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
-            parameter.grad = (total * factor if factor != 1.0 else total).to(parameter.device, parameter.dtype)
+        shares = [part.get(str(position), {}) for part in chosen if part]
+        names = dict.fromkeys(name for share in shares for name in share)
+        backend.hold_gradients(model, {name: _sum(shares, name, factor) for name in names})
+
+
+def _sum(shares: Sequence[Mapping[str, torch.Tensor]], name: str, factor: float) -> torch.Tensor:
+    parts = [share[name] for share in shares if name in share]
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    return total * factor if factor != 1.0 else total

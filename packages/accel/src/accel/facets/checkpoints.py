@@ -119,7 +119,7 @@ class CheckpointFacet(ABC):
         positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
         if self.clock.open:
-            local[open_window.GRADIENTS] = open_window.collect(self._models)
+            local[open_window.GRADIENTS] = open_window.collect(self.backend, self._models)
         described = {VERSION_KEY: _version(), SEED_KEY: _seed(), USER_KEY: dict(metadata or {})}
         if asynchronous:
             if self._saver is None:
@@ -192,6 +192,49 @@ class CheckpointFacet(ABC):
         """
         return self.backend.whole_parameters(model, writeback=writeback)
 
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> list[Path]:
+        """Writes the model as plain safetensors with an index, as other tools read them, and returns the files.
+
+        Sharded parameters are put together one at a time, so this is to be called on all processes; the main one
+        writes. Tied parameters are written once. Files of an earlier, larger save are removed.
+
+        Raises:
+            CheckpointError: the model cannot be written as safetensors, or the disk refuses.
+            ConfigError: ``safe_serialization`` is off, which would write a pickle.
+        """
+        from accel_ckpt import export_model
+
+        _refuse_pickle(safe_serialization, "torch.save(accelerator.get_state_dict(model), path)")
+        state = self.get_state_dict(model, sharded=True)
+        return export_model(state, Path(save_directory).expanduser(), max_shard_size, group=self.session.group)
+
+    def save(self, obj: Mapping[str, torch.Tensor], f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Writes named tensors to the safetensors file ``f``, on the main process (or one of each node).
+
+        ``ProjectConfiguration.save_on_each_node`` decides which. Not a collective: it may be called on any processes.
+
+        Raises:
+            CheckpointError: ``obj`` holds something else than whole tensors, or the disk refuses.
+            ConfigError: ``safe_serialization`` is off, or ``obj`` is no mapping: that would take a pickle.
+        """
+        from accel_ckpt import export_tensors
+
+        _refuse_pickle(safe_serialization, "torch.save(obj, f) on the main process")
+        if not isinstance(obj, Mapping):
+            raise ConfigError(
+                f"save writes a mapping of names to tensors, not a {type(obj).__qualname__}; what must resume belongs "
+                "to register_for_checkpointing and save_state"
+            )
+        each_node = self.project_configuration.save_on_each_node
+        if self.session.is_local_main_process if each_node else self.session.is_main_process:
+            export_tensors(obj, f)
+
     def _read(self, checkpoint: "Checkpoint", name: str, part: Stateful) -> Any:
         """The saved state of one part: tensors where those of the part are, everything else as it is."""
         like = part.state_dict() if isinstance(part, ModelState | OptimizerState) else None
@@ -247,6 +290,7 @@ class CheckpointFacet(ABC):
         if self.clock.open:
             saved = [checkpoint.read_local(open_window.GRADIENTS, other) for other in range(checkpoint.world_size)]
             open_window.restore(
+                self.backend,
                 self._models,
                 saved,
                 rank=rank,
@@ -286,6 +330,14 @@ class CheckpointFacet(ABC):
         prefix, _, number = Path(path).name.rpartition("_")
         if self.project_configuration.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
             self.project_configuration.iteration = int(number) + 1
+
+
+def _refuse_pickle(safe_serialization: bool, instead: str) -> None:
+    if not safe_serialization:
+        raise ConfigError(
+            "safe_serialization=False would write a pickle, which runs code when it is read; leave it out to get "
+            f"safetensors, or write the pickle yourself: {instead}"
+        )
 
 
 def _seed() -> int:

@@ -1,0 +1,73 @@
+"""Gradients of a sharded model in an accumulation window that is still open."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_backends.fsdp_states import gathered, is_dtensor, sharded_like
+from accel_backends.names import innermost, named_parameters
+from accel_state.objects import all_gather_object
+
+
+def held_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
+
+    torch keeps what was not reduced beside the parameters, where no public name reaches it.
+    """
+    unreduced = dict(_unreduced(model))
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in named_parameters(model).items():
+        parts = [] if parameter.grad is None else [gathered(parameter.grad)]
+        if id(parameter) in unreduced:
+            parts.append(unreduced[id(parameter)].to(parts[0].device) if parts else unreduced[id(parameter)])
+        if parts:
+            found[name] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return found
+
+
+def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, group: Any = None) -> None:
+    """Gives every parameter its part of the average over ranks of these shares; collective.
+
+    Ranks may bring different names; what a rank does not bring counts as zero there. Parameters that are whole keep
+    their rank's share, which backward averages later.
+    """
+    everybody = all_gather_object(sorted(gradients), group=group)
+    brought = {name for names in everybody for name in names}
+    for name, parameter in named_parameters(model).items():
+        mine = gradients.get(name)
+        if name not in brought:
+            parameter.grad = None
+        elif not is_dtensor(parameter):
+            parameter.grad = None if mine is None else mine.to(parameter.device, parameter.dtype)
+        else:
+            parameter.grad = _averaged(mine, parameter, group, len(everybody))
+
+
+def _averaged(mine: torch.Tensor | None, parameter: Any, group: Any, ranks: int) -> torch.Tensor:
+    import torch.distributed as dist
+
+    device = parameter.device_mesh.device_type
+    total = (
+        torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        if mine is None
+        else mine.to(device, parameter.dtype, copy=True)
+    )
+    if ranks > 1:
+        dist.all_reduce(total, group=group)
+    return sharded_like(total.div_(ranks), parameter)
+
+
+def _unreduced(model: nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    """Gradients that add up whole on this rank, by the ``id`` of their sharded parameter."""
+    for module in innermost(model).modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in state()._fsdp_param_groups if state is not None else ():
+            for entry in group.fsdp_params:
+                added = entry.unsharded_accumulated_grad
+                if added is None:
+                    whole = getattr(entry, "_unsharded_param", None)
+                    added = None if whole is None else whole.grad
+                if added is not None:
+                    yield id(entry.sharded_param), added
