@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_ckpt import export_checkpoint, export_model, load_model_files, save
+from accel_ckpt import export_checkpoint, export_model, export_tensors, load_model_files, save
 from accel_ckpt.export import parse_size, split_into_shards
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -158,3 +158,30 @@ def test_a_damaged_checkpoint_exports_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match=r"tensors-00000\.safetensors: bytes"):
         export_checkpoint(tmp_path / "saved", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
+
+
+def test_one_file_is_written_without_touching_others(tmp_path: Path) -> None:
+    (tmp_path / "some-00001-of-00002.safetensors").write_text("mine")
+    tensors = state()
+    tensors["tied"] = tensors["mask"]
+    path = export_tensors(tensors, tmp_path / "some.safetensors")
+    assert same(load_model_files(path), tensors)
+    assert sorted(os.listdir(tmp_path)) == ["some-00001-of-00002.safetensors", "some.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "file", "words"),
+    [
+        ({"a": 3}, "x.safetensors", "a is a int"),
+        ({"a": torch.ones(2)}, "x.bin", r"call it x\.safetensors"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "x.safetensors", "dtype torch.complex64"),
+        ({"a": torch.ones(2)}, "file/x.safetensors", "cannot be written"),
+    ],
+)
+def test_what_one_file_cannot_hold_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], file: str, words: str
+) -> None:
+    (tmp_path / "file").write_text("a file where a folder should be")
+    with pytest.raises(CheckpointError, match=words):
+        export_tensors(tensors, tmp_path / file)
+    assert os.listdir(tmp_path) == ["file"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel_ckpt.directory import CheckpointDirectory as CheckpointDirectory
     from accel_ckpt.export import export_checkpoint as export_checkpoint
     from accel_ckpt.export import export_model as export_model
+    from accel_ckpt.export import export_tensors as export_tensors
     from accel_ckpt.export import load_model_files as load_model_files
     from accel_ckpt.manifest import Manifest as Manifest
     from accel_ckpt.manifest import Part as Part
@@ -35,7 +36,7 @@ _EXPORTS = {
     "accel_ckpt.checkpoint": ("Checkpoint", "open_checkpoint"),
     "accel_ckpt.difference": ("Difference",),
     "accel_ckpt.directory": ("CheckpointDirectory",),
-    "accel_ckpt.export": ("export_checkpoint", "export_model", "load_model_files"),
+    "accel_ckpt.export": ("export_checkpoint", "export_model", "export_tensors", "load_model_files"),
     "accel_ckpt.manifest": ("Manifest", "Part", "TensorEntry"),
     "accel_ckpt.retention": (
         "Retention",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
+# Blocks that the system is asked to fetch before they are compared, so that a disk does not wait for the digests.
+_AHEAD = 32
 
 
 def open_checkpoint(
@@ -226,8 +228,17 @@ class Checkpoint:
                 blocks += [(file, number) for number in file.unchecked()]
             except CheckpointError as error:
                 problems.append(str(error))
+        tasks = blocks[share::shares]
+
+        def problem(position: int) -> str | None:
+            for file, number in tasks[position + _AHEAD : position + _AHEAD + 1]:
+                file.announce(number)
+            return _problem(tasks[position])
+
+        for file, number in tasks[:_AHEAD]:
+            file.announce(number)
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="accel-ckpt") as pool:
-            problems += [text for text in pool.map(_problem, blocks[share::shares]) if text]
+            problems += [text for text in pool.map(problem, range(len(tasks))) if text]
         return problems
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -102,6 +103,33 @@ def export_checkpoint(
         return [folder / file for file in files]
 
 
+def export_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> Path:
+    """Writes whole ``tensors`` to the one safetensors ``file``, which is whole or as before. Not a collective.
+
+    Raises:
+        CheckpointError: a value is no tensor, sharded (gather it first) or of a dtype that safetensors has not, the
+            file's name says another format, or the disk refuses.
+    """
+    path = Path(file).expanduser().absolute()
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} would hold safetensors; call it {path.with_suffix('.safetensors').name}")
+    kept, aliases = _without_ties(tensors)
+    if sharded := [key for key, tensor in kept.items() if as_dtensor(tensor) is not None]:
+        raise CheckpointError(f"{sharded[0]} is a DTensor; put it together on all ranks first: .full_tensor()")
+    (keys,) = _arranged(kept, path.stem, sys.maxsize).values()
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    _make_folder(path.parent)
+    try:
+        _write_tensors(temporary, keys, kept, aliases, (kept[key] for key in keys))
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
 def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, an index, or a folder with either, on the CPU; tied names come back tied.
 
@@ -196,21 +224,14 @@ def _write_all(
     aliases: Mapping[str, str],
     values: Iterator[torch.Tensor],
 ) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+    _make_folder(folder)
     mark = secrets.token_hex(4)
     written: dict[Path, Path] = {}
     try:
         for file, keys in shards.items():
-            items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in keys]
-            tied = {key: first for key, first in aliases.items() if first in keys}
             temporary = folder / f".{file}.{mark}.tmp"
             written[temporary] = folder / file
-            pieces = (byte_view(host_copy(next(values))) for _ in items)
-            header = memoryview(header_of(items, {"format": "pt", **tied}))
-            write_file(temporary, (piece for part in ([header], pieces) for piece in part))
+            _write_tensors(temporary, keys, kept, aliases, values)
         if len(shards) > 1:
             temporary = folder / f".{name}.{mark}.tmp"
             written[temporary] = folder / f"{name}.safetensors.{INDEX}"
@@ -224,6 +245,28 @@ def _write_all(
     finally:
         for temporary in written:
             temporary.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def _write_tensors(
+    path: Path,
+    keys: Sequence[str],
+    kept: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    values: Iterator[torch.Tensor],
+) -> None:
+    """Writes one file; ``values`` gives its tensors in the order of ``keys``, each when its turn comes."""
+    items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in keys]
+    tied = {key: first for key, first in aliases.items() if first in keys}
+    pieces = (byte_view(host_copy(next(values))) for _ in items)
+    header = memoryview(header_of(items, {"format": "pt", **tied}))
+    write_file(path, (piece for part in ([header], pieces) for piece in part))
 
 
 def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]) -> bytes:
