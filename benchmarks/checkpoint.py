@@ -4,6 +4,7 @@ All ranks hold the same state, so a save writes each tensor once, and a rank's p
 ``--peers`` adds torch's own ways: distributed checkpoint (DCP) and ``torch.save``, which gets an fsync here too.
 """
 
+import ctypes
 import os
 import shutil
 import statistics
@@ -80,6 +81,13 @@ def forget(folder: Path) -> None:
             handle = os.open(path, os.O_RDONLY)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
+
+
+def return_memory() -> None:
+    """Gives what is free back to the system: who allocates next then pays for new pages, as a new process does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def alone(run: Callable[[], object]) -> Callable[[], None]:
@@ -176,6 +184,7 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
     def before() -> None:
         if cold:
             alone(lambda: forget(folder))()
+        return_memory()
         dist.barrier()
 
     return interleave(variants, rounds, before=before)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness import Report, added, interleave, parser
+from benchmarks.harness import Report, added, interleave, parser, ratio
 from benchmarks.loaders import accel, accelerate, unchanged
 
 BATCH = 8
@@ -82,15 +82,17 @@ def measure(row: int, *, cost: int, peers: bool, rounds: int, steps: int) -> dic
     adds = {name: added(times, name, "alone", per=steps) for name in times}
     found: dict[str, Any] = {"sample": f"{row >> 10} KiB", "work_us": statistics.median(times["alone"]) / steps * 1e6}
     found |= {"raw_adds_us": adds["raw"], "goal": 0.7}
-    return found | {name: adds[name] / adds["raw"] for name in times if name not in ("raw", "alone")}
+    others = [name for name in times if name not in ("raw", "alone")]
+    found |= {name: adds[name] / adds["raw"] for name in others}
+    return found | {f"{name}_whole": ratio(times, name, "raw") for name in others}
 
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    columns = ["sample", "work_us", "raw_adds_us", "goal", "accel", *(("accelerate",) if args.peers else ())]
-    report = Report(
-        f"Dispatched batches ({BATCH} samples a rank, 2 gloo processes), as ratios to broadcasting", columns
-    )
+    columns = ["sample", "work_us", "raw_adds_us", "goal", "accel", "accel_whole"]
+    columns += ["accelerate", "accelerate_whole"] if args.peers else []
+    title = f"What dispatching adds to the work on a batch of {BATCH} a rank, and the whole, as ratios to broadcasting"
+    report = Report(title, columns)
     from accel_testing import RankPool
 
     rounds = 2 if args.quick else args.rounds

@@ -79,7 +79,7 @@ def first(loader: Any) -> Any:
 
 
 def timed(run: Run, variants: dict[str, Callable[[], object]], *, slow: set[str]) -> dict[str, Any]:
-    """The cells of one row. What is ``slow`` runs once in each of two rounds, beside the raw loader."""
+    """The cells of one row. What is ``slow``, because it reads or walks its way, runs just once."""
 
     def repeated(variant: Callable[[], object]) -> Callable[[], None]:
         def many() -> None:
@@ -93,7 +93,7 @@ def timed(run: Run, variants: dict[str, Callable[[], object]], *, slow: set[str]
     row: dict[str, Any] = {f"{name}_us": statistics.median(times[name]) / run.repeat * 1e6 for name in fast}
     row |= {f"{name}_ratio": ratio(times, name, "raw") for name in fast if name != "raw"}
     if slow:
-        times = interleave({name: variants[name] for name in sorted(slow)}, 2, warmup=0, clock=CLOCKS[run.clock])
+        times = interleave({name: variants[name] for name in sorted(slow)}, 1, warmup=0, clock=CLOCKS[run.clock])
         medians = {name: statistics.median(times[name]) * 1e6 for name in slow}
         row |= {f"{name}_us": median for name, median in medians.items()}
         row |= {f"{name}_ratio": median / row["raw_us"] for name, median in medians.items()}
