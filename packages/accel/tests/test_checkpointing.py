@@ -444,3 +444,14 @@ def test_asynchronous_saves_of_a_series_are_pruned_and_numbered(tmp_path: Path, 
     assert model.module.weight.unique().tolist() == [3.0]
     accelerator.end_training()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    first.prepare(model, torch.optim.Adam(model.parameters()))
+    first.save_state(tmp_path / "a")
+    other = nn.Linear(2, 2)
+    second.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(CheckpointMismatchError, match="SGD has dampening, momentum"):
+        second.load_state(tmp_path / "a")

@@ -112,11 +112,26 @@ def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], stat
             if not missing and set(there) == set(names):
                 reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
             raise CheckpointMismatchError(reason)
-        options = {key: value for key, value in match.items() if key != PARAMS}
-        groups.append({**options, PARAMS: [index_of[name] for name in here]})
+        groups.append({**_options(group, match, kind), PARAMS: [index_of[name] for name in here]})
     values_of = {index_of[name]: dict(values) for name, values in state[STATE].items()}
     optimizer.load_state_dict({STATE: values_of, GROUPS: groups})
     _keep_dtypes(optimizer, values_of)
+
+
+def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The saved options of a group; options that this version of the optimizer added keep their value.
+
+    Raises:
+        CheckpointMismatchError: each has options that the other does not know, so they are different optimizers.
+    """
+    aside = {PARAMS, "param_names", "initial_lr"}
+    lacking, foreign = set(group) - set(saved) - aside, set(saved) - set(group) - aside
+    if lacking and foreign:
+        raise CheckpointMismatchError(
+            f"state of another optimizer: {kind} has {_few(sorted(lacking))}, and the state has "
+            f"{_few(sorted(foreign))} instead; build the optimizer that was saved"
+        )
+    return {**{key: group[key] for key in lacking}, **{key: value for key, value in saved.items() if key != PARAMS}}
 
 
 def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[str]:

@@ -145,8 +145,9 @@ class CheckpointFacet(ABC):
         that are missing or left over.
 
         Raises:
-            CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects; in
-                the last case the models here are as before.
+            CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
+                Other parts, data or models are found out before anything is loaded; another optimizer or schedule
+                after the models were.
         """
         self._wait_for_save()
         with self._find(input_dir) as checkpoint:
