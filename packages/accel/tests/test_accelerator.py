@@ -330,3 +330,12 @@ def test_weighted_sums_of_thousands_of_tokens_do_not_overflow_fp16() -> None:
         optimizer.zero_grad()
         skipped += accelerator.optimizer_step_was_skipped
     assert skipped == 0
+
+
+def test_a_refused_setting_leaves_no_session_open() -> None:
+    from accel_state import Session
+
+    before = Session.current()
+    with pytest.raises(ValueError, match="bf16"):
+        Accelerator(cpu=True, mixed_precision="params=bf61")
+    assert Session.current() is before

@@ -30,7 +30,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``model_state`` gave, with tied tensors under all their names, as the bare module's ``state_dict`` has it."""
+    """What ``model_state`` gave, with tied tensors under all their names, as a bare module's ``state_dict`` has it."""
     model = innermost(model)
     stored, prefixes = first_names(model), raw_prefixes(model)
     names = {_plain_name(raw, prefixes): _stored_name(raw, stored, prefixes) for raw in model.state_dict()}

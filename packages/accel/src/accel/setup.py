@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -57,48 +58,52 @@ def open_parts(
     config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
     accumulating = accumulation_of(call["gradient_accumulation_steps"], accumulation, config)
     process_group = sorted_handlers.process_group
-    session = Session.open(
-        cpu=config.cpu,
-        device=config.device,
-        backend=process_group.backend,
-        timeout=process_group.timeout or config.timeout,
-        init_method=process_group.init_method,
-        debug=config.debug,
-    )
-    loader_options = loading_of(*loading, num_nodes=session.topology.num_nodes)
-    asked_policy = call["mixed_precision"]
-    policy = PrecisionPolicy.parse(
-        asked_policy if isinstance(asked_policy, PrecisionPolicy) else config.mixed_precision,
-        device_type=session.device.type,
-        fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
-    )
-    given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
-    asked = asked_strategy(given, fsdp, parallelism, os.environ) or sorted_handlers.ddp
-    choice = select_backend(session.topology, session.device, asked)
-    backend_type = load_backend(choice.name)
-    backend = backend_type(
-        session,
-        policy,
-        asked if isinstance(asked, backend_type.Config) else None,
-        autocast=sorted_handlers.autocast,
-        scaler=sorted_handlers.scaler,
-    )
+    with ExitStack() as on_failure:
+        session = on_failure.enter_context(
+            Session.open(
+                cpu=config.cpu,
+                device=config.device,
+                backend=process_group.backend,
+                timeout=process_group.timeout or config.timeout,
+                init_method=process_group.init_method,
+                debug=config.debug,
+            )
+        )
+        given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
+        asked = asked_strategy(given, fsdp, parallelism, os.environ) or sorted_handlers.ddp
+        choice = select_backend(session.topology, session.device, asked)
+        asked_policy = call["mixed_precision"]
+        policy = PrecisionPolicy.parse(
+            asked_policy if isinstance(asked_policy, PrecisionPolicy) else config.mixed_precision,
+            device_type=session.device.type,
+            fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
+        )
+        backend_type = load_backend(choice.name)
+        backend = backend_type(
+            session,
+            policy,
+            asked if isinstance(asked, backend_type.Config) else None,
+            autocast=sorted_handlers.autocast,
+            scaler=sorted_handlers.scaler,
+        )
+        parts = Parts(
+            config=config,
+            handlers=sorted_handlers,
+            session=session,
+            policy=policy,
+            parallelism=fitting(parallelism, session.topology, backend),
+            choice=choice,
+            backend=backend,
+            accumulation=accumulating,
+            loading=loading_of(*loading, num_nodes=session.topology.num_nodes),
+            project=project_of(project, config.project_dir),
+        )
+        on_failure.pop_all()
     if config.seed is not None:
         from accel_state.rng import set_seed
 
         set_seed(config.seed)
-    return Parts(
-        config=config,
-        handlers=sorted_handlers,
-        session=session,
-        policy=policy,
-        parallelism=fitting(parallelism, session.topology, backend),
-        choice=choice,
-        backend=backend,
-        accumulation=accumulating,
-        loading=loader_options,
-        project=project_of(project, config.project_dir),
-    )
+    return parts
 
 
 def accumulation_of(
