@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from accel import Accelerator
+from accel_backends import FullyShardedDataParallelPlugin
+from accel_state import ConfigError, ParallelismConfig
 from accel_testing import RankPool
 from accel_testing.equivalence import assert_equivalent
-from accel_testing.models import make_model
+from accel_testing.models import TinyTransformer, make_model
 from accel_testing.program import Program
 
 STEPS, GLOBAL, LENGTH = 20, 24, 4
@@ -165,3 +168,117 @@ def test_an_open_window_goes_on_in_another_strategy(
     expected = rank_pool.run(half_a_window, "single", "", "", ranks=1)[0]
     for name, value in expected.items():
         assert float((resumed[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
+
+
+def nothing(module: nn.Module) -> None:
+    """Values are loaded afterwards."""
+
+
+def exported(strategy: str, folder: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(make_model("transformer", seed=6))
+    accelerator.save_model(model, folder, max_shard_size="6KB")
+    accelerator.end_training()
+
+
+def imported(strategy: str, folder: str) -> dict[str, torch.Tensor]:
+    plugin = FullyShardedDataParallelPlugin(param_init_fn=nothing) if strategy == "fsdp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, strategy=None if plugin else strategy)
+    with torch.device("meta" if plugin else "cpu"):
+        model = TinyTransformer()
+    model = accelerator.prepare(model)
+    accelerator.load_model(model, folder)
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(("fsdp", 2), ("fsdp", 4)), (("single", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 2))]
+)
+def test_weights_of_other_tools_load_into_shards(
+    rank_pool: RankPool, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int]
+) -> None:
+    rank_pool.run(exported, writer[0], str(tmp_path), ranks=writer[1])
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    state = rank_pool.run(imported, reader[0], str(tmp_path), ranks=reader[1])[0]
+    for name, value in make_model("transformer", seed=6).named_parameters():
+        assert torch.equal(state[name], value), name
+
+
+# ------------------------------------------------------------------------------------------------------- choosing
+
+
+def choose(case: str) -> tuple[str, tuple[int, int], str]:
+    options: dict[str, Any] = {
+        "plugin": {"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")},
+        "mapping": {"fsdp_plugin": {"sharding_strategy": "NO_SHARD"}},
+        "strategy": {"strategy": "fsdp"},
+        "configuration": {"strategy": FullyShardedDataParallelPlugin()},
+        "shards": {"parallelism_config": ParallelismConfig(dp_shard_size=4)},
+        "hybrid": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+        "hybrid plugin": {
+            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+            "fsdp_plugin": {"sharding_strategy": "HYBRID_SHARD"},
+        },
+        "two": {"fsdp_plugin": {}, "strategy": "ddp"},
+        "ddp": {"strategy": "ddp", "parallelism_config": ParallelismConfig(dp_shard_size=4)},
+        "sizes": {"fsdp_plugin": {"shard_size": 4}, "parallelism_config": ParallelismConfig(2, 2)},
+    }[case]
+    accelerator = Accelerator(cpu=True, **options)
+    degrees = accelerator.parallelism_config
+    chosen = accelerator.choice.name, (degrees.size("dp_replicate"), degrees.size("dp_shard"))
+    kind = str(accelerator.distributed_type.value)
+    assert accelerator.data_shard.count == 4
+    accelerator.end_training()
+    return *chosen, kind
+
+
+@pytest.mark.parametrize(
+    ("case", "degrees"),
+    [
+        ("plugin", (1, 4)),
+        ("mapping", (4, 1)),
+        ("strategy", (1, 4)),
+        ("configuration", (1, 4)),
+        ("shards", (1, 4)),
+        ("hybrid", (2, 2)),
+        ("hybrid plugin", (2, 2)),
+    ],
+)
+def test_plugin_strategy_or_degrees_choose_sharding(rank_pool: RankPool, case: str, degrees: tuple[int, int]) -> None:
+    assert rank_pool.run(choose, case, ranks=4) == [("fsdp", degrees, "FSDP")] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("two", "strategy='ddp' and fsdp_plugin, whose strategy is 'fsdp', were both given"),
+        ("ddp", "dp_shard_size=4: backend 'ddp' cannot do that; nearest: strategy='fsdp'"),
+        ("sizes", "dp_shard_size=2, and the sharding options shard_size=4"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(rank_pool: RankPool, case: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rank_pool.run(choose, case, ranks=4)
+
+
+@pytest.mark.ranks(2)
+def test_the_environment_asks_for_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.choice.name == "fsdp"
+    assert accelerator.parallelism_config.size("dp_replicate") == 2
+
+
+@pytest.mark.ranks(2)
+def test_whole_parameters_can_be_changed_through_the_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(make_model("mlp"))
+    with accelerator.full_parameters(model), torch.no_grad():
+        model.first.bias.fill_(2.0)
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == accelerator.is_main_process
+    assert all(bool((value == 2.0).all()) for name, value in state.items() if name == "first.bias")
+    assert accelerator.unwrap_model(model) is model

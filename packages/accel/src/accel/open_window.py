@@ -1,6 +1,6 @@
 """Gradients of an accumulation window that was open when a checkpoint was taken."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,27 +21,27 @@ def collect(backend: "Backend", models: Sequence[nn.Module]) -> dict[str, Any]:
 def restore(
     backend: "Backend",
     models: Sequence[nn.Module],
-    saved: Sequence[Mapping[str, Any] | None],
+    read: Callable[[int], Mapping[str, Any] | None],
     *,
+    saved_ranks: int,
     rank: int,
     world_size: int,
 ) -> None:
     """Puts the gradients back so that the window goes on where it was.
 
-    ``saved`` holds each saving rank's gradients. On as many ranks every one takes its own. On another number, rank 0
-    takes the sum of all, scaled so that the backend's averaging over the new ranks gives what averaging over the old
-    ones would have given; the others start from nothing. The window's result is the same either way.
+    ``read`` gives what one of the ``saved_ranks`` saved. On as many ranks every one takes its own. On another number,
+    rank 0 takes the sum of all, scaled so that the backend's averaging over the new ranks gives what averaging over
+    the old ones would have given; the others start from nothing. The window's result is the same either way.
     """
-    same = len(saved) == world_size
-    chosen = [saved[rank]] if same else list(saved) if rank == 0 else []
-    factor = 1.0 if same else world_size / len(saved)
-    for position, model in enumerate(models):
-        shares = [part.get(str(position), {}) for part in chosen if part]
-        names = dict.fromkeys(name for share in shares for name in share)
-        backend.hold_gradients(model, {name: _sum(shares, name, factor) for name in names})
-
-
-def _sum(shares: Sequence[Mapping[str, torch.Tensor]], name: str, factor: float) -> torch.Tensor:
-    parts = [share[name] for share in shares if name in share]
-    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    return total * factor if factor != 1.0 else total
+    same = saved_ranks == world_size
+    sources = [rank] if same else range(saved_ranks) if rank == 0 else []
+    totals: dict[str, dict[str, torch.Tensor]] = {}
+    for source in sources:
+        for position, share in (read(source) or {}).items():
+            total = totals.setdefault(position, {})
+            for name, gradient in share.items():
+                total[name] = total[name] + gradient if name in total else gradient
+    factor = 1.0 if same else world_size / saved_ranks
+    for number, model in enumerate(models):
+        held = totals.get(str(number), {})
+        backend.hold_gradients(model, held if same else {name: gradient * factor for name, gradient in held.items()})

@@ -215,6 +215,21 @@ class CheckpointFacet(ABC):
         state = self.get_state_dict(model, sharded=True)
         return export_model(state, Path(save_directory).expanduser(), max_shard_size, group=self.session.group)
 
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Loads weights from safetensors files, as ``save_model`` or other tools write them, into a prepared model.
+
+        Each process reads its own part of a sharded model, so no process ever holds all of it: with a model that was
+        built on the meta device, none has before either. ``strict=False`` tolerates missing and unknown names. To be
+        called on all processes.
+
+        Raises:
+            CheckpointError: there are no such files, they are damaged, or they belong to another model.
+        """
+        from accel_ckpt import load_model_parts
+
+        parts = load_model_parts(path, self.backend.model_state(model))
+        self.backend.load_model_state(model, parts, strict=strict)
+
     def save(self, obj: Mapping[str, torch.Tensor], f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Writes named tensors to the safetensors file ``f``, on the main process (or one of each node).
 
@@ -289,11 +304,11 @@ class CheckpointFacet(ABC):
         else:
             rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
         if self.clock.open:
-            saved = [checkpoint.read_local(open_window.GRADIENTS, other) for other in range(checkpoint.world_size)]
             open_window.restore(
                 self.backend,
                 self._models,
-                saved,
+                lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
+                saved_ranks=checkpoint.world_size,
                 rank=rank,
                 world_size=self.session.world_size,
             )
