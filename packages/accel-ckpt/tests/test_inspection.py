@@ -1,3 +1,4 @@
+import math
 import os
 from pathlib import Path
 
@@ -65,3 +66,29 @@ def test_pruning_is_planned_without_removing(series: CheckpointDirectory) -> Non
     os.truncate(series.path / "checkpoint_2" / "tree.json", 1)
     assert [entry.number for entry in plan_prune(series.path, keep_last(1))] == [0]
     assert len(os.listdir(series.path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "largest", "relative"),
+    [
+        (torch.zeros(3), torch.tensor([0.0, -2.0, 0.0]), 2.0, math.inf),
+        (torch.ones(2, 2, dtype=torch.complex64), torch.ones(2, 2) * (1 + 3j), 3.0, 3.0),
+        (torch.tensor(7), torch.tensor(14), 7.0, 1.0),
+        (torch.ones(2) > 0, torch.ones(2) < 0, 1.0, 1.0),
+        (torch.ones(2), torch.tensor([1.0, math.nan]), math.nan, math.nan),
+    ],
+)
+def test_distances_are_measured_in_slices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    largest: float,
+    relative: float,
+) -> None:
+    monkeypatch.setattr("accel_ckpt.inspection._SLICE", 1)
+    save(tmp_path / "a", {"s": {"x": first}})
+    save(tmp_path / "b", {"s": {"x": second}})
+    (changed,) = compare_checkpoints(tmp_path / "a", tmp_path / "b").tensors
+    assert changed.largest == pytest.approx(largest, nan_ok=True)
+    assert changed.relative == pytest.approx(relative, nan_ok=True)

@@ -266,7 +266,8 @@ def _write_tensors(
     tied = {key: first for key, first in aliases.items() if first in keys}
     pieces = (byte_view(host_copy(next(values))) for _ in items)
     header = memoryview(header_of(items, {"format": "pt", **tied}))
-    write_file(path, (piece for part in ([header], pieces) for piece in part))
+    # Threads for digests would keep tensors in memory until their turn comes.
+    write_file(path, (piece for part in ([header], pieces) for piece in part), threads=0)
 
 
 def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]) -> bytes:
