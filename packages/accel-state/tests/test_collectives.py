@@ -68,7 +68,8 @@ def joined(leaves):
 def counted(monkeypatch):
     """Names of the collectives that torch is asked for from now on."""
     calls = []
-    for name in ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast"):
+    gathers = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_gather")
+    for name in (*gathers, "all_reduce", "broadcast"):
         if hasattr(dist, name):
             original = getattr(dist, name)
 
