@@ -18,6 +18,7 @@ from accel_backends.fsdp_check import (
     check_optimizers,
     check_same,
     check_separate,
+    check_sources,
     fingerprint,
     is_sharded,
     upcast_parameters,
@@ -35,6 +36,7 @@ from accel_backends.fsdp_shard import (
     synchronising,
 )
 from accel_backends.fsdp_states import is_dtensor, sharded_like, whole_parameters, whole_state
+from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost
 from accel_backends.states import STATE, optimizer_names
 from accel_backends.wrapping import Units, find_units
@@ -71,6 +73,8 @@ class FSDPBackend(Backend):
         self._degrees = config.degrees(self.session.world_size, self.session.topology.local_world_size)
         self._mesh: DeviceMesh | None = None
         self._owns_group = False
+        self._source_filled = True
+        self._all_filled = True
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
     @property
@@ -106,6 +110,8 @@ class FSDPBackend(Backend):
             if is_sharded(innermost(model)):
                 continue
             units = self._units(model)
+            if self.session.rank == 0 and is_meta(model):
+                check_initialisers(innermost(model), config.param_init_fn)
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
             ignored = _parameters_in(model, units.ignored)
             splitting |= {id(p): p for p in model.parameters() if p.dim() > 0 and id(p) not in ignored}
@@ -113,11 +119,23 @@ class FSDPBackend(Backend):
 
     def bind(self, bundle: Bundle) -> Bundle:
         """As every backend, once all ranks are known to prepare the same."""
+        config = cast(FSDPConfig, self.config)
         if bundle.training and self.session.world_size > 1:
             from accel_state.objects import all_gather_object
 
             mine = [entry for model in bundle.models for entry in fingerprint(model, self._units(model))]
-            check_same(mine, all_gather_object(mine, group=self.session.group))
+            filled = not any(map(is_meta, bundle.models))
+            everybody = all_gather_object((mine, filled), group=self.session.group)
+            check_same([entries for entries, _ in everybody])
+            self._source_filled = everybody[0][1]
+            self._all_filled = all(having for _, having in everybody) and not config.cpu_ram_efficient_loading
+            check_sources([having for _, having in everybody], synchronised=config.sync_module_states)
+            if config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0:
+                for model in bundle.models:
+                    if not is_sharded(innermost(model)):
+                        drop_values(innermost(model))
+        elif bundle.training:
+            self._source_filled = self._all_filled = not any(map(is_meta, bundle.models))
         bound = super().bind(bundle)
         for optimizer in bundle.optimizers:
             for group in optimizer.param_groups:
@@ -261,6 +279,8 @@ class FSDPBackend(Backend):
             self.device,
             shard_dtypes(self.policy, config),
             group=self.session.group,
+            source_filled=self._source_filled,
+            all_filled=self._all_filled,
         )
 
     def _sharding(self, model: nn.Module) -> Sharded | None:

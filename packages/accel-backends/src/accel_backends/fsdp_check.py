@@ -97,11 +97,11 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
                     _check_state(kind, parameter, optimizer.state.get(parameter, {}))
 
 
-def check_same(mine: Sequence[Any], everybody: Sequence[Sequence[Any]]) -> None:
+def check_same(everybody: Sequence[Sequence[Any]]) -> None:
     """Refuses ranks that prepare different models, which would wait for each other for ever.
 
     Args:
-        mine: one comparable entry for each parameter and unit, and so on for every rank in ``everybody``.
+        everybody: for every rank, one comparable entry for each parameter and unit.
 
     Raises:
         PrepareError: on every rank the same, with the first difference.
@@ -116,6 +116,26 @@ def check_same(mine: Sequence[Any], everybody: Sequence[Sequence[Any]]) -> None:
         raise PrepareError(
             f"ranks prepare different models: rank 0 has {here[0]} where rank {rank} has {here[1]}; every rank must "
             "build and prepare the same"
+        )
+
+
+def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
+    """Refuses models without values where those that others have would not arrive.
+
+    Args:
+        filled: whether each rank's parameters have values.
+
+    Raises:
+        PrepareError: ranks other than 0 have values and it has none, or nobody sends any.
+    """
+    if any(filled) and not filled[0]:
+        raise PrepareError(
+            f"rank 0 has its model on the meta device, and ranks {[r for r, full in enumerate(filled) if full]} have "
+            "values; values are taken from rank 0, so build it there"
+        )
+    if not all(filled) and not synchronised:
+        raise PrepareError(
+            "models on the meta device get rank 0's values, which sync_module_states=False forbids; leave it on"
         )
 
 

@@ -1,6 +1,6 @@
 """Shards a model in place with torch's ``fully_shard``, unit by unit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_values import BackwardPrefetch
+from accel_backends.meta_init import Made, materialise
 from accel_backends.names import places
 from accel_backends.wrapping import Units
 from accel_precision.facts import HALVES
@@ -30,7 +31,9 @@ class Sharder:
     Attributes:
         dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the whole model, see ``shard_dtypes``.
         group: the ranks that start from the same values.
-        filled: False where this rank's parameters have no values (meta device) and come from elsewhere.
+        source_filled: rank 0 has values, and ranks whose parameters are on the meta device take them from it;
+            otherwise every rank makes its own, and rank 0's count.
+        all_filled: every rank has values, so those of ignored modules are left to the caller.
     """
 
     config: FSDPConfig
@@ -38,12 +41,24 @@ class Sharder:
     device: torch.device
     dtypes: dict[str, Any]
     group: Any = None
-    filled: bool = True
+    source_filled: bool = True
+    all_filled: bool = True
+    made: Made = field(default_factory=dict)
 
-    @property
-    def resting_device(self) -> torch.device:
-        """Where shards are between steps."""
-        return torch.device("cpu") if self.config.cpu_offload else self.device
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Gives what is on the meta device memory, and values unless rank 0 sends them."""
+        materialise(
+            modules,
+            self.device,
+            made=self.made,
+            initialise=self.config.param_init_fn,
+            values_follow=self.source_filled,
+        )
+
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        """Rank 0's values for everybody, unless the options say that all have them."""
+        if self.config.sync_module_states:
+            broadcast(tensors, group=self.group)
 
 
 @final
@@ -93,23 +108,24 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     from torch.distributed.fsdp import FSDPModule
 
     named = {name: model.get_submodule(name) for name in (*units.inside_out, *units.ignored)}
-    apart = {parameter for name in units.ignored for parameter in named[name].parameters()}
+    how.fill(module for module in model.modules() if any(_is_scalar(p) for p in module._parameters.values()))
     for name in units.ignored:
+        how.fill(named[name].modules())
         _move(named[name], how.device)
-    whole = [p for p in model.parameters() if p.dim() == 0 and p not in apart]
+    ignored = {parameter for name in units.ignored for parameter in named[name].parameters()}
+    whole = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
     for parameter in whole:
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(how.device)
+        parameter.data = parameter.data.to(how.device)
     if how.config.activation_checkpointing:
         wrapped = {id(named[name]): checkpointed(named[name], how) for name in units.blocks}
         _replace(model, wrapped)
         named |= {name: wrapped[id(named[name])] for name in units.blocks}
-    apart |= set(whole)
+    apart = ignored | set(whole)
     for name in units.inside_out:
         _shard_unit(named[name], how, apart, wide=name in units.wide)
     _shard_unit(model, how, apart, root=True)
-    if how.filled and how.config.sync_module_states:
-        broadcast([tensor for tensor in (*whole, *model.buffers()) if not tensor.is_meta], group=how.group)
+    left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
+    how.send([*whole, *left_out, *model.buffers()])
     sharded = adopt(model, whole, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         _count_unused(cast(FSDPModule, model))
@@ -196,12 +212,11 @@ def _shard_unit(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
+    how.fill(module.modules())
     fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
-    if how.filled:
-        for parameter in fresh:
-            parameter.data = parameter.data.to(how.device)
-        if how.config.sync_module_states:
-            broadcast([parameter.data for parameter in fresh], group=how.group)
+    for parameter in fresh:
+        parameter.data = parameter.data.to(how.device)
+    how.send([parameter.data for parameter in fresh])
     reshard = how.config.reshard
     pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
     fully_shard(
@@ -237,8 +252,11 @@ def _count_unused(model: "FSDPModule") -> None:
 
 def _move(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device)
+
+
+def _is_scalar(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.dim() == 0
 
 
 def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
