@@ -72,7 +72,7 @@ def check(name: str, table: dict[str, tuple[Path, dict[str, object]]], wheels: P
     )
     module = name.replace("-", "_")
     code = f"import {module} as m; print('{name}', m.__version__, len([getattr(m, n) for n in m.__all__]), 'names')"
-    subprocess.run([str(folder / "bin" / "python"), "-I", "-c", code], check=True)
+    subprocess.run([str(folder / "bin" / "python"), "-I", "-W", "ignore", "-c", code], check=True)
 
 
 if __name__ == "__main__":

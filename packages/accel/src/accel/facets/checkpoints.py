@@ -100,6 +100,11 @@ class CheckpointFacet(ABC):
         from accel_state import rng
 
         self._wait_for_save()
+        if self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1:
+            raise ConfigError(
+                "save_on_each_node goes for save() and not for save_state: a checkpoint is one folder that all nodes "
+                "share; give one on a shared file system"
+            )
         series = self._series()
         if series is not None:
             target = series.path / f"checkpoint_{self.project_configuration.iteration}"
