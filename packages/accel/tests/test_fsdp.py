@@ -56,6 +56,7 @@ HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
         ("fsdp:2/acc=3/short", sgd_program),
         ("fsdp:4/fp64", adamw_program),
         (f"{HYBRID}/fp32/acc=3", sgd_program),
+        ("fsdp1:2/acc=3/weighted", adamw_program),
     ],
 )
 def test_sharded_training_equals_one_process(rank_pool: RankPool, layout: str, program: Callable[[], Program]) -> None:
@@ -64,7 +65,7 @@ def test_sharded_training_equals_one_process(rank_pool: RankPool, layout: str, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [sgd_program, adamw_program], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("layout", ["fsdp:1", "fsdp:2", "fsdp:4", HYBRID])
+@pytest.mark.parametrize("layout", ["fsdp:1", "fsdp:2", "fsdp:4", HYBRID, "fsdp1:2"])
 @pytest.mark.parametrize("window", ["", "/acc=3", "/acc=3/weighted", "/acc=3/short"])
 def test_sharded_training_equals_one_process_in_every_combination(
     rank_pool: RankPool, layout: str, window: str, program: Callable[[], Program]
@@ -113,6 +114,7 @@ def a_part(strategy: str, start: int, stop: int, folder: str, save: str) -> dict
 
 CHAINS = {
     "single-fsdp-ddp-fsdp-single": [("single", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 4), ("single", 1)],
+    "fsdp1-fsdp-fsdp1-ddp": [("fsdp1", 2), ("fsdp", 4), ("fsdp1", 4), ("ddp", 2)],
     "fsdp-fsdp-single": [("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("single", 1)],
 }
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel_backends.ddp import DDPConfig as DDPConfig
     from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_backends.fsdp import FSDPBackend as FSDPBackend
+    from accel_backends.fsdp1 import FSDP1Backend as FSDP1Backend
     from accel_backends.fsdp_config import FSDPConfig as FSDPConfig
     from accel_backends.fsdp_config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
@@ -54,6 +55,7 @@ _HOMES = {
     "DDPCommunicationHookType": "hooks",
     "DDPConfig": "ddp",
     "DistributedDataParallelKwargs": "ddp",
+    "FSDP1Backend": "fsdp1",
     "FSDPBackend": "fsdp",
     "FSDPConfig": "fsdp_config",
     "FullyShardedDataParallelPlugin": "fsdp_config",

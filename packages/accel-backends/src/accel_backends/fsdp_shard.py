@@ -117,8 +117,9 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     for parameter in whole:
         parameter.data = parameter.data.to(how.device)
     if how.config.activation_checkpointing:
-        wrapped = {id(named[name]): checkpointed(named[name], how) for name in units.blocks}
-        _replace(model, wrapped)
+        offload = how.config.activation_checkpointing_offload and how.device.type != "cpu"
+        wrapped = {id(named[name]): checkpointed(named[name], offload=offload) for name in units.blocks}
+        replace_modules(model, wrapped)
         named |= {name: wrapped[id(named[name])] for name in units.blocks}
     apart = ignored | set(whole)
     for name in units.inside_out:
@@ -178,8 +179,8 @@ def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
         unit.set_requires_gradient_sync(enable, recurse=False)
 
 
-def checkpointed(block: nn.Module, how: Sharder) -> nn.Module:
-    """The block in a wrapper that computes its activations again in backward."""
+def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
+    """The block in a wrapper that computes its activations again in backward; ``offload``: its inputs on the host."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
         checkpoint_wrapper,
@@ -187,7 +188,7 @@ def checkpointed(block: nn.Module, how: Sharder) -> nn.Module:
     )
 
     wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    if how.config.activation_checkpointing_offload and how.device.type != "cpu":
+    if offload:
         wrapped = offload_wrapper(wrapped)
     return wrapped
 
@@ -259,7 +260,7 @@ def _is_scalar(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.dim() == 0
 
 
-def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
+def replace_modules(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
     """Puts modules in the places of others, wherever in the model those are used."""
     for place in list(places(model)):
         for name, child in list(place.module._modules.items()):

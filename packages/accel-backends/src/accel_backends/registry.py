@@ -13,6 +13,7 @@ _OWN = {
     "single": ("accel_backends.single", "SingleBackend"),
     "ddp": ("accel_backends.ddp", "DDPBackend"),
     "fsdp": ("accel_backends.fsdp", "FSDPBackend"),
+    "fsdp1": ("accel_backends.fsdp1", "FSDP1Backend"),
 }
 
 

@@ -1,0 +1,114 @@
+"""Version 1 of sharding trains the same, and its states are named the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_backends import Bundle, FSDP1Backend, FSDPConfig
+from accel_precision import PrecisionPolicy
+from accel_state import AccelError, BackendError, Session
+from accel_testing.models import make_model
+
+STEPS, BATCH, LENGTH = 4, 8, 6
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1, 1).flatten())
+
+
+def open_backend(precision: str = "no", **options: Any) -> FSDP1Backend:
+    session = Session.open(cpu=True)
+    policy = PrecisionPolicy.parse(precision, device_type="cpu")
+    return FSDP1Backend(session, policy, FSDPConfig(fsdp_version=1, **options))
+
+
+def reference() -> nn.Module:
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        loss_of(model, tokens(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True},
+        {"sharding_strategy": "NO_SHARD"},
+        {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
+    ],
+    ids=["full", "grad_op, checkpointing", "none", "hybrid"],
+)
+def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
+    backend = open_backend(**options)
+    model = make_model("transformer", dtype=torch.float64, seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    for step in range(STEPS):
+        parts = tokens(step).chunk(8)
+        with backend.no_sync(model):
+            backend.backward(loss_of(model, parts[rank]), scale=0.5)
+        backend.backward(loss_of(model, parts[4 + rank]), scale=0.5)
+        backend.clip_grad_norm(model.parameters(), 0.5)
+        backend.step(optimizer)
+        optimizer.zero_grad()
+    state = backend.whole_model_state(model, main_only=False)
+    for name, value in reference().named_parameters():
+        assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
+    assert set(backend.optimizer_state(optimizer, [model])["state"]) == set(state)
+
+
+@pytest.mark.ranks(2)
+def test_states_load_into_another_wrapping(rank: int) -> None:
+    backend = open_backend()
+    model, other = make_model("transformer"), make_model("transformer", seed=5)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other)]
+    model, other = backend.prepare(Bundle([model, other], optimizers)).models
+    backend.backward(loss_of(model, tokens(0)))
+    backend.step(optimizers[0])
+    backend.load_model_state(other, backend.whole_model_state(model, main_only=False))
+    backend.load_optimizer_state(optimizers[1], [other], backend.optimizer_state(optimizers[0], [model]))
+    for one, optimizer in zip((model, other), optimizers, strict=True):
+        optimizer.zero_grad()
+        backend.backward(loss_of(one, tokens(1)))
+        backend.step(optimizer)
+    first, second = (backend.whole_model_state(one, main_only=False) for one in (model, other))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    with pytest.raises(AccelError, match="state of another TinyTransformer"):
+        backend.load_model_state(other, {"wrong": torch.zeros(1)})
+
+
+@pytest.mark.ranks(2)
+def test_mixed_precision_and_whole_parameters() -> None:
+    backend = open_backend("bf16")
+    model = backend.prepare(Bundle([make_model("mlp")])).models[0]
+    output = model(torch.ones(2, 8))
+    backend.backward(output.float().mean())
+    assert backend.unwrap(model).first.weight.dtype == torch.float32
+    with backend.whole_parameters(model):
+        assert backend.unwrap(model).first.weight.shape == (16, 8)
+
+
+@pytest.mark.ranks(2)
+def test_what_version_1_cannot_do_is_refused() -> None:
+    with pytest.raises(BackendError, match="nearest: fsdp_version=2"):
+        open_backend(cpu_offload=True)
+    backend = open_backend()
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(AccelError, match="meta device"):
+        backend.prepare(Bundle([model]))
+    prepared = backend.prepare(Bundle([nn.Linear(2, 2)])).models[0]
+    with pytest.raises(BackendError, match="within an accumulation window"):
+        backend.held_gradients(prepared)
