@@ -99,8 +99,8 @@ class Report:
         from rich.table import Table
 
         table = Table(title=self.title)
-        for column in self.columns:
-            table.add_column(column.replace("_", " "), justify="left" if column == self.columns[0] else "right")
+        for number, column in enumerate(self.columns):
+            table.add_column(column.replace("_", " "), justify="right" if number else "left", no_wrap=not number)
         for row in self.rows:
             table.add_row(*(_text(row.get(column)) for column in self.columns))
         Console(width=130).print(table)

@@ -39,9 +39,11 @@ class StartAt(Sampler[int]):
         self.table, self.start = table, start
 
     def __iter__(self) -> Iterator[int]:
-        if isinstance(self.table, range):
-            return iter(self.table[self.start :])
-        return (index for part in self.table[self.start :].split(1024) for index in part.tolist())
+        table = self.table
+        if isinstance(table, range):
+            return iter(table[self.start :])
+        parts = (table[begin : begin + 1024] for begin in range(self.start, len(table), 1024))
+        return (index for part in parts for index in part.tolist())
 
     def __len__(self) -> int:
         return len(self.table) - self.start
@@ -206,7 +208,7 @@ def main() -> None:
     places = (10, 1_000) if args.quick else (10, 1_000, 10_000, 100_000)
     run = Run(args.peers, 2 if args.quick else args.rounds, 2 if args.quick else 20, args.clock)
     size = (places[-1] + 200) * BATCH
-    peers = [f"{name}_{unit}" for name in ("accelerate", "fabric") for unit in ("us", "ratio")] if args.peers else []
+    peers = ["accelerate_ratio", "fabric_ratio"] if args.peers else []
     report = Report("First batch after resuming, as a ratio to a sampler or stream that starts there", COLUMNS + peers)
     from accel_testing import RankPool
 
