@@ -32,6 +32,7 @@ def test_without_group_there_are_only_variables(rank: int) -> None:
     assert os.environ["WORLD_SIZE"] == "2"
     dist.init_process_group("gloo", init_method=os.environ["ACCEL_TESTING_INIT_METHOD"], rank=rank, world_size=2)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
