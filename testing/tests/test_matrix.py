@@ -52,8 +52,6 @@ def cases() -> list[Any]:
 def test_layout_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     if "fp8" in layout:
         pytest.importorskip("torchao", reason="fp8 layers come from torchao")
-    if "fp16" in layout and "weighted" in layout:
-        pytest.xfail("a summed loss is divided only after backward, so fp16 overflows and skips its first steps")
     assert_equivalent(program, [layout], pool=rank_pool)
 
 
