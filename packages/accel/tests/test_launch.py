@@ -68,6 +68,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def hear_signals() -> None:
+    """Undoes what a suite started by nohup or in the background hands on: signals that are ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
     """A launch whose ranks have all begun; whatever is left of it at the end is killed."""
@@ -79,6 +85,7 @@ def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> It
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_signals,
     )
     try:
         deadline = time.monotonic() + 20
