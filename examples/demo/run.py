@@ -115,7 +115,7 @@ def summarise(folder: Path, rows: list[dict[str, float]], result: dict[str, floa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--num_processes", type=int, default=None, help="default: one per accelerator, or 2 on a CPU")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="more options of train.py, after --")
     args = parser.parse_args()
