@@ -303,6 +303,9 @@ def test_join_can_be_switched_off(rank):
     model, _ = prepared(ddp)
     with ddp.join([model], enable=False):
         model(data(rank))
+        assert not model._join_config.enable
+    with ddp.join([model], enable=True):
+        assert model._join_config.enable
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
+from accel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accel_state.errors import ConfigError
 
 STEPS, GLOBAL = 20, 12
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -174,3 +175,17 @@ def test_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) 
     assert skipped == [False, True, False]
     assert accelerator.scaler.current == 1024.0 / 2
     assert scheduler.scheduler.last_epoch == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [None, "ddp"])
+def test_options_of_ddp_reach_it_however_it_was_chosen(rank: int, strategy: str | None) -> None:
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[options])
+    assert accelerator.prepare(nn.Linear(2, 1)).find_unused_parameters
+
+
+@pytest.mark.ranks(2)
+def test_options_of_ddp_beside_another_strategy_are_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match="the strategy is 'fsdp'"):
+        Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[DistributedDataParallelKwargs()])

@@ -1,5 +1,6 @@
 """Options of fully sharded data parallelism, under the names that its users know."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -124,6 +125,11 @@ class FSDPConfig(BackendConfig):
             self._given("state_dict_type", "STATE_DICT_TYPE", env, StateDictKind.SHARDED_STATE_DICT),
             StateDictKind,
         )
+        if self.state_dict_type is StateDictKind.FULL_STATE_DICT:
+            logging.getLogger(__name__).info(
+                "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of ranks; "
+                "get_state_dict and save_model give whole weights"
+            )
         if self.state_dict_type is StateDictKind.LOCAL_STATE_DICT:
             raise ConfigError(
                 "state_dict_type LOCAL_STATE_DICT fits one number of ranks only; nearest: SHARDED_STATE_DICT"

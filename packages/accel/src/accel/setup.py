@@ -82,7 +82,7 @@ def open_parts(
         backend = backend_type(
             session,
             policy,
-            asked if isinstance(asked, backend_type.Config) else None,
+            options_of(asked, sorted_handlers.ddp, backend_type, alone=session.world_size == 1),
             autocast=sorted_handlers.autocast,
             scaler=sorted_handlers.scaler,
         )
@@ -104,6 +104,24 @@ def open_parts(
 
         set_seed(config.seed)
     return parts
+
+
+def options_of(
+    asked: BackendConfig | str | None, ddp: BackendConfig | None, backend: "type[Backend]", *, alone: bool
+) -> BackendConfig | None:
+    """The options that a backend takes of those that were given; None: its defaults.
+
+    One process alone has no use for options of DDP, so that a script which passes them runs on it all the same.
+
+    Raises:
+        ConfigError: ``DistributedDataParallelKwargs`` beside another strategy, which could not follow them.
+    """
+    if ddp is not None and not alone and not isinstance(ddp, backend.Config):
+        raise ConfigError(
+            f"DistributedDataParallelKwargs were given, but the strategy is {backend.name!r}; leave them out, or use "
+            "strategy='ddp'"
+        )
+    return next((options for options in (asked, ddp) if isinstance(options, backend.Config)), None)
 
 
 def accumulation_of(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from accel.clock import GradientAccumulationPlugin, StepClock
+from accel.facets.process import ProcessFacet
 from accel_state.enums import DistributedType
 from accel_state.session import Session
 
@@ -33,32 +34,12 @@ def distributed_type(session: Session, backend: "Backend | None" = None) -> Dist
     return DistributedType(f"MULTI_{kind}")
 
 
-class _ProcessView:
+class _ProcessView(ProcessFacet):
     """What PartialState and AcceleratorState say of the process."""
 
     def __init__(self, session: Session, backend: "Backend | None") -> None:
         self.session = session
         self._backend = backend
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.session.device.torch
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of this run."""
-        return self.session.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank."""
-        return self.session.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self.session.local_rank
 
     @property
     def distributed_type(self) -> DistributedType:
