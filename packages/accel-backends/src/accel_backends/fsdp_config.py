@@ -127,8 +127,8 @@ class FSDPConfig(BackendConfig):
         )
         if self.state_dict_type is StateDictKind.FULL_STATE_DICT:
             logging.getLogger(__name__).info(
-                "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of ranks; "
-                "get_state_dict and save_model give whole weights"
+                "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of "
+                "ranks; get_state_dict and save_model give whole weights"
             )
         if self.state_dict_type is StateDictKind.LOCAL_STATE_DICT:
             raise ConfigError(
