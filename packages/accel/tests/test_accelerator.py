@@ -110,6 +110,24 @@ def test_weighted_micro_batches_equal_one_batch(counts: tuple[int, ...]) -> None
         torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_weights_of_one_step_do_not_reach_the_next_without_accumulate() -> None:
+    batches = [torch.randn(count, 3, dtype=torch.float64) for count in (5, 9, 2)]
+    plain = parts()[0].double()
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    model = parts()[0].double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in batches:
+        plain(x).square().mean().backward()
+        stepper.step()
+        stepper.zero_grad()
+        accelerator.backward(model(x).square().sum(), weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
 def test_two_losses_of_one_micro_batch_share_the_weight() -> None:
     x = torch.randn(10, 3, dtype=torch.float64)
     reference = parts()[0].double()

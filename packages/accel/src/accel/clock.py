@@ -93,6 +93,10 @@ class Window:
         """Begins the next window, of ``size`` micro-batches as far as can be known."""
         self.position = 0
         self.size = size
+        self.close()
+
+    def close(self) -> None:
+        """Forgets the weights given so far: their optimizer step was taken, or the next window begins."""
         self.weight = None
         self.denominator = None
 
