@@ -263,7 +263,6 @@ def test_collectives_are_methods(rank):
 
 
 SCRIPT = """
-import os
 import sys
 import torch
 from accel_state import Session
@@ -271,11 +270,16 @@ from accel_state import Session
 session = Session.open()
 total = torch.tensor([session.rank + 1])
 torch.distributed.all_reduce(total, group=session.group)
-line = f"{session.world_size} {session.device} {total.item()} {session.topology.launcher}\n"
-os.write(1, line.encode())  # in one piece: print writes the end of the line apart where nothing is buffered
+print(f"{session.world_size} {session.device} {total.item()} {session.topology.launcher}", flush=True)
 if len(sys.argv) > 1 and session.rank == 1:
     raise SystemExit(7)
 """
+
+
+def run(command, **variables):
+    """A command whose ranks write each line in one piece, however Python is set up here."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "", **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 def launch(tmp_path, *arguments):
@@ -283,7 +287,7 @@ def launch(tmp_path, *arguments):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run([*torchrun, script, *arguments], capture_output=True, text=True, timeout=120)
+    return run([*torchrun, script, *arguments])
 
 
 def test_torchrun_without_a_flag_makes_ranks_and_exits_cleanly(tmp_path):
@@ -322,7 +326,7 @@ def test_restarted_workers_do_not_meet_dead_ones_in_the_agents_store(tmp_path):
     script.write_text(ELASTIC)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = subprocess.run([*torchrun, *rendezvous, script], capture_output=True, text=True, timeout=120)
+    done = run([*torchrun, *rendezvous, script])
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
 
@@ -344,9 +348,7 @@ def test_a_real_mpi_launcher_makes_ranks(launcher, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [tool, *arguments, sys.executable, script]
-    env = {**os.environ, "MASTER_PORT": port, "ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = run([tool, *arguments, sys.executable, script], MASTER_PORT=port, ACCELERATE_USE_CPU="1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"2 cpu 3 {launcher}"] * 2
 
