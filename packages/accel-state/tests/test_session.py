@@ -270,16 +270,16 @@ from accel_state import Session
 session = Session.open()
 total = torch.tensor([session.rank + 1])
 torch.distributed.all_reduce(total, group=session.group)
-print(f"{session.world_size} {session.device} {total.item()} {session.topology.launcher}", flush=True)
+# One write for each line: torchrun unbuffers Python, whose print writes the end of a line by itself.
+sys.stdout.write(f"{session.world_size} {session.device} {total.item()} {session.topology.launcher}\\n")
+sys.stdout.flush()
 if len(sys.argv) > 1 and session.rank == 1:
     raise SystemExit(7)
 """
 
 
 def run(command, **variables):
-    """A command whose ranks write each line in one piece, however Python is set up here."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "", **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
 
 
 def launch(tmp_path, *arguments):
@@ -307,6 +307,7 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others(tmp_path):
 
 ELASTIC = """
 import os
+import sys
 import torch
 from datetime import timedelta
 from accel_state import Session
@@ -316,7 +317,7 @@ with Session.open(timeout=timedelta(seconds=30)) as session:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and session.rank == 1:
         os._exit(3)
     session.wait_for_everyone()
-    print("done", session.rank, flush=True)
+    sys.stdout.write(f"done {session.rank}\\n")
 """
 
 
