@@ -4,20 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
 from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.names import innermost, named_parameters
+from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
 from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _forget(owned: dict[int, Any], key: int, _: object) -> None:
-    owned.pop(key, None)
 
 
 class Backend(ABC):
@@ -80,11 +77,9 @@ class Backend(ABC):
         self.autocast_options = autocast or AutocastKwargs()
         self.device: torch.device = session.device.torch
         self.scaler: LossScaler | None = self.make_scaler(scaler)
-        self._prepared: WeakSet[nn.Module] = WeakSet()
+        self._owned = Ownership()
         self._optimizers: list[ref[Optimizer]] = []
-        # Parameters of prepared models by id; gone with them, because ids are used again.
-        self._owned: dict[int, ref[nn.Parameter]] = {}
-        self._root: tuple[Any, ...] | None = None
+        self._backward = ScaledBackward()
 
     # Preparing
 
@@ -103,7 +98,12 @@ class Backend(ABC):
                     f"backend {self.name!r} prepares one model in a call, and got {len(bundle.models)}; call "
                     "prepare for each"
                 )
-            check_bundle(bundle, prepared=self._prepared, owned=self._owned, meta_allowed=self.capabilities.meta_device)
+            check_bundle(
+                bundle,
+                prepared=self._owned.models,
+                owned=self._owned.parameters,
+                meta_allowed=self.capabilities.meta_device,
+            )
             self.check(bundle)
         except PrepareError as error:
             problem = error
@@ -131,8 +131,7 @@ class Backend(ABC):
         self._optimizers = [known for known in self._optimizers if known() is not None]
         self._optimizers += map(ref, bundle.optimizers)
         for original, model in zip(originals, models, strict=True):
-            self._prepared.update((original, innermost(model)))
-            self._own(model)
+            self._owned.add(original, model)
         return replace(bundle, models=models)
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
@@ -175,16 +174,13 @@ class Backend(ABC):
     def release(self, models: Iterable[nn.Module]) -> None:
         """Forgets prepared models and gives them their own class back, so that they can be prepared anew."""
         for model in models:
-            inner = innermost(model)
-            restore_module(inner)
-            self._prepared.discard(inner)
-            for parameter in inner.parameters():
-                self._owned.pop(id(parameter), None)
-        self._root = None
+            restore_module(innermost(model))
+            self._owned.drop(model)
+        self._backward.clear()
 
     def close(self) -> None:
         """Lets go of everything. Default: nothing is held but what ``release`` forgets."""
-        self.release(list(self._prepared))
+        self.release(list(self._owned.models))
         self._owned.clear()
 
     # A step
@@ -214,25 +210,12 @@ class Backend(ABC):
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """Computes the gradients of ``scale`` times ``loss``, times the loss scale of fp16.
 
-        ``kwargs`` go to ``torch.Tensor.backward``. A factor enters as the gradient at the root, which is the same and
-        saves the product.
+        ``kwargs`` go to ``torch.Tensor.backward``.
 
         Raises:
             BackendError: a loss that is no scalar or has no graph.
         """
-        scaler = self.scaler
-        if scaler is not None:
-            scale *= scaler.current
-        try:
-            if scale == 1.0:
-                loss.backward(**kwargs)
-            elif kwargs or loss.dtype.itemsize < 4:
-                (loss.float() if loss.dtype.itemsize < 4 else loss).mul(scale).backward(**kwargs)
-            else:
-                loss.backward(self._root_gradient(loss, scale))
-        except (RuntimeError, AttributeError) as error:
-            self._explain_backward(loss, kwargs, error)
-            raise
+        self._backward(loss, scale if self.scaler is None else scale * self.scaler.current, kwargs)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Takes the loss scale out of gradients, once for each optimizer in a step. Default: if there is a scaler."""
@@ -253,9 +236,9 @@ class Backend(ABC):
         Raises:
             BackendError: parameters of no prepared model.
         """
-        parameters = self._checked(parameters)
+        parameters = self._owned.checked(parameters)
         return clip_grad_norm(
-            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, names=self._names_by_id
+            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, names=self._owned.names
         )
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -264,7 +247,7 @@ class Backend(ABC):
         Raises:
             BackendError: parameters of no prepared model.
         """
-        clip_grad_value(self._checked(parameters), clip_value)
+        clip_grad_value(self._owned.checked(parameters), clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters; False if the step was left out on all ranks because gradients overflowed."""
@@ -288,7 +271,7 @@ class Backend(ABC):
     def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
         """Names of parameters whose gradients hold nan or inf here, for a message; waits for the device."""
         parameters = [parameter for model in models for parameter in model.parameters()]
-        return nonfinite(parameters, self._names_by_id)
+        return nonfinite(parameters, self._owned.names)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """Within it, ranks may run out of batches at different times. Default: nothing waits for another rank."""
@@ -381,43 +364,3 @@ class Backend(ABC):
             agree(problem, group=self.session.group)
         if problem is not None:
             raise problem
-
-    def _root_gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
-        key = (scale, loss.dtype, loss.device, loss.shape)
-        if self._root is None or self._root[0] != key:
-            if loss.numel() != 1:
-                raise RuntimeError("not a scalar")  # explained by backward
-            self._root = (key, torch.full_like(loss, scale, requires_grad=False))
-        root: torch.Tensor = self._root[1]
-        return root
-
-    def _explain_backward(self, loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
-        if not isinstance(loss, torch.Tensor):
-            raise BackendError(f"backward got a {type(loss).__name__}; expected the loss as a tensor") from error
-        if loss.numel() != 1 and "gradient" not in kwargs:
-            raise BackendError(
-                f"backward got a loss of shape {tuple(loss.shape)}; expected one number: take its mean() or sum(), or "
-                "pass gradient="
-            ) from error
-        if not loss.requires_grad:
-            raise BackendError(
-                "backward got a loss without a graph: nothing that requires gradients went into it. Was it computed "
-                "under no_grad, detached, or are all parameters frozen?"
-            ) from error
-
-    def _own(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            self._owned[id(parameter)] = ref(parameter, partial(_forget, self._owned, id(parameter)))
-
-    def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not all(map(self._owned.__contains__, map(id, parameters))):
-            foreign = [p for p in parameters if id(p) not in self._owned]
-            raise BackendError(
-                f"{len(foreign)} of {len(parameters)} parameters to clip belong to no prepared model, the first of "
-                f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"
-            )
-        return parameters
-
-    def _names_by_id(self) -> dict[int, str]:
-        return {id(p): name for model in self._prepared for name, p in named_parameters(model).items()}

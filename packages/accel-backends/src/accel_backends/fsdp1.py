@@ -158,7 +158,7 @@ class FSDP1Backend(Backend):
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """As every backend; each rank holds other pieces of the gradients, so their norms are joined."""
-        chosen = self._checked(parameters)
+        chosen = self._owned.checked(parameters)
         gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
         norm = self._joined_norm(gradients, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):

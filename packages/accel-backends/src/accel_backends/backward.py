@@ -1,0 +1,71 @@
+"""Gradients of a scaled loss, and what to say where there are none to be had."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from accel_state.errors import BackendError
+
+
+@final
+class ScaledBackward:
+    """Goes backward from ``scale`` times a loss; keeps the gradient at the root, which is the same in most steps.
+
+    A factor enters as that gradient, which gives the same as multiplying the loss and saves the product.
+    """
+
+    __slots__ = ("_key", "_root")
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._root: torch.Tensor | None = None
+
+    def __call__(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
+        """Computes the gradients; ``kwargs`` go to ``torch.Tensor.backward``.
+
+        Raises:
+            BackendError: a loss that is no scalar or has no graph.
+        """
+        try:
+            if scale == 1.0:
+                loss.backward(**kwargs)
+            elif kwargs or loss.dtype.itemsize < 4:
+                (loss.float() if loss.dtype.itemsize < 4 else loss).mul(scale).backward(**kwargs)
+            else:
+                loss.backward(self._gradient(loss, scale))
+        except (RuntimeError, AttributeError) as error:
+            explain(loss, kwargs, error)
+            raise
+
+    def clear(self) -> None:
+        """Lets go of the tensor that is kept."""
+        self._key = self._root = None
+
+    def _gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        key = (scale, loss.dtype, loss.device, loss.shape)
+        if self._root is None or self._key != key:
+            if loss.numel() != 1:
+                raise RuntimeError("not a scalar")  # explained by the caller
+            self._key, self._root = key, torch.full_like(loss, scale, requires_grad=False)
+        return self._root
+
+
+def explain(loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
+    """Raises the reason why a loss has no gradients; returns if it is none of the known ones.
+
+    Raises:
+        BackendError: the loss is no tensor, no scalar, or has no graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise BackendError(f"backward got a {type(loss).__name__}; expected the loss as a tensor") from error
+    if loss.numel() != 1 and "gradient" not in kwargs:
+        raise BackendError(
+            f"backward got a loss of shape {tuple(loss.shape)}; expected one number: take its mean() or sum(), or "
+            "pass gradient="
+        ) from error
+    if not loss.requires_grad:
+        raise BackendError(
+            "backward got a loss without a graph: nothing that requires gradients went into it. Was it computed "
+            "under no_grad, detached, or are all parameters frozen?"
+        ) from error

@@ -1,0 +1,72 @@
+"""Which models a backend has prepared, and which parameters are theirs."""
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any, final
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+
+from accel_backends.names import innermost, named_parameters
+from accel_state.errors import BackendError
+
+
+@final
+class Ownership:
+    """Remembers prepared models and their parameters without keeping either alive.
+
+    Attributes:
+        models: the innermost modules, before and after preparing.
+    """
+
+    def __init__(self) -> None:
+        self.models: WeakSet[nn.Module] = WeakSet()
+        # Parameters by id; gone with them, because ids are used again.
+        self._parameters: dict[int, ref[nn.Parameter]] = {}
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """The parameters' ids."""
+        return self._parameters.keys()
+
+    def add(self, original: nn.Module, model: nn.Module) -> None:
+        """Takes in what was prepared and what became of it."""
+        self.models.update((original, innermost(model)))
+        for parameter in model.parameters():
+            self._parameters[id(parameter)] = ref(parameter, partial(_forget, self._parameters, id(parameter)))
+
+    def drop(self, model: nn.Module) -> None:
+        """Forgets a prepared model and its parameters."""
+        inner = innermost(model)
+        self.models.discard(inner)
+        for parameter in inner.parameters():
+            self._parameters.pop(id(parameter), None)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.models.clear()
+        self._parameters.clear()
+
+    def checked(self, parameters: "torch.Tensor | Iterable[torch.Tensor]") -> list[torch.Tensor]:
+        """The parameters as a list.
+
+        Raises:
+            BackendError: some belong to no prepared model.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not all(map(self._parameters.__contains__, map(id, listed))):
+            foreign = [p for p in listed if id(p) not in self._parameters]
+            raise BackendError(
+                f"{len(foreign)} of {len(listed)} parameters to clip belong to no prepared model, the first of "
+                f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"
+            )
+        return listed
+
+    def names(self) -> dict[int, str]:
+        """Names of the parameters by id."""
+        return {id(p): name for model in self.models for name, p in named_parameters(model).items()}
+
+
+def _forget(owned: dict[int, Any], key: int, _: object) -> None:
+    owned.pop(key, None)
