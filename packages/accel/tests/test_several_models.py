@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator
+from accel import Accelerator, GradScalerKwargs
 
 
 def two(accelerator: Accelerator):
@@ -102,3 +102,69 @@ def test_a_teacher_in_evaluation_mode_is_placed_but_not_synchronised() -> None:
     teacher = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     assert type(teacher).__name__ == "Linear"
     assert teacher(torch.ones(1, 2)).dtype == torch.float32
+
+
+def two_in_fp16(accumulate: int = 1):
+    """Two models in fp16 whose first optimizer overflows when the loss is multiplied by 1e30."""
+    scaling = GradScalerKwargs(init_scale=1024.0, growth_interval=2)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=accumulate, kwargs_handlers=[scaling]
+    )
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    return accelerator, *accelerator.prepare(*models, *(torch.optim.SGD(one.parameters(), lr=0.01) for one in models))
+
+
+def half_a_round(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, bad: bool = False):
+    with accelerator.accumulate(model):
+        loss = model(torch.ones(2, 2)).square().mean()
+        accelerator.backward(loss * (1e38 if bad else 1.0))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("bad", "scale"), [((), 2048.0), ((0,), 512.0), ((1,), 512.0), ((0, 1), 512.0)])
+def test_a_round_of_two_optimizers_changes_the_loss_scale_once(bad: tuple[int, ...], scale: float) -> None:
+    """Two good rounds let it grow (``growth_interval`` of 2); one with an overflow, of one or both, halves it once."""
+    accelerator, first, second, *optimizers = two_in_fp16()
+    for number in range(2 if not bad else 1):
+        for position, model in enumerate((first, second)):
+            half_a_round(accelerator, model, optimizers[position], bad=position in bad)
+            assert accelerator.scaler.current == 1024.0, (number, position)
+            assert optimizers[position].step_was_skipped == (position in bad)
+    half_a_round(accelerator, first, optimizers[0])
+    assert accelerator.scaler.current == scale
+
+
+def test_the_loss_scale_stays_while_another_models_window_is_open() -> None:
+    """Its gradients carry the scale, so that they would otherwise be divided by another than they were made with."""
+    accelerator, first, second, *optimizers = two_in_fp16(accumulate=2)
+    half_a_round(accelerator, second, optimizers[1])
+    half_a_round(accelerator, first, optimizers[0], bad=True)
+    half_a_round(accelerator, first, optimizers[0])  # overflows, and steps no more
+    assert optimizers[0].step_was_skipped
+    half_a_round(accelerator, first, optimizers[0])
+    assert accelerator.scaler.current == 1024.0
+    expected = 2 * (second(torch.ones(2, 2)).mean() * torch.ones(2)).detach()
+    before = second.weight.detach().clone()
+    with accelerator.accumulate(second):
+        accelerator.backward(second(torch.ones(2, 2)).square().mean())
+        accelerator.unscale_gradients()
+        assert second.weight.grad[0].tolist() == pytest.approx(expected.tolist(), rel=1e-2)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert not torch.equal(second.weight, before)
+    half_a_round(accelerator, second, optimizers[1])
+    half_a_round(accelerator, second, optimizers[1])
+    half_a_round(accelerator, first, optimizers[0])  # closes the last window that was open
+    half_a_round(accelerator, first, optimizers[0])
+    assert accelerator.scaler.current == 512.0
+
+
+def test_clipping_one_model_leaves_the_scale_in_the_gradients_of_another() -> None:
+    accelerator, first, second, *optimizers = two_in_fp16(accumulate=2)
+    half_a_round(accelerator, second, optimizers[1])
+    held = second.weight.grad.clone()
+    half_a_round(accelerator, first, optimizers[0])
+    half_a_round(accelerator, first, optimizers[0])
+    assert torch.equal(second.weight.grad, held)

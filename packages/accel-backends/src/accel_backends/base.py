@@ -28,6 +28,8 @@ from accel_precision.scaler import LossScaler, make_scaler
 from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -191,6 +193,11 @@ class Backend(ABC):
         return 1
 
     @property
+    def gradient_group(self) -> "ProcessGroup | None":
+        """The ranks that gradients are averaged over; None: torch's default group. Default: the session's."""
+        return self.session.group
+
+    @property
     def degrees(self) -> tuple[int, int]:
         """How many replicas of a model there are, and over how many ranks each is sharded. Default: all replicas."""
         return self.session.world_size, 1
@@ -259,10 +266,13 @@ class Backend(ABC):
             optimizer.step(closure)
         return True
 
-    def update_scaler(self) -> None:
-        """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler."""
+    def update_scaler(self, *, hold: bool = False) -> None:
+        """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler.
+
+        ``hold``: the step is over, but gradients that carry the scale are still waiting, so it changes next time.
+        """
         if self.scaler is not None:
-            self.scaler.update()
+            self.scaler.update(hold=hold)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clears gradients. Default: the optimizer does."""
@@ -274,7 +284,17 @@ class Backend(ABC):
         return nonfinite(parameters, self._owned.names)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """Within it, ranks may run out of batches at different times. Default: nothing waits for another rank."""
+        """Within it, ranks may run out of batches at different times. Default: as on one device, nobody waits.
+
+        Raises:
+            BackendError: several ranks, of which a backend without ``uneven_inputs`` would leave some waiting for ever.
+        """
+        if enable and models and self.gradient_average > 1 and not self.capabilities.uneven_inputs:
+            raise BackendError(
+                f"join: with backend {self.name!r} every rank takes part in every forward and backward, so ranks "
+                "cannot have different numbers of batches; nearest: even_batches=True (samples are repeated, and "
+                "gather_for_metrics leaves the repeats out), drop_last=True, or strategy='ddp'"
+            )
         return _NOTHING
 
     def average_parameters(self, model: nn.Module) -> None:
@@ -313,8 +333,12 @@ class Backend(ABC):
         """
         load_model_state(model, state, strict=strict)
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
-        """The model's state in whole tensors; collective. Default: every rank has it, and gets it."""
+    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """The model's state in whole tensors; collective. Default: every rank has it, and gets it.
+
+        ``main_only``: only rank 0 gets it where it has to be put together, and the others get an empty one; None: as
+        the backend's options say.
+        """
         return self.model_state(model)
 
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
@@ -324,6 +348,12 @@ class Backend(ABC):
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """The optimizer's state by parameter names, see ``states``."""
         return optimizer_state(optimizer, models)
+
+    def whole_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The optimizer's state in whole tensors; collective. Default: every rank has it, and gets it."""
+        return self.optimizer_state(optimizer, models)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads a state of any backend and world size.

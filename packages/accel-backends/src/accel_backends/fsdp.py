@@ -35,7 +35,8 @@ from accel_backends.fsdp_shard import (
     shard_model,
     synchronising,
 )
-from accel_backends.fsdp_states import is_dtensor, sharded_like, whole_parameters, whole_state
+from accel_backends.fsdp_states import is_dtensor, sharded_like, whole_optimizer_state, whole_parameters, whole_state
+from accel_backends.fsdp_values import WholeForm
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost
 from accel_backends.states import STATE, optimizer_names
@@ -222,9 +223,10 @@ class FSDPBackend(Backend):
         placed = {name: _placed_as(value, own.get(name)) for name, value in state.items()}
         super().load_model_state(model, placed, strict=strict)
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
-        """Whole tensors on the host, gathered one by one; on rank 0 only (elsewhere empty) unless told otherwise."""
-        return whole_state(self.model_state(model), keep=not main_only or self.session.rank == 0)
+    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """Whole tensors, gathered one by one; on the host of rank 0 only (elsewhere empty) unless told otherwise."""
+        form = cast(FSDPConfig, self.config).state_form
+        return whole_state(self.model_state(model), keep=self._keeps(form, main_only), host=form.offload_to_cpu)
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has added up here unreduced, and what has been reduced already, whole."""
@@ -240,6 +242,14 @@ class FSDPBackend(Backend):
         """DTensors under the names of the parameters."""
         self._rest(models)
         return super().optimizer_state(optimizer, models)
+
+    def whole_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As ``whole_model_state``, of an optimizer."""
+        form = cast(FSDPConfig, self.config).optimizer_state_form
+        state = self.optimizer_state(optimizer, models)
+        return whole_optimizer_state(state, keep=self._keeps(form, main_only), host=form.offload_to_cpu)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
@@ -266,6 +276,9 @@ class FSDPBackend(Backend):
             broadcast(buffers, group=self.session.group)
 
     # Helpers of the above
+
+    def _keeps(self, form: WholeForm, main_only: bool | None) -> bool:
+        return not (form.rank0_only if main_only is None else main_only) or self.session.rank == 0
 
     def _units(self, model: nn.Module) -> Units:
         config = cast(FSDPConfig, self.config)

@@ -16,8 +16,8 @@ from accel_backends.config import BackendConfig
 from accel_backends.fsdp_check import check_model, check_optimizers, check_separate, upcast_parameters
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_shard import checkpointed, computes_in_halves, replace_modules, shard_dtypes
-from accel_backends.fsdp_states import sharded_like, whole_state
-from accel_backends.fsdp_values import BackwardPrefetch, Sharding
+from accel_backends.fsdp_states import sharded_like, whole_optimizer_state, whole_state
+from accel_backends.fsdp_values import BackwardPrefetch, Sharding, WholeForm
 from accel_backends.meta_init import is_meta
 from accel_backends.names import innermost, named_parameters, places, wrapped_name
 from accel_backends.states import STATE
@@ -207,9 +207,10 @@ class FSDP1Backend(Backend):
         }
         wrapped.load_state_dict(own | placed)
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool = True) -> dict[str, Any]:
-        """Whole tensors on the host, gathered one by one; on rank 0 only (elsewhere empty) unless told otherwise."""
-        return whole_state(self.model_state(model), keep=not main_only or self.session.rank == 0)
+    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """Whole tensors, gathered one by one; on the host of rank 0 only (elsewhere empty) unless told otherwise."""
+        form = self._options.state_form
+        return whole_state(self.model_state(model), keep=self._keeps(form, main_only), host=form.offload_to_cpu)
 
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """The wrapper's own summoning of whole parameters."""
@@ -236,6 +237,14 @@ class FSDP1Backend(Backend):
         model = self._model_of(optimizer, models)
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
+    def whole_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As ``whole_model_state``, of an optimizer."""
+        form = self._options.optimizer_state_form
+        state = self.optimizer_state(optimizer, models)
+        return whole_optimizer_state(state, keep=self._keeps(form, main_only), host=form.offload_to_cpu)
+
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -255,6 +264,9 @@ class FSDP1Backend(Backend):
         )
 
     # Helpers of the above
+
+    def _keeps(self, form: WholeForm, main_only: bool | None) -> bool:
+        return not (form.rank0_only if main_only is None else main_only) or self.session.rank == 0
 
     def _units(self, model: nn.Module) -> Units:
         halves = computes_in_halves(shard_dtypes(self.policy, self._options))

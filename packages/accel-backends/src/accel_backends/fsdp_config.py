@@ -16,12 +16,14 @@ from accel_backends.fsdp_values import (
     MixedDtypes,
     Sharding,
     StateDictKind,
+    WholeForm,
     as_flag,
     as_member,
     as_number,
     mixed_dtypes,
     offloads,
     reshard_value,
+    whole_form,
     wrap_value,
 )
 from accel_state.errors import ConfigError
@@ -72,8 +74,9 @@ class FSDPConfig(BackendConfig):
         find_unused_parameters: ranks may use different parameters in one step; the others count as zero. Version 2.
         use_orig_params: version 1; only True is supported, without which parameters lose their names.
         state_dict_type: taken for compatibility; checkpoints are sharded whatever it says, and load everywhere.
-        state_dict_config: as ``state_dict_type``.
-        optim_state_dict_config: as ``state_dict_type``.
+        state_dict_config: how ``get_state_dict`` hands out whole states: a mapping of ``offload_to_cpu`` and
+            ``rank0_only`` (both True), or torch's ``FullStateDictConfig``.
+        optim_state_dict_config: the same for ``Backend.whole_optimizer_state``.
 
     Raises:
         ConfigError: a value that is not one of these, with the nearest that is.
@@ -125,6 +128,8 @@ class FSDPConfig(BackendConfig):
             self._given("state_dict_type", "STATE_DICT_TYPE", env, StateDictKind.SHARDED_STATE_DICT),
             StateDictKind,
         )
+        self.state_dict_config = whole_form("state_dict_config", self.state_dict_config)
+        self.optim_state_dict_config = whole_form("optim_state_dict_config", self.optim_state_dict_config)
         if self.state_dict_type is StateDictKind.FULL_STATE_DICT:
             logging.getLogger(__name__).info(
                 "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of "
@@ -276,6 +281,18 @@ class FSDPConfig(BackendConfig):
                 f"sizes that do: {', '.join(map(str, divisors))}"
             )
         return replicate, shard
+
+    @property
+    def state_form(self) -> WholeForm:
+        """How whole states of models are handed out."""
+        form: WholeForm = self.state_dict_config
+        return form
+
+    @property
+    def optimizer_state_form(self) -> WholeForm:
+        """How whole states of optimizers are handed out."""
+        form: WholeForm = self.optim_state_dict_config
+        return form
 
     @property
     def dtypes(self) -> MixedDtypes:

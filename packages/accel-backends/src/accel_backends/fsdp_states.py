@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends.names import places
+from accel_backends.states import STATE
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,18 +70,26 @@ def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     )
 
 
-def whole_state(state: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
-    """A model's state with every tensor whole and on the host; collective.
+def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+    """A model's state with every tensor whole; collective.
 
-    Tensor by tensor, so that the device holds one of them at a time. With ``keep`` off they are gathered, for the
-    ranks that want them, and dropped here: the result is empty.
+    Tensor by tensor, so that with ``host`` (taken to the host) the device holds one of them at a time. With ``keep``
+    off they are gathered, for the ranks that want them, and dropped here: the result is empty.
     """
     found: dict[str, Any] = {}
     for name, value in state.items():
-        tensor = gathered(value) if isinstance(value, torch.Tensor) else value
+        whole = gathered(value) if isinstance(value, torch.Tensor) else value
         if keep:
-            found[name] = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
+            found[name] = whole
+            if isinstance(whole, torch.Tensor):
+                found[name] = whole.detach().cpu() if host else whole.detach()
     return found
+
+
+def whole_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+    """An optimizer's state by names (see ``states``) with every tensor whole; as ``whole_state`` otherwise."""
+    values = {name: whole_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}
+    return {**state, STATE: values} if keep else {}
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Reads values of sharding options from what users write: names in any case, numbers, torch's enums and objects."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, final
 
 import torch
 
@@ -60,6 +61,46 @@ _WRAP_ALIASES = {
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WholeForm:
+    """How a whole state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
+
+    offload_to_cpu: bool = True
+    rank0_only: bool = True
+
+
+def whole_form(name: str, value: object) -> WholeForm:
+    """The form that a mapping, or torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``, asks for.
+
+    Raises:
+        ConfigError: an unknown entry; or offloading of sharded states, which stay where their parameters are.
+    """
+    if value is None or isinstance(value, WholeForm):
+        return value or WholeForm()
+    known = [field.name for field in fields(WholeForm)]
+    if isinstance(value, Mapping):
+        for entry in value:
+            if entry not in known:
+                near = get_close_matches(str(entry), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{name} has no {entry!r}; it has {', '.join(known)}{hint}")
+        return WholeForm(**{entry: as_flag(f"{name}: {entry}", flag) for entry, flag in value.items()})
+    if not hasattr(value, "offload_to_cpu"):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}; expected a mapping of {', '.join(known)}, or torch's "
+            "FullStateDictConfig"
+        )
+    if not hasattr(value, "rank0_only"):
+        if value.offload_to_cpu:
+            raise ConfigError(
+                f"{name}={type(value).__name__}(offload_to_cpu=True): sharded states stay where their parameters are; "
+                "nearest: leave it out (checkpoints need no copy on the host), or FullStateDictConfig"
+            )
+        return WholeForm()
+    return WholeForm(bool(value.offload_to_cpu), bool(value.rank0_only))
 
 
 def as_member(name: str, value: object, kind: type[E]) -> E:

@@ -7,29 +7,21 @@ here, and at a third of that on processors without instructions for it, which is
 who signs the manifest's seal and wants the signature to cover the tensors (blake2b ran at 0.8 GB/s, md5 at 0.7).
 """
 
-import ctypes
-import errno
 import hashlib
 import os
-import shutil
-import stat
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, final
+from typing import Literal, Protocol, final
 
-from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_state.errors import CheckpointCorruptError
 
 BLOCK = 8 * 2**20
-_IOV_MAX = 1024
 # Blocks written but not yet digested; where they are copies (of a device's memory), this bounds them.
 _IN_FLIGHT = 32
-_SYNC_FILE_RANGE_WRITE = 2
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +30,25 @@ class FileRecord:
 
     size: int
     blocks: tuple[str, ...]
+
+
+class Source(Protocol):
+    """A file to read ranges of, here or far away. ``size`` in bytes."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, view: memoryview, begin: int) -> None:
+        """Fills ``view`` with the bytes from ``begin`` on, or raises a CheckpointError."""
+
+    def announce(self, begin: int, length: int) -> None:
+        """Says that a range is read soon; where nothing comes of that, nothing is lost."""
+
+    def mapped(self) -> memoryview | None:
+        """The whole file as memory that is read when it is touched; None where there is no such thing."""
+
+    def close(self) -> None:
+        """Lets go of the file."""
 
 
 def sha256(views: Iterable[memoryview | bytes]) -> str:
@@ -82,45 +93,12 @@ def in_blocks(pieces: Iterable[memoryview], block: int = BLOCK) -> Iterator[list
         yield group
 
 
-def write_file(
-    path: Path, pieces: Iterable[memoryview], *, threads: int | None = None, digest: Digest = "crc32"
-) -> FileRecord:
-    """Writes ``pieces`` one after the other into the new file ``path`` and waits until they are on the disk.
-
-    This thread writes; ``threads`` others digest what it has written (0: this one does both). The system is told to
-    start each block on its way at once, so that the disk and the digests do not wait for each other.
-
-    Raises:
-        CheckpointError: the disk is full (says what was needed and what is free), or refused.
-    """
-    count = default_threads() if threads is None else threads
-    written = 0
-    digests: list[str] = []
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            with _Digester(count, DIGESTS[digest]) as digester:
-                for views in in_blocks(pieces):
-                    length = sum(map(len, views))
-                    _write_all(handle, views, written)
-                    _start_writeback(handle, written, length)
-                    digester.add(views)
-                    written += length
-                os.fsync(handle)
-                digests = digester.digests()
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise _explain(error, path, written) from error
-    return FileRecord(written, tuple(digests))
-
-
 @final
 class CheckedFile:
     """A file of a checkpoint for reading; each block is compared with its digest before its bytes are first used."""
 
     def __init__(
-        self, source: "Source", record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
+        self, source: Source, record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
     ) -> None:
         self.source, self.record, self.name, self.block = source, record, name, block
         self._digest = DIGESTS[digest]
@@ -188,6 +166,15 @@ class CheckedFile:
             for inside, view in parts:
                 view[:] = whole[inside : inside + len(view)]
 
+    def content(self, begin: int, end: int) -> memoryview:
+        """Bytes ``begin`` to ``end``, compared: mapped where the file can be, so that only what is touched is read."""
+        memory = self.source.mapped()
+        if memory is None:
+            return memoryview(bytearray(self.read(begin, end)))
+        for number in self.unchecked(begin, end):
+            self.check(number)
+        return memory[begin:end]
+
     def _length(self, number: int) -> int:
         return min(self.block, self.record.size - number * self.block)
 
@@ -206,47 +193,6 @@ class CheckedFile:
                 f"{self.name}: bytes {begin} to {begin + len(view)} are not those that were written"
             )
         self._checked[number] = 1
-
-
-@final
-class Source:
-    """A local file to read ranges of; links and anything but regular files are refused."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-        try:
-            self.handle = os.open(path, flags)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CheckpointCorruptError(f"{path.name}: a link; a checkpoint holds none") from None
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        facts = os.fstat(self.handle)
-        if not stat.S_ISREG(facts.st_mode):
-            os.close(self.handle)
-            raise CheckpointCorruptError(f"{path.name}: not a regular file")
-        self.path = path
-        self.size = facts.st_size
-
-    def read_into(self, view: memoryview, begin: int) -> None:
-        """Fills ``view`` with the bytes from ``begin`` on."""
-        while len(view):
-            try:
-                count = os.preadv(self.handle, [view], begin)
-            except OSError as error:
-                raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
-            if not count:
-                raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
-            view, begin = view[count:], begin + count
-
-    def announce(self, begin: int, length: int) -> None:
-        """Asks the system to fetch a range in the meantime, where it can."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.handle, begin, length, os.POSIX_FADV_WILLNEED)
-
-    def close(self) -> None:
-        os.close(self.handle)
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], threads: int | None = None) -> None:
@@ -268,7 +214,7 @@ def run_jobs(jobs: Iterable[Callable[[], None]], threads: int | None = None) -> 
 
 
 @final
-class _Digester:
+class Digester:
     """Digests of blocks in order, made by other threads while this one goes on."""
 
     def __init__(self, threads: int, digest: Callable[[list[memoryview]], str]) -> None:
@@ -292,42 +238,9 @@ class _Digester:
             self._done.append(self._waiting.popleft().result())
         return self._done
 
-    def __enter__(self) -> "_Digester":
+    def __enter__(self) -> "Digester":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
-    waiting = deque(views)
-    while waiting:
-        batch = [waiting[number] for number in range(min(len(waiting), _IOV_MAX))]
-        count = os.pwritev(handle, batch, begin)
-        if not count:
-            raise OSError(errno.ENOSPC, "nothing could be written")
-        begin += count
-        while count:
-            first = waiting.popleft()
-            if len(first) > count:
-                waiting.appendleft(first[count:])
-                break
-            count -= len(first)
-
-
-def _start_writeback(handle: int, begin: int, length: int) -> None:
-    """Asks Linux to start writing a range now, not when it is told to wait for it; elsewhere nothing is lost."""
-    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if start is not None and length == BLOCK:
-        start(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
-
-
-def _explain(error: OSError, path: Path, written: int) -> CheckpointError:
-    if error.errno in _NO_SPACE:
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        return CheckpointError(
-            f"{path}: {error.strerror} after {written} bytes; {free} bytes are free there. Nothing was committed; "
-            "earlier checkpoints are intact"
-        )
-    return CheckpointError(f"{path}: {error.strerror or error}")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_ckpt.blocks import Source, run_jobs, write_file
+from accel_ckpt.blocks import run_jobs
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.container import Item, Span, file_order, header_of, read_header
+from accel_ckpt.files import FileSource, write_file
 from accel_ckpt.peers import Peers
 from accel_ckpt.staging import sync_folder
 from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, dtype_of, host_copy
@@ -143,7 +144,7 @@ def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     aliases: dict[str, str] = {}
     with ExitStack() as opened:
         for file in files:
-            source = opened.enter_context(closing(Source(file.resolve())))
+            source = opened.enter_context(closing(FileSource(file.resolve())))
             spans, metadata = _header(source)
             for key, span in spans.items():
                 loaded[key] = torch.empty(span.shape, dtype=_dtype_of_code(span.code, key))
@@ -349,7 +350,7 @@ def _indexed(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _header(source: Source) -> tuple[dict[str, Span], dict[str, str]]:
+def _header(source: FileSource) -> tuple[dict[str, Span], dict[str, str]]:
     def read(begin: int, end: int) -> bytes:
         content = bytearray(end - begin)
         source.read_into(memoryview(content), begin)
@@ -369,6 +370,6 @@ def _dtype_of_code(code: str, key: str) -> torch.dtype:
     return dtype
 
 
-def _read_jobs(source: Source, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
+def _read_jobs(source: FileSource, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
     for at in range(0, len(view), _READ_JOB):
         yield lambda at=at: source.read_into(view[at : at + _READ_JOB], begin + at)  # type: ignore[misc]

@@ -1,6 +1,5 @@
 """This rank's part of a model that lies in plain safetensors files, without reading the rest."""
 
-import mmap
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.blocks import Source
+from accel_ckpt.files import FileSource
 from accel_ckpt.container import Span
 from accel_ckpt.export import _dtype_of_code, _header, _model_files
 from accel_ckpt.layout import boxes, local_shape
@@ -32,7 +31,7 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
     loaded: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
         for file in _model_files(Path(path).expanduser()):
-            source = opened.enter_context(closing(Source(file.resolve())))
+            source = opened.enter_context(closing(FileSource(file.resolve())))
             spans, metadata = _header(source)
             names = {key: key for key in spans}
             names |= {key: first for key, first in metadata.items() if key in like and first in spans}
@@ -44,9 +43,8 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
     return loaded
 
 
-def _mapped(source: Source) -> torch.Tensor:
-    # Copy on write, because torch knows no read-only tensors; nobody writes.
-    return torch.frombuffer(mmap.mmap(source.handle, source.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+def _mapped(source: FileSource) -> torch.Tensor:
+    return torch.frombuffer(source.mapped(), dtype=torch.uint8)
 
 
 def _part(key: str, content: torch.Tensor, span: Span, like: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Tensors out of files: for every tensor wanted, just the ranges that its part needs, several at a time."""
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, final
@@ -25,7 +24,6 @@ class TensorReader:
     def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile]) -> None:
         self._manifest, self._file = manifest, file
         self._headers: dict[str, Mapping[str, Span]] = {}
-        self._maps: dict[str, torch.Tensor] = {}
 
     def entry(self, key: str) -> TensorEntry:
         """What the manifest says of a tensor."""
@@ -99,19 +97,10 @@ class TensorReader:
         last = Box(tuple(a + n - 1 for a, n in zip(common.offset, common.shape, strict=True)), common.shape)
         begin = span.begin + run_start(common, part.box) * size
         end = span.begin + (run_start(last, part.box) + 1) * size
-        for number in file.unchecked(begin, end):
-            file.check(number)
-        content = self._mapped(file)[span.begin : span.end]
-        aligned = content if span.begin % size == 0 else content.clone()
-        saved = aligned.view(target.tensor.dtype).view(part.box.shape)
-        target.tensor[inside.within(target.whole)].copy_(saved[common.within(part.box)])
-
-    def _mapped(self, file: CheckedFile) -> torch.Tensor:
-        if file.name not in self._maps:
-            # Copy on write, because torch knows no read-only tensors; nobody writes.
-            content = mmap.mmap(file.source.handle, file.record.size, access=mmap.ACCESS_COPY)
-            self._maps[file.name] = torch.frombuffer(content, dtype=torch.uint8)
-        return self._maps[file.name]
+        content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
+        aligned = content if begin % size == 0 else content.clone()
+        saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, _row_major(part.box.shape))
+        target.tensor[inside.within(target.whole)].copy_(saved)
 
 
 def placed_like(model: torch.Tensor | None) -> object:

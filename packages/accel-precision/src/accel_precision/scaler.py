@@ -47,6 +47,7 @@ class LossScaler:
         self._overflowed: dict[int, bool] = {}
         self._stepped: set[int] = set()
         self._skipped = False
+        self._held = False  # an overflow that the scale has not followed yet
         self._known: set[type[Optimizer]] = set()
 
     @property
@@ -114,8 +115,12 @@ class LossScaler:
         optimizer.step()
         return True
 
-    def update(self) -> None:
+    def update(self, *, hold: bool = False) -> None:
         """Adapts the scale to what the step found, once for all optimizers; does nothing if none was unscaled.
+
+        Args:
+            hold: the step is over, but gradients that carry the scale are still waiting for one of their own: it
+                changes at the next update that does not hold it.
 
         Raises:
             PrecisionError: the scale has fallen so far that it cannot be what makes gradients overflow.
@@ -123,7 +128,13 @@ class LossScaler:
         if not self._overflowed:
             return
         self._skipped = any(self._overflowed.values())
-        if self._skipped:
+        self._overflowed.clear()
+        self._stepped.clear()
+        self._held = self._held or self._skipped
+        if hold:
+            return
+        if self._held:
+            self._held = False
             self._scale *= self._options.backoff_factor
             self._tracker = 0
             self._check_floor()
@@ -132,8 +143,6 @@ class LossScaler:
             if self._tracker >= self._options.growth_interval:
                 self._scale = min(self._scale * self._options.growth_factor, MAX_SCALE)
                 self._tracker = 0
-        self._overflowed.clear()
-        self._stepped.clear()
 
     def _check_floor(self) -> None:
         if self._scale < MIN_SCALE:
@@ -162,7 +171,7 @@ class LossScaler:
         scale = float(state[self.SCALE])
         if not (math.isfinite(scale) and scale > 0.0):
             raise PrecisionError(f"the state of the loss scale holds scale={scale}; expected a positive finite number")
-        self._scale, self._tracker = scale, int(state[self.TRACKER])
+        self._scale, self._tracker, self._held = scale, int(state[self.TRACKER]), False
         self._overflowed.clear()
         self._stepped.clear()
 

@@ -1,6 +1,5 @@
 """The front door: one object around a training loop, whose parts do the work."""
 
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from accel import accumulation
 from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
 from accel.facets.data import DataFacet
+from accel.facets.gradients import GradientFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet
 from accel.handlers import ProjectConfiguration
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
-    from accel_precision import AutocastKwargs, PrecisionPolicy
+    from accel_precision import PrecisionPolicy
     from accel_state import ParallelismConfig
 
 
 @final
-class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
+class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, CheckpointFacet):
     """Runs an ordinary PyTorch training loop on whatever it was launched on.
 
     Every argument has a default, a flag of ``accel launch`` and an environment variable where that makes sense; what
@@ -279,13 +279,13 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
             raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
         clock, backend = self.clock, self.backend
         if backend.scaler is not None:
-            backend.update_scaler()  # of the step before, once all of its optimizers have stepped
+            clock.settle_scale(backend)
         if weight is not None:
             window = clock.window
-            scale = accumulation.weighted_scale(window, weight, backend.gradient_average, loss.device)
+            scale = accumulation.weighted_scale(window, weight, backend, loss.device)
             backend.backward(loss * scale, **kwargs)
             if clock.due:
-                accumulation.normalise(window, self._accumulated(), collective=backend.gradient_average > 1)
+                accumulation.normalise(window, self._accumulated(), backend)
             return
         backend.backward(loss, scale=clock.share, **kwargs)
         if clock.due and clock.correction != 1.0:
@@ -304,48 +304,6 @@ class Accelerator(ProcessFacet, DataFacet, SettingsFacet, CheckpointFacet):
             f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
             "prepare returned"
         )
-
-    def _accumulated(self) -> list[nn.Module]:
-        """The models whose window is current."""
-        key = self.clock.key
-        return [self._models[position] for position in key] if key else self._models
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward keeps this rank's gradients of ``model`` to itself."""
-        return self.backend.no_sync(model)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the next backward reduces the gradients even though the forward ran under ``no_sync``."""
-        return self.backend.trigger_sync(model)
-
-    def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
-
-        Acts only when a step is due; before, the norm of what has been accumulated is returned and nothing changes.
-        """
-        if not self.clock.due:
-            return self.backend.clip_grad_norm(parameters, math.inf, norm_type)
-        if self.backend.scaler is not None:
-            self.unscale_gradients()
-        return self.backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limits every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
-        if self.clock.due:
-            self.unscale_gradients()
-            self.backend.clip_grad_value(parameters, clip_value)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divides the loss scale out of the gradients, once, of the given or all prepared optimizers."""
-        chosen = self._optimizers if optimizer is None else optimizer
-        chosen = chosen if isinstance(chosen, list | tuple) else [chosen]
-        self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
-
-    def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
-        """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
-        return self.backend.autocast(autocast_handler)
 
     # ---------------------------------------------------------------------------------------------------- end
 

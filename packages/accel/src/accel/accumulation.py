@@ -1,6 +1,7 @@
 """Makes the gradients of many micro-batches, on many ranks, those of one big batch."""
 
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -9,6 +10,15 @@ from accel.clock import StepClock, Window
 from accel_state import collectives
 
 Weight = float | int | torch.Tensor
+
+
+class Averager(Protocol):
+    """The part of a backend that knows over how many ranks, and which, it averages gradients."""
+
+    @property
+    def gradient_average(self) -> int: ...
+    @property
+    def gradient_group(self) -> Any: ...
 
 
 def correct_short_window(clock: StepClock, models: Iterable[nn.Module]) -> None:
@@ -22,8 +32,8 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module]) -> None:
     clock.correction = 1.0
 
 
-def weighted_scale(window: Window, weight: Weight, ranks: int, device: torch.device) -> torch.Tensor:
-    """What a summed loss is multiplied with before backward, when a backend averages over ``ranks``; adds its weight.
+def weighted_scale(window: Window, weight: Weight, over: Averager, device: torch.device) -> torch.Tensor:
+    """What a summed loss is multiplied with before backward, given who averages gradients; adds its weight.
 
     Sums are divided by a power of two near the weight of the window before (of this one's first micro-batches, for the
     first: one small collective), so that half-precision gradients have the size that a mean loss gives them.
@@ -34,13 +44,13 @@ def weighted_scale(window: Window, weight: Weight, ranks: int, device: torch.dev
     if window.denominator is None:
         if window.reference is None:
             first = added * window.size
-            window.reference = _power_of_two(collectives.reduce(first, reduction="sum") if ranks > 1 else first)
+            window.reference = _power_of_two(_summed(first, over))
         window.denominator = window.reference
     window.weight = added if window.weight is None else window.weight + added
-    return ranks / window.denominator
+    return over.gradient_average / window.denominator
 
 
-def normalise(window: Window, models: Iterable[nn.Module], *, collective: bool) -> None:
+def normalise(window: Window, models: Iterable[nn.Module], over: Averager) -> None:
     """Divides the gradients by the weight of the whole window over all ranks; collective if ranks share the work.
 
     It may run several times in one window (a second loss of the last micro-batch): each time it replaces the
@@ -49,11 +59,18 @@ def normalise(window: Window, models: Iterable[nn.Module], *, collective: bool) 
     total, before = window.weight, window.denominator
     assert total is not None
     assert before is not None
-    if collective:
-        total = collectives.reduce(total, reduction="sum")
+    total = _summed(total, over)
     total = torch.where(total > 0, total, torch.ones_like(total))
     scale_gradients(models, before / total)
     window.denominator, window.reference = total, _power_of_two(total)
+
+
+def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
+    """The weight of all ranks together."""
+    if over.gradient_average == 1:
+        return weight
+    total: torch.Tensor = collectives.reduce(weight, reduction="sum", group=over.gradient_group)
+    return total
 
 
 def _power_of_two(weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ Key = tuple[int, ...]
 """Which models a window accumulates for, by their position among the prepared ones; empty: all of them."""
 
 STEPS_KEY = "steps"
+PATIENCE = 100
+"""Rounds for which an unfinished window keeps the loss scale from changing; past them it counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class ActiveLoader(Protocol):
     def window(self) -> WindowFacts | None: ...
 
 
+class Scaling(Protocol):
+    """What adapts a loss scale: a backend."""
+
+    def update_scaler(self, *, hold: bool = False) -> None: ...
+
+
 class Window:
     """One accumulation window of one group of models: its position, and the weights given to ``backward``.
 
@@ -77,9 +85,11 @@ class Window:
         weight: sum of the weights given on this rank; None: none yet.
         denominator: what summed losses are divided by in this window so far.
         reference: the denominator that the next window starts with.
+        stepped: an optimizer has stepped since the loss scale was last adapted.
+        rounds: of steps of other groups since this one's last micro-batch.
     """
 
-    __slots__ = ("denominator", "position", "reference", "size", "step", "weight")
+    __slots__ = ("denominator", "position", "reference", "rounds", "size", "step", "stepped", "weight")
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
@@ -88,6 +98,13 @@ class Window:
         self.weight: torch.Tensor | None = None
         self.denominator: torch.Tensor | None = None
         self.reference: torch.Tensor | None = None
+        self.stepped = False
+        self.rounds = 0
+
+    @property
+    def open(self) -> bool:
+        """It holds gradients of a step that is not due yet."""
+        return 0 < self.position < self.size
 
     def restart(self, size: int) -> None:
         """Begins the next window, of ``size`` micro-batches as far as can be known."""
@@ -152,13 +169,34 @@ class StepClock:
     @property
     def open(self) -> bool:
         """Some group of models holds gradients of a window that has not ended yet."""
-        return any(0 < window.position < window.size for window in self._windows.values())
+        return any(window.open for window in self._windows.values())
+
+    def stepped(self) -> None:
+        """An optimizer has stepped for the current group of models, or has left the step out."""
+        self.window.close()
+        self.window.stepped = True
+
+    def settle_scale(self, scaling: Scaling) -> None:
+        """Lets the loss scale adapt, before a backward, if a round of steps is over: some group is about to go again.
+
+        The optimizers of one group, and groups that step in turn (a GAN's), make one round and one change of the
+        scale. While another group holds gradients of an unfinished window, the scale has to stay as it is in them.
+        """
+        if not self.window.stepped:
+            return
+        others = [window for window in self._windows.values() if window is not self.window]
+        scaling.update_scaler(hold=any(window.open and window.rounds < PATIENCE for window in others))
+        self.window.stepped = False
+        for window in others:
+            window.stepped = False
+            window.rounds += 1
 
     def tick(self, key: Key = ()) -> bool:
         """Enters the next micro-batch of the models ``key``; returns whether it ends their window."""
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = Window()
+        window.rounds = 0
         self.window = window
         self.key = key
         loader = self.active_loader

@@ -46,7 +46,7 @@ class PreparedOptimizer(Optimizer):
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
         if closure is None:
             self.step_was_skipped = not self._backend.step(self.optimizer)
-            self._clock.window.close()
+            self._clock.stepped()
             return None
         losses: list[Any] = []
 
@@ -55,7 +55,7 @@ class PreparedOptimizer(Optimizer):
             return losses[-1]
 
         self.step_was_skipped = not self._backend.step(self.optimizer, keeping)
-        self._clock.window.close()
+        self._clock.stepped()
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -115,7 +115,7 @@ class CheckpointFacet(ABC):
                 "save_state needs a folder: give output_dir, or "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        self.backend.update_scaler()
+        self.backend.update_scaler(hold=self.clock.open)
         self.backend.settle_buffers(self._models)
         parts = self._train_state()
         state = parts.collect()
