@@ -1,0 +1,92 @@
+"""An Accelerator's side towards gradients: when they travel, how long they are, and the loss scale in them."""
+
+import math
+from abc import ABC
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel.clock import StepClock
+from accel.optimizer import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_precision import AutocastKwargs
+
+
+class GradientFacet(ABC):
+    """Everything about gradients between backward and the optimizer's step."""
+
+    clock: StepClock
+    backend: "Backend"
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward keeps this rank's gradients of ``model`` to itself."""
+        return self.backend.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward reduces the gradients even though the forward ran under ``no_sync``."""
+        return self.backend.trigger_sync(model)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+        Acts only when a step is due; before, the norm of what has been accumulated is returned and nothing changes.
+        """
+        if not self.clock.due:
+            return self.backend.clip_grad_norm(parameters, math.inf, norm_type)
+        if self.backend.scaler is not None:
+            parameters = _listed(parameters)
+            self.backend.unscale(self._holding(parameters))
+        return self.backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limits every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
+        if self.clock.due:
+            parameters = _listed(parameters)
+            self.backend.unscale(self._holding(parameters))
+            self.backend.clip_grad_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides the loss scale out of the gradients, once, of the given or all prepared optimizers.
+
+        In the block of ``accumulate(model)`` all means those that step for its models: what others have accumulated
+        is still scaled, and has to stay so.
+        """
+        if optimizer is None:
+            chosen: Sequence[Any] = (
+                self._holding(p for model in self._accumulated() for p in model.parameters())
+                if self.clock.key
+                else self._optimizers
+            )
+        else:
+            chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
+
+    def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
+        """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
+        return self.backend.autocast(autocast_handler)
+
+    def _accumulated(self) -> list[nn.Module]:
+        """The models whose window is current."""
+        key = self.clock.key
+        return [self._models[position] for position in key] if key else self._models
+
+    def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers, their inner ones, that update some of these parameters."""
+        inner = [one.optimizer for one in self._optimizers]
+        if len(inner) < 2:
+            return inner
+        ids = {id(parameter) for parameter in parameters}
+        return [one for one in inner if any(id(p) in ids for group in one.param_groups for p in group["params"])]
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
