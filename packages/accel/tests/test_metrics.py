@@ -1,12 +1,15 @@
 """``gather_for_metrics`` gives every sample once, whatever the sharding repeated or cut."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
+from accel.metrics import gather_for_metrics
+from accel_state import ParallelismConfig, Session
 
 GRID = list(itertools.product(range(1, 41), range(1, 8)))
 SAMPLE = [(1, 1), (1, 7), (2, 3), (3, 2), (5, 4), (7, 7), (11, 2), (13, 5), (16, 4), (23, 3), (40, 7)]
@@ -88,3 +91,42 @@ def test_breaking_out_leaves_nothing_behind(rank: int) -> None:
     for _ in accelerator.prepare_data_loader(DataLoader(range(8), batch_size=2)):
         break
     assert accelerator.gradient_state.active_dataloader is None
+
+
+SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("counts", "kept"),
+    [
+        (None, [0, 1, 2, 3, 4, 5]),
+        ((3, 3), [0, 1, 2, 3, 4, 5]),
+        ((3, 1), [0, 1, 2, 3]),
+        ((3, 0), [0, 1, 2]),
+        ((2, -1), [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("as_objects", [False, True], ids=["tensors", "objects"])
+def test_ranks_that_split_the_model_give_their_samples_once(
+    rank: int, counts: tuple[int, ...] | None, kept: list[int], as_objects: bool
+) -> None:
+    session = Session.open(cpu=True)
+    topologies = [replace(session.topology, rank=one) for one in range(4)]
+    shard_of = [SPLIT.data_shard(topology).index for topology in topologies]
+    assert shard_of == [0, 0, 1, 1]
+    if counts is not None and counts[shard_of[rank]] < 0:
+        return  # has left the loop
+    rows = torch.arange(3) + 3 * shard_of[rank]
+    data = rows.tolist() if as_objects else rows
+    gathered = gather_for_metrics(session, data, counts, shard_of=shard_of)
+    assert (gathered if as_objects else gathered.tolist()) == kept
+
+
+@pytest.mark.ranks(4)
+def test_the_shards_of_ranks_follow_the_degrees(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator._shards_of_ranks() is None
+    accelerator.parallelism_config = SPLIT
+    accelerator.data_shard = SPLIT.data_shard(accelerator.session.topology)
+    assert accelerator._shards_of_ranks() == [0, 0, 1, 1]

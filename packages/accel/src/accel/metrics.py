@@ -10,17 +10,33 @@ from accel_state.session import Session
 
 
 def gather_for_metrics(
-    session: Session, data: Any, real_counts: Sequence[int] | None, *, use_gather_object: bool = False
+    session: Session,
+    data: Any,
+    real_counts: Sequence[int] | None,
+    *,
+    shard_of: Sequence[int] | None = None,
+    use_gather_object: bool = False,
 ) -> Any:
-    """Gathers ``data`` from all ranks and keeps each rank's first ``real_counts[rank]`` rows.
+    """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
 
     Tensors in any nesting are concatenated along dimension 0. Anything else (or everything, with
     ``use_gather_object``) is sent as objects: a list counts its items as rows, and the result is one list.
     ``real_counts`` None keeps all rows: nothing was repeated, or nobody can know. Ranks that have no batch in this
     step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others.
+
+    Args:
+        shard_of: for each rank the data shard that it reads. Ranks with the same one (they split the model, not the
+            samples) have the same rows, of which the first rank's are kept. None: each reads its own.
     """
     leaves = nested.flatten(data)[0]
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if shard_of is not None and len(set(shard_of)) < session.world_size:
+        speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
+        if real_counts is None:
+            return _gather_speakers(session, data, speaks, as_objects)
+        real_counts = [
+            real_counts[shard] if speaks[rank] else min(real_counts[shard], 0) for rank, shard in enumerate(shard_of)
+        ]
     if real_counts is None or all(count == real_counts[0] for count in real_counts):
         return _gather_equal(session, data, None if real_counts is None else real_counts[0], as_objects)
     if min(real_counts) < 0:
@@ -30,6 +46,19 @@ def gather_for_metrics(
     most = max(real_counts)
     gathered = session.gather(nested.map_leaves(lambda leaf: _pad_rows(leaf, most), data))
     return nested.map_leaves(lambda rows: _keep_rows(rows, real_counts), gathered)
+
+
+def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
+    """All rows of the ranks that speak, in their order."""
+    if as_objects:
+        return session.gather_object(data if speaks[session.rank] else [])
+    chosen = [rank for rank, one in enumerate(speaks) if one]
+
+    def keep(rows: torch.Tensor) -> torch.Tensor:
+        parts = rows.chunk(len(speaks))
+        return torch.cat([parts[rank] for rank in chosen])
+
+    return nested.map_leaves(keep, session.gather(data))
 
 
 def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bool) -> Any:

@@ -3,6 +3,7 @@
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
-    from accel_state import DataShard
+    from accel_state import DataShard, ParallelismConfig
 
 
 @final
@@ -45,6 +46,7 @@ class DataFacet(ABC):
     clock: StepClock
     backend: "Backend"
     data_shard: "DataShard"
+    parallelism_config: "ParallelismConfig"
     rng_types: tuple[str, ...]
     dataloader_config: "LoaderOptions"
     _dataloaders: list[Any]
@@ -60,7 +62,9 @@ class DataFacet(ABC):
 
         loader = self.clock.active_loader
         counts = None if loader is None else loader.real_counts
-        return gather_for_metrics(self.session, input_data, counts, use_gather_object=use_gather_object)
+        return gather_for_metrics(
+            self.session, input_data, counts, shard_of=self._shards_of_ranks(), use_gather_object=use_gather_object
+        )
 
     def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":
         """A loader like ``dataloader`` whose next pass starts after ``num_batches`` batches, without reading those."""
@@ -83,6 +87,14 @@ class DataFacet(ABC):
             if not even:
                 stack.enter_context(self.backend.join(list(joinables)))
             yield
+
+    def _shards_of_ranks(self) -> list[int] | None:
+        """The data shard of each rank; None where each has its own."""
+        topology = self.session.topology
+        if self.data_shard.count == topology.world_size:
+            return None
+        places = (replace(topology, rank=rank) for rank in range(topology.world_size))
+        return [self.parallelism_config.data_shard(place).index for place in places]
 
     def _prepare_loader(
         self,
