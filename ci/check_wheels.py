@@ -1,5 +1,7 @@
 """Builds every member's wheel and imports each in a bare environment holding only what it declares.
 
+The data layer also trains in such environments, in loops that are not ours.
+
 Members are installed by path, never by name (see check_origin.py). Third-party requirements (torch and the like) are
 taken from the environment this script runs in, through a ``.pth`` file that lists the files of exactly the declared
 distributions and what those declare in turn: an import of anything else fails as it would for a stranger.
@@ -16,9 +18,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
+Members = dict[str, tuple[Path, dict[str, object]]]
+"""By distribution name: its folder and the ``[project]`` table of its pyproject."""
 
 
-def projects() -> dict[str, tuple[Path, dict[str, object]]]:
+def projects() -> Members:
     files = [*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "testing" / "pyproject.toml"]
     tables = [(file.parent, tomllib.loads(file.read_text())["project"]) for file in files]
     return {str(table["name"]): (folder, table) for folder, table in tables}
@@ -50,7 +54,7 @@ def link(name: str, site: Path) -> None:
             target.symlink_to(base / top)
 
 
-def members_needed(name: str, table: dict[str, tuple[Path, dict[str, object]]]) -> list[str]:
+def members_needed(name: str, table: Members) -> list[str]:
     found = [name]
     for text in table[name][1]["dependencies"]:  # type: ignore[attr-defined]
         needed = Requirement(text).name
@@ -59,41 +63,50 @@ def members_needed(name: str, table: dict[str, tuple[Path, dict[str, object]]]) 
     return found
 
 
-def check(name: str, table: dict[str, tuple[Path, dict[str, object]]], wheels: Path, folder: Path) -> None:
+def bare(name: str, table: Members, folder: Path, *, beside: str | None = None) -> Path:
+    """The Python of a new environment in ``folder``: member ``name``, what it needs, and the library ``beside`` it."""
     venv.create(folder, with_pip=False, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
     needed = members_needed(name, table)
     outside = [Requirement(text).name for member in needed for text in table[member][1]["dependencies"]]  # type: ignore[attr-defined]
+    outside += [beside] if beside else []
     for other in sorted(closure([requirement for requirement in outside if requirement not in table])):
         link(other, site)
-    paths = [str(next(wheels.glob(f"{member.replace('-', '_')}-*.whl"))) for member in needed]
+    paths = [str(next(folder.parent.glob(f"wheels/{member.replace('-', '_')}-*.whl"))) for member in needed]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *paths], check=True
     )
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str) -> None:
+    subprocess.run([str(python), "-I", "-W", "ignore", *arguments], check=True)
+
+
+def check_import(name: str, table: Members, scratch: Path) -> None:
     module = name.replace("-", "_")
     code = f"import {module} as m; print('{name}', m.__version__, len([getattr(m, n) for n in m.__all__]), 'names')"
-    subprocess.run([str(folder / "bin" / "python"), "-I", "-W", "ignore", "-c", code], check=True)
+    run(bare(name, table, scratch / name), "-c", code)
+
+
+def check_other_loops(table: Members, scratch: Path) -> None:
+    """The data layer alone, on one process and two, in a plain loop of torch's and in one of Lightning Fabric's."""
+    for kind, beside in {"torch": None, "fabric": "lightning-fabric"}.items():
+        python = bare("accel-data", table, scratch / kind, beside=beside)
+        run(python, str(ROOT / "packages" / "accel-data" / "tests" / "other_loops.py"), kind)
+
+
+def build(folders: list[Path], wheels: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
+    for folder in folders:
+        subprocess.run([*command, str(folder)], check=True)
 
 
 if __name__ == "__main__":
     table = projects()
-    with tempfile.TemporaryDirectory() as scratch:
-        wheels = Path(scratch) / "wheels"
-        for folder, _ in table.values():
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "wheel",
-                    "-q",
-                    "--no-deps",
-                    "--no-build-isolation",
-                    "-w",
-                    str(wheels),
-                    str(folder),
-                ],
-                check=True,
-            )
+    with tempfile.TemporaryDirectory() as text:
+        scratch = Path(text)
+        build([folder for folder, _ in table.values()], scratch / "wheels")
         for name in table:
-            check(name, table, wheels, Path(scratch) / name)
+            check_import(name, table, scratch)
+        check_other_loops(table, scratch)
