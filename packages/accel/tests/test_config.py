@@ -26,13 +26,25 @@ SAMPLES = {
 }
 
 
+# Values of settings whose range or only choice leaves nothing of the above.
+RARE: dict[str, tuple[object, ...]] = {
+    "fp8_override_linear_precision": ("true,false,false", "false,false,true", "true,true,true"),
+    "fsdp_version": (1, 2, 1),
+    "zero_stage": (1, 2, 3),
+    "megatron_lm_attention_dropout": (0.5, 0.25, 0.125),
+    "megatron_lm_hidden_dropout": (0.5, 0.25, 0.125),
+}
+
+
 def samples(name: str) -> tuple[object, ...]:
     row = settings()[name]
-    return row.facts.choices[:3] if row.facts.choices else SAMPLES[row.type]
+    if name in RARE:
+        return RARE[name]
+    return (row.facts.choices * 3)[:3] if row.facts.choices else SAMPLES[row.type]
 
 
 def text(name: str, value: object) -> str:
-    return str(settings()[name].dump(value)).lower() if isinstance(value, bool) else str(settings()[name].dump(value))
+    return settings()[name].text(value)
 
 
 def given_by(source: str, name: str, value: object, folder: Path) -> dict[str, object]:

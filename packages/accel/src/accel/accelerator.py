@@ -116,7 +116,7 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         self.data_shard = parts.parallelism.data_shard(parts.session.topology)
         self.dataloader_config = parts.loading
         self.project_configuration = parts.project
-        self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin)
+        self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin, parts.config)
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
+from accel.from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.strategy import asked_strategy, fitting
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_precision import PrecisionPolicy
-from accel_state import ParallelismConfig, Session
+from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,13 +71,17 @@ def open_parts(
             )
         )
         given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
-        asked = asked_strategy(given, fsdp, parallelism, os.environ) or sorted_handlers.ddp
+        if fsdp is None and call["backend"] is None:
+            fsdp = fsdp_options(config)
+        parallelism = parallelism or degrees_of(config)
+        variables = {**os.environ, **config.variables()}
+        asked = asked_strategy(given, fsdp, parallelism, variables) or sorted_handlers.ddp
         choice = select_backend(session.topology, session.device, asked)
         asked_policy = call["mixed_precision"]
         policy = PrecisionPolicy.parse(
             asked_policy if isinstance(asked_policy, PrecisionPolicy) else config.mixed_precision,
             device_type=session.device.type,
-            fp8=sorted_handlers.fp8,  # type: ignore[arg-type]
+            fp8=sorted_handlers.fp8 or fp8_recipe(config, os.environ),  # type: ignore[arg-type]
         )
         backend_type = load_backend(choice.name)
         backend = backend_type(
@@ -99,11 +104,31 @@ def open_parts(
             project=project_of(project, config.project_dir),
         )
         on_failure.pop_all()
+    if config.enable_cpu_affinity:
+        keep_to_cores(session.topology, session.device.type)
     if config.seed is not None:
         from accel_state.rng import set_seed
 
         set_seed(config.seed)
     return parts
+
+
+def keep_to_cores(topology: Topology, device_type: str) -> None:
+    """Keeps this process to the cores next to its GPU; without one, to its share of those it may use."""
+    from accel_state.hardware import set_numa_affinity
+
+    if device_type == "cuda":
+        set_numa_affinity(topology.local_rank)
+    elif hasattr(os, "sched_setaffinity"):
+        mine = cores_of(sorted(os.sched_getaffinity(0)), topology.local_rank, topology.local_world_size)
+        os.sched_setaffinity(0, mine)
+
+
+def cores_of(cores: Sequence[int], local_rank: int, count: int) -> list[int]:
+    """The share of neighbouring ``cores`` that one of ``count`` processes gets; at least one, shared if need be."""
+    if len(cores) < count:
+        return [cores[local_rank % len(cores)]]
+    return list(cores[local_rank * len(cores) // count : (local_rank + 1) * len(cores) // count])
 
 
 def options_of(
@@ -155,12 +180,12 @@ def project_of(project: ProjectConfiguration | None, folder: str | None) -> Proj
     return project
 
 
-def dynamo_of(backend: object, plugin: "TorchDynamoPlugin | None") -> "TorchDynamoPlugin | None":
-    """The compilation that was asked for, by name or in detail, or None."""
+def dynamo_of(backend: object, plugin: "TorchDynamoPlugin | None", config: AccelConfig) -> "TorchDynamoPlugin | None":
+    """The compilation that was asked for, by name or in detail, by the call or else by the configuration, or None."""
     if backend is None or plugin is not None:
         if backend is not None:
             raise ConfigError("You can only pass one of dynamo_backend and dynamo_plugin")
-        return plugin
+        return plugin or compilation_of(config)
     from accel_backends import TorchDynamoPlugin
 
     return TorchDynamoPlugin(backend=str(backend))

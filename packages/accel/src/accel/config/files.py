@@ -1,5 +1,6 @@
 """The settings of a configuration file, each with the line it stands on."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -18,16 +19,18 @@ class Entry:
     """One key of a file as written, its value, and the line (from 1) that holds it.
 
     A single value is the text that stands in the file: YAML would turn ``no`` into false and ``1:30`` into 5400, and
-    the setting knows better what is meant. Lists and mappings hold plain values.
+    the setting knows better what is meant. Lists and mappings hold plain values. An entry of a mapping that was read
+    as a section carries its name.
     """
 
     key: str
     value: object
     line: int
+    section: str = ""
 
 
-def read_entries(path: Path) -> tuple[Entry, ...]:
-    """The top-level entries of a YAML or JSON file, in its order.
+def read_entries(path: Path, sections: Collection[str] = ()) -> tuple[Entry, ...]:
+    """The entries of a YAML or JSON file, in its order: the top-level ones, and those of mappings named ``sections``.
 
     JSON goes through the YAML reader too, which also knows its lines. Nothing but plain values is ever constructed.
 
@@ -52,19 +55,22 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
     if not isinstance(root, yaml.MappingNode):
         found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise ConfigError(f"{path}:1: expected lines of the form 'name: value', found {found}")
-    return _entries(root, path)
+    return tuple(_entries(root, path, sections))
 
 
-def _entries(root: "MappingNode", path: Path) -> tuple[Entry, ...]:
+def _entries(root: "MappingNode", path: Path, sections: Collection[str], section: str = "") -> Iterator[Entry]:
+    import yaml
+
     lines: dict[str, int] = {}
-    entries = []
     for key_node, value_node in root.value:
         key, line = str(_plain(key_node, path)), key_node.start_mark.line + 1
         if key in lines:
             raise ConfigError(f"{path}:{line}: {key} is given twice, first on line {lines[key]}")
         lines[key] = line
-        entries.append(Entry(key, _plain(value_node, path), line))
-    return tuple(entries)
+        if not section and key in sections and isinstance(value_node, yaml.MappingNode):
+            yield from _entries(value_node, path, (), key)
+        else:
+            yield Entry(key, _plain(value_node, path), line, section)
 
 
 def _plain(node: "Node", path: Path) -> object:

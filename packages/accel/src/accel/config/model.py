@@ -1,16 +1,20 @@
 """The table of settings: one resolved configuration that knows where every value came from."""
 
-# ruff: noqa: RUF009  - setting() returns a dataclass field, as dataclasses.field() does.
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from types import MappingProxyType
 from typing import Literal, final
 
-from accel.config.setting import Facts, Setting, nearest, setting, settings_of
+from accel.config.sections.deepspeed import DeepSpeedSettings
+from accel.config.sections.fsdp import FSDPSettings
+from accel.config.sections.launching import MachineSettings, OutputSettings, ProcessSettings
+from accel.config.sections.megatron import MegatronSettings
+from accel.config.sections.parallelism import ParallelismSettings
+from accel.config.sections.tpu import TPUSettings
+from accel.config.sections.training import CompilationSettings, Fp8Settings, TrainingSettings
+from accel.config.setting import Setting, nearest, settings_of
 from accel_state.errors import ConfigError
 
 Source = Literal["call", "flag", "env", "file", "default"]
@@ -48,151 +52,44 @@ class Explanation:
     help: str
 
 
-# Other names of precisions, and roles. accel_precision reads them, and cannot be asked here: it needs torch.
-_PRECISIONS = r"none|half|double|fp32|fp64|(fp|bf)?16-mixed|(16|32|64)-true|32|64|.*=.*"
-_TRAIN, _PLACE, _PROCESSES, _MACHINES, _PROGRAM, _OUTPUT = (
-    "Training",
-    "Devices",
-    "Processes",
-    "Several machines",
-    "Program",
-    "Output and endings",
+SECTIONS = (
+    TrainingSettings,
+    CompilationSettings,
+    Fp8Settings,
+    ProcessSettings,
+    MachineSettings,
+    OutputSettings,
+    ParallelismSettings,
+    FSDPSettings,
+    DeepSpeedSettings,
+    MegatronSettings,
+    TPUSettings,
 )
+"""The parts of the table, in the order in which they are shown."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccelConfig:
+@dataclass(frozen=True, kw_only=True)
+class AccelConfig(
+    TrainingSettings,
+    CompilationSettings,
+    Fp8Settings,
+    ProcessSettings,
+    MachineSettings,
+    OutputSettings,
+    ParallelismSettings,
+    FSDPSettings,
+    DeepSpeedSettings,
+    MegatronSettings,
+    TPUSettings,
+):
     """One resolved configuration. Made by ``resolve_config``; built directly, every value counts as a default.
 
-    Each field is one row of the table from which resolving, flags, their help and ``accel config show`` derive.
-    Fields marked ``launch_only`` steer ``accel launch`` and mean nothing to the training script.
+    Each field is one row of the table from which resolving, flags, their help and ``accel config show`` derive; they
+    stand in ``accel.config.sections``. Fields marked ``launch_only`` steer ``accel launch`` and mean nothing to the
+    training script.
     """
 
-    mixed_precision: str = setting(
-        "no",
-        Facts(
-            "Precision of the computation; also roles, like compute=bf16,reduce=fp32.",
-            _TRAIN,
-            choices=("no", "fp16", "bf16", "fp8", "fp16-true", "bf16-true", "fp32-true", "fp64-true"),
-            pattern=_PRECISIONS,
-            env=("ACCELERATE_MIXED_PRECISION",),
-        ),
-    )
-    gradient_accumulation_steps: int = setting(
-        1,
-        Facts(
-            "Micro-batches per optimizer step.",
-            _TRAIN,
-            minimum=1,
-            env=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
-        ),
-    )
-    seed: int | None = setting(None, Facts("Seeds Python, NumPy and torch.", _TRAIN, minimum=0, maximum=2**63 - 1))
-    project_dir: str | None = setting(None, Facts("Folder for checkpoints and logs of trackers.", _TRAIN))
-    backend: str | None = setting(
-        None, Facts("Training backend by name (single, ddp, ...); chosen from what there is if not given.", _TRAIN)
-    )
-    debug: bool = setting(
-        False,
-        Facts(
-            "Check operation, structure, shape and dtype on all ranks before each collective.",
-            _TRAIN,
-            env=("ACCELERATE_DEBUG_MODE",),
-        ),
-    )
-    log_level: str | None = setting(
-        None,
-        Facts(
-            "Level of accel's own loggers.",
-            _TRAIN,
-            choices=("debug", "info", "warning", "error", "critical"),
-            env=("ACCELERATE_LOG_LEVEL",),
-        ),
-    )
-    timeout: timedelta | None = setting(
-        None, Facts("How long a collective waits for the other ranks.", _TRAIN, minimum=0.001)
-    )
-    cpu: bool = setting(
-        False,
-        Facts(
-            "Train on the CPU even where there is an accelerator.",
-            _PLACE,
-            env=("ACCELERATE_USE_CPU",),
-            aliases=("use_cpu",),
-        ),
-    )
-    device: str | None = setting(
-        None, Facts("Device of each process, like cuda or cuda:1.", _PLACE, env=("ACCELERATE_TORCH_DEVICE",))
-    )
-    multi_gpu: bool = setting(
-        False, Facts("Insist on two or more processes on accelerators.", _PLACE, launch_only=True)
-    )
-    gpu_ids: str | None = setting(
-        None, Facts("Accelerators to use: all, or indices like 0,1.", _PLACE, launch_only=True)
-    )
-    num_processes: int | None = setting(
-        None,
-        Facts(
-            "Processes on all machines together; if not given, one per accelerator, or one on a CPU.",
-            _PROCESSES,
-            minimum=1,
-            launch_only=True,
-        ),
-    )
-    num_cpu_threads_per_process: int | None = setting(
-        None,
-        Facts(
-            "OMP_NUM_THREADS of each process; if not given and not set, the cores are shared out.",
-            _PROCESSES,
-            minimum=1,
-            launch_only=True,
-        ),
-    )
-    max_restarts: int = setting(
-        0,
-        Facts(
-            "How often all processes are started again after one has failed.", _PROCESSES, minimum=0, launch_only=True
-        ),
-    )
-    monitor_interval: float = setting(
-        0.1, Facts("Seconds between two looks at the processes.", _PROCESSES, minimum=0.01, launch_only=True)
-    )
-    num_machines: int = setting(1, Facts("Machines of this job.", _MACHINES, minimum=1, launch_only=True))
-    machine_rank: int = setting(0, Facts("Which machine this is, from 0.", _MACHINES, minimum=0, launch_only=True))
-    main_process_ip: str | None = setting(
-        None, Facts("Address of machine 0, as the others reach it.", _MACHINES, launch_only=True)
-    )
-    main_process_port: int | None = setting(
-        None,
-        Facts(
-            "Port of machine 0 on which the processes find each other; 0 or not given takes a free one.",
-            _MACHINES,
-            minimum=0,
-            maximum=65535,
-            launch_only=True,
-        ),
-    )
-    join_timeout: timedelta = setting(
-        timedelta(minutes=15),
-        Facts("How long to wait for the other machines, at the start and at a restart.", _MACHINES, launch_only=True),
-    )
-    module: bool = setting(
-        False, Facts("The program is a module, as in python -m.", _PROGRAM, short="-m", launch_only=True)
-    )
-    no_python: bool = setting(
-        False, Facts("The program is not Python: run it as a command.", _PROGRAM, launch_only=True)
-    )
-    prefix_output: bool = setting(
-        False, Facts("Write the rank before each line that a process prints.", _OUTPUT, launch_only=True)
-    )
-    log_dir: str | None = setting(
-        None, Facts("Folder that also receives what each process prints, a file per rank.", _OUTPUT, launch_only=True)
-    )
-    grace_period: timedelta = setting(
-        timedelta(seconds=10),
-        Facts("How long the processes may take to end before they are killed.", _OUTPUT, minimum=0, launch_only=True),
-    )
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
 
     def origin(self, name: str) -> Origin:
@@ -211,6 +108,29 @@ class AccelConfig:
             for row in settings().values()
         )
 
+    def is_given(self, name: str) -> bool:
+        """Whether somebody has given ``name`` a value."""
+        return self.origin(name).source != "default"
+
+    def is_on(self, needed: str) -> bool:
+        """Whether ``needed``, a name or ``name=value`` as in ``Facts.needs``, holds."""
+        name, equals, value = needed.partition("=")
+        row = known_setting(name, "needed by another setting")
+        mine = getattr(self, name)
+        return row.text(mine) == value if equals else row.is_on(mine)
+
+    def variables(self) -> dict[str, str]:
+        """The variables by which other code reads what was given: ``FSDP_VERSION``, ``ACCELERATE_MIXED_PRECISION``, ...
+
+        Our own settings travel in one document; plugins of a script, and libraries that know Accelerate, read these.
+        """
+        given = (row for row in settings().values() if row.facts.env and self.is_given(row.name))
+        made = {row.facts.env[0]: row.text(getattr(self, row.name)) for row in given if self._means_something(row)}
+        return spread(made)
+
+    def _means_something(self, row: Setting) -> bool:
+        return getattr(self, row.name) is not None and (not row.facts.needs or self.is_on(row.facts.needs))
+
     def to_document(self) -> str:
         """The values that are not defaults, with their origins, as JSON: what travels in ``ACCEL_CONFIG``."""
         rows = settings()
@@ -220,10 +140,22 @@ class AccelConfig:
         return json.dumps({"version": 1, "values": values, "origins": origins}, sort_keys=True, separators=(",", ":"))
 
 
+_OVERRIDES = "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"
+
+
+def spread(variables: dict[str, str]) -> dict[str, str]:
+    """The same variables in the form that their readers expect: the three parts of one of them apart."""
+    if _OVERRIDES not in variables:
+        return variables
+    values = variables[_OVERRIDES].split(",")
+    parts = {f"ACCELERATE_FP8_OVERRIDE_{part}": v for part, v in zip(("FPROP", "DGRAD", "WGRAD"), values, strict=True)}
+    return {name: value for name, value in variables.items() if name != _OVERRIDES} | parts
+
+
 @cache
 def settings() -> Mapping[str, Setting]:
     """The table itself: every setting by name."""
-    return MappingProxyType(settings_of(AccelConfig))
+    return MappingProxyType({name: row for section in SECTIONS for name, row in settings_of(section).items()})
 
 
 def known_setting(name: str, where: str) -> Setting:

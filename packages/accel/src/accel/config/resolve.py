@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-from accel.config.files import read_entries
+from accel.config import accelerate_files
+from accel.config.files import Entry, read_entries
 from accel.config.model import (
     DOCUMENT_VARIABLE,
     FILE_VARIABLE,
@@ -70,8 +71,27 @@ def resolve_config(
         name: settings()[name].parse(candidate.value, str(candidate.origin)) for name, candidate in chosen.items()
     }
     origins = {name: chosen[name].origin if name in chosen else Origin("default") for name in settings()}
+    _give_way(values, origins)
     # The table decides the types of the values, which a type checker cannot follow through a mapping.
     return AccelConfig(**values, origins=origins)  # type: ignore[arg-type]
+
+
+_EXCLUSIVE = (("cpu", "multi_gpu", "tpu"), ("use_fsdp", "use_deepspeed", "use_megatron_lm"))
+
+
+def _give_way(values: dict[str, object], origins: dict[str, Origin]) -> None:
+    """Turns off what a stronger source has decided otherwise: ``--cpu`` over a file's ``distributed_type: MULTI_GPU``.
+
+    Where one source says both, both stay, for the launcher to refuse.
+    """
+    for group in _EXCLUSIVE:
+        on = [name for name in group if values.get(name) is True]
+        strongest = min((_rank(origins[name].source) for name in on), default=0)
+        (winner, *_) = [name for name in on if _rank(origins[name].source) == strongest] or [""]
+        for name in on:
+            if _rank(origins[name].source) > strongest:
+                values[name] = False
+                origins[name] = Origin(origins[winner].source, f"{origins[winner].detail}, which excludes it")
 
 
 def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -102,26 +122,50 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[Candidate]:
         # An empty variable counts as not set, as shells and schedulers leave them.
         for variable in row.variables:
             if env.get(variable):
-                value = env[variable].lower() if row.facts.choices else env[variable]
-                yield Candidate(row.name, value, Origin("env", variable))
+                yield Candidate(row.name, env[variable], Origin("env", variable))
                 break
 
 
 def _from_file(path: Path) -> Iterator[Candidate]:
-    names = {key: row.name for row in settings().values() for key in row.keys}
-    seen: dict[str, int] = {}
-    for entry in read_entries(path):
-        key, place = entry.key.replace("-", "_"), f"{path}:{entry.line}"
-        if key not in names:
-            close = nearest(key, names)
-            hint = f"did you mean {close}?" if close else f"known: {', '.join(settings())}"
-            raise ConfigError(f"{place}: unknown key {entry.key!r}; {hint}")
-        name = names[key]
-        if name in seen:
-            raise ConfigError(f"{place}: {name} is given twice, first on line {seen[name]}")
-        seen[name] = entry.line
-        if entry.value is not None:
-            yield Candidate(name, entry.value, Origin("file", place))
+    seen: dict[str, str] = {}
+    for entry in read_entries(path, (*accelerate_files.SECTIONS, "ipex_config", "tp_config")):
+        place = f"{path}:{entry.line}"
+        for name, value in _meaning(entry, place).items():
+            if name in seen:
+                raise ConfigError(f"{place}: {name} is given twice, first on line {seen[name]}")
+            seen[name] = str(entry.line)
+            if value not in (None, [], {}):
+                yield Candidate(name, value, Origin("file", place))
+
+
+def _meaning(entry: Entry, place: str) -> Mapping[str, object]:
+    """The settings that an entry of a file gives, ours or one of Accelerate's.
+
+    Raises:
+        ConfigError: an unknown key, with the nearest known one of the same section.
+    """
+    key = entry.key.replace("-", "_")
+    names = keys_of(entry.section)
+    if key in names:
+        return {names[key]: entry.value}
+    if not entry.section and key in accelerate_files.SECTIONS and entry.value in (None, {}, []):
+        return {}  # a section without anything in it
+    translated = accelerate_files.special(entry.section, key, entry.value, place)
+    if translated is not None:
+        return translated
+    where = f" in {entry.section}" if entry.section else ""
+    others = [name.removeprefix(f"{entry.section}.") for name in accelerate_files.known_names()]
+    close = nearest(key, [*names, *others, *(() if entry.section else accelerate_files.SECTIONS)])
+    hint = f"did you mean {close}?" if close else f"known: {', '.join(names)}"
+    raise ConfigError(f"{place}: unknown key {entry.key!r}{where}; {hint}")
+
+
+def keys_of(section: str) -> dict[str, str]:
+    """The keys of a section of a file ("" is the top), each with the setting that it gives."""
+    rows = settings().values()
+    if not section:
+        return {key: row.name for row in rows for key in row.keys}
+    return {key: row.name for row in rows if row.facts.section == section for key in row.section_keys}
 
 
 def _from_document(text: str) -> Iterator[Candidate]:

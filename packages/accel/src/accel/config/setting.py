@@ -21,8 +21,14 @@ _DURATION = r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
 class Facts:
     """What a field of the configuration says about itself beyond its name, type and default.
 
-    ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys.
-    Beside its ``choices`` a value may match ``pattern``, where another package understands more than can be listed.
+    ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys. The
+    first of ``env`` is also what a launcher writes for its processes, where others read it. Beside its ``choices`` a
+    value may match ``pattern``, where another package understands more than can be listed; texts that are ``folded``
+    are read in small letters. ``listed`` texts may be lists in a file, and become one text with commas.
+
+    ``section`` is the mapping of Accelerate's files that holds the setting, there also without ``prefix``. ``needs``
+    names the setting that must be on (or have a value, ``name=value``) for this one to mean anything. A ``valued``
+    truth value is given on the command line as true or false instead of being a switch.
     """
 
     help: str
@@ -35,6 +41,12 @@ class Facts:
     aliases: tuple[str, ...] = ()
     short: str | None = None
     launch_only: bool = False
+    section: str = ""
+    prefix: str = ""
+    needs: str = ""
+    valued: bool = False
+    folded: bool = False
+    listed: bool = False
 
 
 def setting(default: Any, facts: Facts) -> Any:
@@ -67,9 +79,20 @@ class Setting:
         return (self.name, *self.facts.aliases)
 
     @property
+    def section_keys(self) -> tuple[str, ...]:
+        """Keys that give this setting inside of its section of Accelerate's files; none where it has no section."""
+        if not self.facts.section:
+            return ()
+        return tuple(dict.fromkeys((*self.keys, self.name.removeprefix(self.facts.prefix))))
+
+    @property
     def is_switch(self) -> bool:
         """Whether its flag takes no value."""
-        return self.type is bool
+        return self.type is bool and not self.facts.valued
+
+    def is_on(self, value: object) -> bool:
+        """Whether ``value`` turns on what other settings need this one for."""
+        return value not in (None, False, self.default)
 
     @property
     def expected(self) -> str:
@@ -91,7 +114,7 @@ class Setting:
         if value is None and self.optional:
             return None
         try:
-            parsed = _KINDS[self.type].parse(value)
+            parsed = self._normal(_KINDS[self.type].parse(self._joined(value)))
         except (ValueError, TypeError, OverflowError):
             raise self._refusal(value, where) from None
         if self.facts.choices and parsed not in self.facts.choices and not self._matches(parsed):
@@ -103,6 +126,25 @@ class Setting:
     def dump(self, value: object) -> object:
         """``value`` as JSON can hold it; ``parse`` reads it back."""
         return value.total_seconds() if isinstance(value, timedelta) else value
+
+    def text(self, value: object) -> str:
+        """``value`` as a variable or a command line gives it."""
+        return str(self.dump(value)).lower() if isinstance(value, bool) else str(self.dump(value))
+
+    def _joined(self, value: object) -> object:
+        if not self.facts.listed:
+            return value
+        parts = value if isinstance(value, list | tuple) else str(value).strip("()[]").split(",")
+        return ",".join(str(part).strip() for part in parts if str(part).strip())
+
+    def _normal(self, value: object) -> object:
+        """A text in the case in which it is known, where it is known in one."""
+        if not isinstance(value, str):
+            return value
+        if self.facts.folded:
+            value = value.lower()
+        known = {choice.lower(): choice for choice in self.facts.choices}
+        return value if value in self.facts.choices else known.get(value.lower(), value)
 
     def _matches(self, value: object) -> bool:
         return bool(self.facts.pattern) and re.fullmatch(self.facts.pattern, str(value)) is not None
@@ -121,7 +163,9 @@ class Setting:
 
     def _nearest(self, value: object) -> str | None:
         if self.facts.choices:
-            return nearest(str(value).lower(), self.facts.choices)
+            folded = {choice.lower(): choice for choice in self.facts.choices}
+            close = nearest(str(value).lower(), folded)
+            return None if close is None else folded[close]
         low, high = self.facts.minimum, self.facts.maximum
         try:
             number = float(str(value))
@@ -204,7 +248,7 @@ class _Kind:
 
 
 _KINDS: dict[type, _Kind] = {
-    bool: _Kind("true or false", "", _parse_bool),
+    bool: _Kind("true or false", "BOOL", _parse_bool),
     int: _Kind("a whole number", "INT", _parse_int),
     float: _Kind("a number", "FLOAT", _parse_float),
     str: _Kind("a text", "TEXT", _parse_text),
@@ -214,4 +258,6 @@ _KINDS: dict[type, _Kind] = {
 
 def metavar(row: Setting) -> str:
     """What stands for the value in help: a kind of value in capitals; empty for a switch."""
+    if row.is_switch:
+        return ""
     return "NAME" if row.facts.choices else _KINDS[row.type].metavar

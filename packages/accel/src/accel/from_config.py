@@ -1,0 +1,74 @@
+"""What the configuration says where a call gives no plugin: options by the names of the plugins' own fields."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel.config import AccelConfig, settings
+from accel_state import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel_backends import TorchDynamoPlugin
+    from accel_precision import AORecipeKwargs, TERecipeKwargs
+
+_FSDP_FIELDS = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+}
+_DEGREES = "parallelism_config_"
+
+
+def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
+    """Options of FSDP that somebody gave, where it is on; None where it is off."""
+    if not config.use_fsdp:
+        return None
+    given = (name for name in settings() if name.startswith("fsdp_") and config.is_given(name))
+    return {_FSDP_FIELDS.get(name, name.removeprefix("fsdp_")): getattr(config, name) for name in given}
+
+
+def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
+    """The degrees of parallelism that somebody gave, with the options of their axes; None where nobody did."""
+    given: dict[str, Any] = {
+        name.removeprefix(_DEGREES): getattr(config, name)
+        for name in settings()
+        if name.startswith(_DEGREES) and config.is_given(name)
+    }
+    if not given:
+        return None
+    from accel_state.parallel_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+
+    handlers: dict[str, Any] = {}
+    strategy = given.pop("cp_comm_strategy", None)
+    if strategy is not None:
+        handlers["cp_handler"] = TorchContextParallelConfig(strategy)
+    sequence = {name: given.pop(name) for name in list(given) if name.startswith("sp_") and name[3:] in _SEQUENCE}
+    if sequence:
+        handlers["sp_handler"] = DeepSpeedSequenceParallelConfig(**sequence)
+    return ParallelismConfig(**given, **handlers)
+
+
+_SEQUENCE = ("seq_length", "seq_length_is_variable", "attn_implementation")
+
+
+def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs | TERecipeKwargs | None":
+    """The recipe of ``mixed_precision=fp8`` that settings and variables describe; None where they say nothing."""
+    if config.mixed_precision != "fp8":
+        return None
+    from accel_precision.recipes import recipe_from_env
+
+    return recipe_from_env({**env, **config.variables()})  # type: ignore[return-value]
+
+
+def compilation_of(config: AccelConfig) -> "TorchDynamoPlugin | None":
+    """What is compiled and how, or None where nothing is."""
+    if config.dynamo_backend == "no":
+        return None
+    from accel_backends import TorchDynamoPlugin
+
+    return TorchDynamoPlugin(
+        backend=config.dynamo_backend,
+        mode=config.dynamo_mode if config.is_given("dynamo_mode") else None,
+        fullgraph=config.dynamo_use_fullgraph,
+        dynamic=config.dynamo_use_dynamic,
+        use_regional_compilation=config.dynamo_use_regional_compilation,
+    )
