@@ -4,7 +4,7 @@ A ``PreparedLoader`` is the user's DataLoader in every other respect: it is an i
 does not define itself falls through to it. What it reads from is a ``Source`` (see ``accel_data.source``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -46,6 +46,8 @@ class PreparedLoader:
 
     Attributes:
         options: the choices this loader was prepared with.
+        gate: stands between every later pass and what it reads from, given this loader and the batches: it is asked
+            for each batch once the loop is done with the one before, and may end the pass there. None: nothing does.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PreparedLoader:
         self._source = source
         self._placer = placer
         self._observer = observer
+        self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
         self._next = Cursor()
         self._skipping = False
         self._live: Pass | None = None
@@ -71,17 +74,18 @@ class PreparedLoader:
         complete = False
         if observer is not None:
             observer.began(self)
+        batches = run.batches if self.gate is None else self.gate(self, run.batches)
         try:
             if run.exact and self._placer is None:
                 left = run.length or 0
-                for batch in run.batches:
+                for batch in batches:
                     left -= 1
                     run.at_end = left == 0
                     run.delivered += 1
                     self._last = run
                     yield batch
             else:
-                for batch in self._ahead(run):
+                for batch in self._ahead(run, batches):
                     run.delivered += 1
                     self._last = run
                     yield batch
@@ -96,9 +100,9 @@ class PreparedLoader:
             if observer is not None:
                 observer.ended(self)
 
-    def _ahead(self, run: Pass) -> Iterator[Any]:
+    def _ahead(self, run: Pass, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a pass on the device, one read ahead: it tells the last, and travels beside the step."""
-        placer, batches = self._placer, run.batches
+        placer = self._placer
         current = next(batches, _END)
         if placer is not None and current is not _END:
             current = placer.start(current)
@@ -179,6 +183,7 @@ class PreparedLoader:
     def skipped(self, batches: int) -> "PreparedLoader":
         """A loader with the same source, placement and observer, whose next pass starts ``batches`` batches later."""
         other = PreparedLoader(self._source, options=self.options, placer=self._placer, observer=self._observer)
+        other.gate = self.gate
         other._next = Cursor(self.epoch)
         other.skip(batches)
         return other
@@ -212,6 +217,11 @@ class PreparedLoader:
     def window(self) -> Window | None:
         """The place of the batch delivered last in its global batch, with ``global_batch_size`` only."""
         return None if self._last is None else self._last.step(self._last.delivered).window
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether this rank reads its batches without the others, so that it can stop anywhere in reading."""
+        return self._source.reads_alone
 
     @property
     def total_batch_size(self) -> int:
@@ -285,7 +295,8 @@ class PreparedLoader:
         return getattr(self._source.dataloader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {**self.__dict__, "_next": self.position, "_live": None, "_last": None, "_observer": None}
+        dropped = {"_live": None, "_last": None, "_observer": None, "gate": None}
+        state = {**self.__dict__, "_next": self.position, **dropped}
         return _rebuilt, (state,)
 
 

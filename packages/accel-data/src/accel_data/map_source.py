@@ -101,6 +101,8 @@ class MapSource(Source):
         ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
     """
 
+    reads_alone = True
+
     def __init__(
         self, dataloader: DataLoader[Any], shard: DataShard, *, reading: Reading, options: LoaderOptions
     ) -> None:

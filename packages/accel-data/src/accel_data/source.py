@@ -66,10 +66,12 @@ class Source(ABC):
             passes (``join_uneven_inputs``); a source that cannot obey ignores it.
         total_batch_size: rows of one step over all ranks.
         total_dataset_length: samples of one epoch, or None when unknown.
+        reads_alone: no other rank takes part in reading a batch.
         dataloader: what the user's attribute accesses fall through to: a copy of the user's loader, all options kept.
     """
 
     even_batches: bool = True
+    reads_alone: bool = False
     total_batch_size: int
     total_dataset_length: int | None = None
     dataloader: "DataLoader[Any]"

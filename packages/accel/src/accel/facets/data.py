@@ -14,6 +14,7 @@ from accel_state.session import Session
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from accel.preemption import Preemption
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
     from accel_state import DataShard, ParallelismConfig
@@ -50,6 +51,7 @@ class DataFacet(ABC):
     rng_types: tuple[str, ...]
     dataloader_config: "LoaderOptions"
     _dataloaders: list[Any]
+    _preemption: "Preemption | None"
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers predictions or labels of the batch just computed, without the samples repeated to fill it.
@@ -105,7 +107,7 @@ class DataFacet(ABC):
     ) -> "PreparedLoader":
         from accel_data import prepare_loader
 
-        return prepare_loader(
+        loader = prepare_loader(
             dataloader,
             self.data_shard,
             device=self.session.device.torch if on_device else None,
@@ -114,3 +116,6 @@ class DataFacet(ABC):
             session_group=self.session.group,
             slice_fn=slice_fn,
         )
+        if self._preemption is not None:
+            loader.gate = self._preemption.reading
+        return loader
