@@ -14,19 +14,22 @@ from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
 from accel.facets.data import DataFacet
 from accel.facets.gradients import GradientFacet
+from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet
+from accel.facets.tracking import TrackingFacet
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
 from accel.preparation import kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup import Parts, dynamo_of, open_parts
-from accel.train_state import Stateful
+from accel.train_state import Companion, Stateful
 from accel_state.errors import ConfigError, PrepareError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from accel.tracking.registry import LogWith
     from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
     from accel_precision import PrecisionPolicy
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 
 
 @final
-class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, CheckpointFacet):
+class Accelerator(
+    ProcessFacet, DataFacet, GradientFacet, SettingsFacet, PreemptionFacet, CheckpointFacet, TrackingFacet
+):
     """Runs an ordinary PyTorch training loop on whatever it was launched on.
 
     Every argument has a default, a flag of ``accel launch`` and an environment variable where that makes sense; what
@@ -49,6 +54,7 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         cpu: stay on the CPU even where there is an accelerator.
         dataloader_config: how loaders are sharded.
         rng_types: generators that every pass of a loader first sets to the main process's state.
+        log_with: trackers by name, or objects, or ``"all"`` that are installed; None: the run's own log.
         project_dir: the project's folder, unless ``project_config`` has one.
         project_config: names and number of checkpoints.
         gradient_accumulation_plugin: accumulation in detail, instead of the number of steps.
@@ -77,6 +83,7 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         cpu: bool | None = None,
         dataloader_config: "LoaderOptions | None" = None,
         rng_types: Sequence[str] | None = None,
+        log_with: "LogWith" = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -116,6 +123,8 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         self.data_shard = parts.parallelism.data_shard(parts.session.topology)
         self.dataloader_config = parts.loading
         self.project_configuration = parts.project
+        self._choose_trackers(log_with)
+        self._companions = {"trackers": Companion(self.state_dict_of_trackers, self.continue_trackers)}
         self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin, parts.config)
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
@@ -132,6 +141,7 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         self._custom_objects: list[Stateful] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._listen_by_default()
 
     # ------------------------------------------------------------------------------------------------ prepare
 
@@ -278,6 +288,8 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
         if not self._models:
             raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
         clock, backend = self.clock, self.backend
+        if self._preemption is not None:
+            self._preemption.before_backward()
         if backend.scaler is not None:
             clock.settle_scale(backend)
         if weight is not None:
@@ -339,10 +351,12 @@ class Accelerator(ProcessFacet, DataFacet, GradientFacet, SettingsFacet, Checkpo
     clear = free_memory
 
     def end_training(self) -> None:
-        """Closes what this Accelerator opened: a save under way, the backend and, if it was opened here, the group."""
+        """Closes what this Accelerator opened: a save under way, trackers, the backend and, if its own, the group."""
+        self._stop_listening()
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+        self._end_tracking()
         self.backend.close()
         self.session.close()
 
@@ -359,6 +373,8 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         accelerator = self._accelerator
+        if accelerator._preemption is not None:
+            accelerator._preemption.before_micro_batch()
         due = accelerator.clock.tick(accelerator._key(self._models))
         if not due and not accelerator.clock.plugin.sync_each_batch:
             self._stack = ExitStack()
