@@ -88,6 +88,18 @@ class LoaderState:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """JSON that goes with a checkpoint and is not needed to load it: an older one lacks it, another run ignores it.
+
+    Only the main process's is saved; every process is given it.
+    """
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+
+
+@final
 class TrainState(Mapping[str, Stateful]):
     """The parts of a run by name: ``model``, ``model_1``, ``optimizer``, ``scheduler``, ``loader``, ``custom``, ...
 

@@ -1,0 +1,229 @@
+"""An Accelerator's side towards trackers: the main process has them, and logs what is true of all."""
+
+import logging
+import os
+from abc import ABC
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.handlers import ProjectConfiguration
+from accel_state.errors import ConfigError
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel.tracking.base import GeneralTracker
+    from accel.tracking.hub import RunTracking
+    from accel.tracking.lane import QueueOptions
+    from accel.tracking.reducing import Reductions
+    from accel.tracking.registry import LogWith
+    from accel_state.enums import LoggerType
+
+_LOG = logging.getLogger("accel.tracking")
+DEFAULT_FOLDER = "runs"
+_START_SECONDS = 120.0
+
+
+class TrackingFacet(ABC):
+    """Starts trackers, queues what is logged, and keeps their place in the checkpoint."""
+
+    session: Session
+    project_configuration: ProjectConfiguration
+    log_with: "list[LoggerType | str | GeneralTracker]"
+    _tracking: "RunTracking | None" = None
+    _reductions: "Reductions | None" = None
+    _continued: Mapping[str, Any] | None = None
+
+    def _choose_trackers(self, log_with: "LogWith") -> None:
+        from accel.tracking.registry import filter_trackers
+
+        self.log_with = filter_trackers(log_with, self.project_configuration.logging_dir)
+        if log_with and not self.log_with:
+            _LOG.warning("log_with=%r was asked for, and no library for it is installed", log_with)
+
+    @property
+    def trackers(self) -> "list[GeneralTracker]":
+        """The trackers of this run; none but on the main process."""
+        return [] if self._tracking is None else self._tracking.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, dict[str, Any]] | None = None,
+        *,
+        reductions: "Reductions | None" = None,
+        queue: "QueueOptions | None" = None,
+    ) -> None:
+        """Makes the trackers of ``log_with`` ready for the run; each starts with the first thing logged to it.
+
+        The run's own log is one of them wherever a logging folder is known, and the only one where ``log_with`` names
+        none. Whatever goes wrong with a tracker is reported once and never ends the run.
+
+        Args:
+            project_name: what the run belongs to; each library has its own word for it.
+            config: settings of the run, nested as they are.
+            init_kwargs: arguments for the tracker of each name.
+            reductions: how values of all ranks become one, for every ``log`` (see there).
+            queue: how trackers are fed.
+        """
+        if reductions is not None:
+            from accel.tracking.reducing import check_reductions
+
+            check_reductions(reductions)
+        self._reductions = reductions
+        if not self.session.is_main_process:
+            return
+        from accel.tracking.hub import RunTracking, new_run_id
+        from accel.tracking.lane import QueueOptions
+
+        if self._tracking is not None:
+            self._tracking.finish()
+        logging_dir = self.project_configuration.logging_dir
+        folder = Path(logging_dir if logging_dir is not None else DEFAULT_FOLDER)
+        known = logging_dir is not None or not self.log_with
+        tracking = RunTracking(
+            project_name, folder if known else None, run_id=new_run_id(), options=queue or QueueOptions()
+        )
+        for tracker in self._make_trackers(project_name, folder, tracking.run_id, init_kwargs or {}, own=known):
+            tracking.add(tracker, config)
+        self._tracking = tracking
+        if self._continued is not None:
+            tracking.load_state_dict(self._continued)
+
+    def _make_trackers(
+        self, project: str, folder: Path, run_id: str, init_kwargs: Mapping[str, dict[str, Any]], *, own: bool
+    ) -> "list[GeneralTracker]":
+        from accel.tracking.base import GeneralTracker
+        from accel.tracking.own import RunLogTracker
+        from accel.tracking.registry import OWN, construct
+
+        made: list[GeneralTracker] = []
+        for chosen in self.log_with:
+            if isinstance(chosen, GeneralTracker):
+                made.append(chosen)
+            elif str(chosen) != OWN:
+                try:
+                    made.append(construct(str(chosen), project, folder, init_kwargs.get(str(chosen), {})))
+                except Exception as error:
+                    _LOG.warning("tracker %s cannot be made, so the run does without: %s", chosen, error)
+        if own or OWN in map(str, self.log_with):
+            made.append(RunLogTracker(project, folder, run_id))
+        return made
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, dict[str, Any]] | None = None,
+        *,
+        reduce: "Reductions | None" = None,
+    ) -> None:
+        """Logs numbers, texts, or nested dicts of them, at a step. Returns at once: trackers get them later.
+
+        Tensors of one element are numbers; nothing waits for a device. With ``reduce`` (or ``reductions`` of
+        ``init_trackers``) the values of all ranks are made one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or
+        ``"last"`` for the main process's own; one word for all, or by name or pattern. It is a collective then, so
+        all ranks call it; without, what other ranks log is nobody's.
+
+        Raises:
+            ConfigError: an unknown reduction.
+        """
+        reductions = self._reductions if reduce is None else reduce
+        if reductions is not None and self.session.world_size > 1:
+            from accel.tracking.reducing import check_reductions, reduced
+
+            if reduce is not None:
+                check_reductions(reduce)
+            values = reduced(values, reductions, self.session)
+        if self._tracking is not None:
+            self._tracking.log(values, step, log_kwargs or {})
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Logs batches of images by name, with the trackers that take images."""
+        if self._tracking is not None:
+            copies = {name: _copy(images) for name, images in values.items()}
+            self._tracking.call("log_images", copies, step, {}, log_kwargs or {})
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Logs a table, given by columns and rows or as a data frame, with the trackers that take tables.
+
+        Raises:
+            ConfigError: neither rows nor a data frame.
+        """
+        if data is None and dataframe is None:
+            raise ConfigError(f"the table {table_name!r} has no rows; give data=... or dataframe=...")
+        if self._tracking is not None:
+            given = {"columns": columns, "data": data, "dataframe": dataframe}
+            kwargs = {name: value for name, value in given.items() if value is not None}
+            self._tracking.call("log_table", table_name, step, kwargs, log_kwargs or {})
+
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Keeps a file or folder with the run, with the trackers that keep files."""
+        if self._tracking is not None:
+            self._tracking.call("log_artifact", os.fspath(local_path), None, {"artifact_path": artifact_path}, {})
+
+    def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
+        """Notes in the run's own log that something happened, for ``accel report``."""
+        if self._tracking is not None:
+            self._tracking.event(kind, step, **facts)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker ``name``, started; with ``unwrap`` its library's own object. Blank on other processes.
+
+        Calls on it are made at once and on this thread: they take the time they take and raise what they raise.
+
+        Raises:
+            ConfigError: no such tracker in this run.
+            TrackingError: its own object was asked for, and it does not start.
+        """
+        from accel.tracking.base import GeneralTracker, TrackingError
+
+        if self._tracking is None:
+            return GeneralTracker(_blank=True)
+        lane = self._tracking.lane_of(str(name))
+        if lane is None:
+            known = ", ".join(tracker.name for tracker in self.trackers)
+            raise ConfigError(f"{name} is not an available tracker stored inside the `Accelerator`; there are: {known}")
+        started = lane.ensure_started(_START_SECONDS)
+        if not unwrap:
+            return lane.tracker
+        if not started:
+            raise TrackingError(f"the tracker {name} does not start: {lane.problem}")
+        return lane.tracker.tracker
+
+    # The part of a checkpoint.
+
+    def state_dict_of_trackers(self) -> dict[str, Any] | None:
+        """Which run this is and what its trackers have, for the checkpoint; None where nothing is tracked."""
+        return self._continued if self._tracking is None else self._tracking.state_dict()  # type: ignore[return-value]
+
+    def continue_trackers(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on with the run of a checkpoint; None: it had no trackers."""
+        if state is None:
+            return
+        self._continued = state
+        if self._tracking is not None:
+            self._tracking.load_state_dict(state)
+
+    def _end_tracking(self) -> None:
+        if self._tracking is not None:
+            self._tracking.finish()
+            self._tracking = None
+
+
+def _copy(images: Any) -> Any:
+    """A batch of images as it is now: tensors as arrays on the host."""
+    if hasattr(images, "detach"):
+        return images.detach().to("cpu", copy=True).numpy()
+    return [_copy(image) for image in images] if isinstance(images, list) else images

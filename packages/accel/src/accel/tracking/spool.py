@@ -1,0 +1,62 @@
+"""A file of what a tracker could not be given, in the order in which it was logged."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from accel.tracking.values import as_json, plain
+
+
+class Entry(NamedTuple):
+    """One call to be made on a tracker: its method, what is logged, the step and further arguments."""
+
+    method: str
+    values: Any
+    step: int | None
+    kwargs: dict[str, Any]
+
+    def to_json(self) -> list[Any] | None:
+        """As JSON; None for what JSON cannot hold (images)."""
+        if self.method == "log_images":
+            return None
+        return [self.method, as_json(plain(self.values)), self.step, as_json(self.kwargs)]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> "Entry":
+        """The entry that ``to_json`` gave."""
+        return cls(*value)
+
+
+@final
+class Spool:
+    """Appends entries to a file, and gives them back; a line that was cut off by a crash is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, entries: Iterable[Entry]) -> int:
+        """Writes the entries; returns how many could be written (images cannot).
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        lines = [json.dumps(line) for entry in entries if (line := entry.to_json()) is not None]
+        if lines:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        return len(lines)
+
+    def take(self) -> list[Entry]:
+        """All entries; the file is gone then."""
+        if not self.path.exists():
+            return []
+        entries = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(Entry.from_json(json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+        self.path.unlink()
+        return entries

@@ -1,0 +1,91 @@
+"""TensorBoard's event files."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, final
+
+from accel.tracking.base import Continuation, GeneralTracker
+from accel.tracking.values import as_json, flatten
+
+
+@final
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files to ``<logging_dir>/<run_name>``; ``kwargs`` go to ``SummaryWriter``.
+
+    The configuration becomes hyperparameters of this run and the file ``<time>/hparams.yml``, nested as it was given. A
+    run that continues tells TensorBoard from which step on earlier events no longer count (``purge_step``).
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
+        self._options = dict(kwargs)
+        self._purge: int | None = None
+        self._resumed = False
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    def start(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            from tensorboardX import SummaryWriter
+        options = {**self._options, **({} if self._purge is None else {"purge_step": self._purge})}
+        self.writer = SummaryWriter(str(self.logging_dir), **options)  # type: ignore[no-untyped-call]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_name": self.run_name}
+
+    def resume(self, run: Continuation) -> None:
+        self._resumed = True
+        self._purge = 0 if run.step is None else run.step + 1
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        if self._resumed:
+            return
+        import yaml
+
+        nested = as_json(values)
+        folder = self.logging_dir / str(time.time())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(nested, sort_keys=False), encoding="utf-8")
+        flat = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in flatten(nested)
+        }
+        try:
+            from torch.utils.tensorboard.summary import hparams
+        except ImportError:
+            from tensorboardX.summary import hparams
+        # add_hparams would open a second run; these are the same three records, in this one.
+        for record in hparams(flat, {}):  # type: ignore[no-untyped-call]
+            self.writer.file_writer.add_summary(record)
+        self.writer.flush()
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()

@@ -1,0 +1,99 @@
+"""What is logged, made plain: tensors become numbers, nested names become flat ones."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from numbers import Number
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    import torch
+
+_PLAIN = (float, int, str, bool, type(None))
+
+
+def snapshot(value: Any) -> Any:
+    """The value as it is now: what may be changed afterwards is copied, and nothing waits for a device."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): snapshot(item) for key, item in value.items()}
+    detach = getattr(value, "detach", None)
+    if detach is None:
+        return value
+    tensor = detach()
+    if tensor.device.type == "cpu":
+        return tensor.item() if tensor.numel() == 1 else tensor.clone()
+    return _OnDevice(tensor.clone())
+
+
+@final
+class _OnDevice:
+    """A copy on an accelerator that may not have been computed yet."""
+
+    __slots__ = ("_ready", "_tensor")
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        import torch
+
+        self._tensor = tensor
+        self._ready: Any = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def take(self) -> Any:
+        self._ready.synchronize()
+        return self._tensor.cpu()
+
+
+def plain(value: Any) -> Any:
+    """A snapshot as numbers, text, lists and dicts; whatever else it is stays itself. Waits for devices."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, _OnDevice):
+        value = value.take()
+    if hasattr(value, "tolist"):  # tensors and arrays, also NumPy's scalars
+        return value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist()
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """Anything as JSON values: what JSON cannot say is said as text, numbers that it lacks too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_json(asdict(value))
+    if isinstance(value, Enum):
+        return as_json(value.value)
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return as_json(plain(value))
+    return str(value)
+
+
+def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as names and values: ``{"a": {"b": 1}}`` gives ``("a/b", 1)``."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, separator, f"{name}{separator}")
+        else:
+            yield name, value
+
+
+def numbers(values: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
+    """The numbers among nested values, by flat name; booleans count as 0 and 1."""
+    return {
+        name: float(value) if isinstance(value, float) else int(value)  # type: ignore[call-overload]
+        for name, value in flatten(values, separator)
+        if isinstance(value, Number) and not isinstance(value, complex)
+    }
