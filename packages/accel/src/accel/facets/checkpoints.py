@@ -20,7 +20,7 @@ from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
 from accel.scheduler import PreparedScheduler
-from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
+from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_state.errors import CheckpointError, ConfigError
 from accel_state.session import Session
 
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 SaveHook = Callable[[list[nn.Module], list[Any], str], object]
 LoadHook = Callable[[list[nn.Module], str], object]
 MODEL, RNG, FOLDER, LATEST = "model", "rng", "checkpoints", "latest"
-SEED_KEY, VERSION_KEY, USER_KEY = "seed", "accel", "user"
+SEED_KEY, VERSION_KEY, USER_KEY, COMPANIONS_KEY = "seed", "accel", "user", "companions"
 
 
 class CheckpointFacet(ABC):
@@ -48,6 +48,7 @@ class CheckpointFacet(ABC):
     _schedulers: list[PreparedScheduler]
     _dataloaders: list[Any]
     _custom_objects: list[Stateful]
+    _companions: dict[str, Companion]
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
     _saver: "AsyncSaver | None" = None
@@ -125,7 +126,12 @@ class CheckpointFacet(ABC):
         local.update({name: own for name, own in positions.items() if own is not None})
         if self.clock.open:
             local[open_window.GRADIENTS] = open_window.collect(self.backend, self._models)
-        described = {VERSION_KEY: _version(), SEED_KEY: _seed(), USER_KEY: dict(metadata or {})}
+        described = {
+            VERSION_KEY: _version(),
+            SEED_KEY: _seed(),
+            USER_KEY: dict(metadata or {}),
+            COMPANIONS_KEY: {name: one.save() for name, one in self._companions.items()},
+        }
         if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self.session.group)
@@ -174,6 +180,9 @@ class CheckpointFacet(ABC):
         for name in (*loaders, *(name for name in state if name not in ignored and name not in loaders)):
             state[name].load_state_dict(self._read(checkpoint, name, state[name]))
         self._restore_local(checkpoint)
+        noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
+        for name, companion in self._companions.items():
+            companion.load(noted.get(name))
 
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, *, sharded: bool = False
