@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from accel.launch.failure import report
 from accel.launch.interrupts import Interrupts
-from accel.launch.local import attempt_env, interrupted, output_of
+from accel.launch.local import attempt_env, interrupted, output_of, preempted
 from accel.launch.meeting import Meeting
 from accel.launch.planning import LaunchPlan
 from accel.launch.workers import Workers
@@ -117,6 +117,8 @@ class MachineAgent(SimpleElasticAgent):
         # Machines end together: until then one whose processes are done still takes part in a restart.
         if not self._meeting.all_done():
             return RunResult(state=WorkerState.HEALTHY)
+        if workers.preempted:
+            self.status = preempted(len(self._plan.processes))
         return RunResult(
             state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(process.rank for process in self._plan.processes)
         )

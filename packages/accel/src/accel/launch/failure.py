@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from accel.preemption import PREEMPTED_STATUS
+
 _NOTICED_AFTER = 0.5
 
 
@@ -49,12 +51,12 @@ class Failure:
 
 
 def read_failure(ended: Exit, error_file: Path) -> Failure | None:
-    """The failure that ``ended`` is, or None for a success or for a process that only ended because it was stopped.
+    """The failure that ``ended`` is; None for a success, a run that was preempted, or one that was only stopped.
 
     The time is that of the error, where one was written: a process may take long to end after it, and would then
     seem to have failed after those that failed because of it.
     """
-    if ended.status == 0 and not ended.stopped:
+    if ended.status == PREEMPTED_STATUS or (ended.status == 0 and not ended.stopped):
         return None
     record = _read(error_file)
     if record is None:

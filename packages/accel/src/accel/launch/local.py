@@ -13,6 +13,7 @@ from accel.launch.output import Output
 from accel.launch.planning import LaunchPlan
 from accel.launch.ports import reserved_port
 from accel.launch.workers import Workers
+from accel.preemption import PREEMPTED_STATUS
 
 _STOPPED_BY_SIGNAL = 128
 
@@ -33,6 +34,8 @@ def run_local(plan: LaunchPlan) -> int:
                 folder=_fresh(Path(scratch) / str(attempt)), output=output_of(plan, attempt), interrupts=interrupts
             )
             failures = _attempt(plan, workers, interrupts, attempt_env(plan, attempt, run_id))
+            if workers.preempted and not failures:
+                return preempted(len(plan.processes))
             if interrupts.received:
                 return interrupted(interrupts.received[0], len(plan.processes))
             if not failures:
@@ -74,6 +77,12 @@ def interrupted(number: signal.Signals, num_processes: int) -> int:
     return _STOPPED_BY_SIGNAL + number
 
 
+def preempted(num_processes: int) -> int:
+    """Says that the run saved itself before it ended, and gives the status by which others know."""
+    print(f"accel launch: preempted; {num_processes} processes have saved and ended", file=sys.stderr, flush=True)
+    return PREEMPTED_STATUS
+
+
 def _attempt(plan: LaunchPlan, workers: Workers, interrupts: Interrupts, env: dict[str, str]) -> list[Failure]:
     config, grace = plan.config, plan.config.grace_period.total_seconds()
     with reserved_port(plan.main_port) as port:
@@ -81,6 +90,9 @@ def _attempt(plan: LaunchPlan, workers: Workers, interrupts: Interrupts, env: di
             workers.start(plan.processes, env | {"MASTER_PORT": str(port)})
             while workers.running and not workers.failed and not interrupts.received and not workers.stuck(grace):
                 workers.wait(config.monitor_interval)
+                if workers.preempted:
+                    workers.wait_all(grace)
+                    break
             if workers.running:
                 number = interrupts.received[0] if interrupts.received else signal.SIGTERM
                 workers.stop(number, grace)

@@ -19,6 +19,7 @@ from types import ModuleType, TracebackType
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
+WORKER_MODULE, COMMAND = "accel.launch.worker", "command"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> None:
     """Runs ``argv`` (kind, target, arguments) in this process."""
     kind, target, *arguments = argv
     end_with_launcher()
-    if kind == "command":
+    if kind == COMMAND:
         _become_command([target, *arguments])
     import faulthandler
 

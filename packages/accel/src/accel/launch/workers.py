@@ -15,7 +15,8 @@ from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failur
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import ProcessPlan
-from accel.launch.worker import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
+from accel.launch.worker import COMMAND, ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, WORKER_MODULE
+from accel.preemption import FAILED_MARK, PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
 # Seconds between two looks where the system cannot tell when a process ends.
@@ -40,6 +41,7 @@ class Workers:
         self._exits: dict[int, Exit] = {}
         self._watches: dict[int, int] = {}
         self._stopping = False
+        self._commands: set[int] = set()
 
     def start(self, processes: Sequence[ProcessPlan], attempt: Mapping[str, str]) -> None:
         """Starts all; ``attempt`` joins the environment of each. After an error ``close`` ends those that did start.
@@ -57,6 +59,8 @@ class Workers:
             except OSError as error:
                 raise LaunchError(f"cannot start rank {process.rank} ({process.argv[0]}): {error.strerror}") from error
             self._processes[process.rank] = started
+            if process.argv[3:5] == (WORKER_MODULE, COMMAND):  # a shell, say, which passes nothing on
+                self._commands.add(process.rank)
             if hasattr(os, "pidfd_open"):
                 self._watches[process.rank] = os.pidfd_open(started.pid)
             if self._output is not None:
@@ -78,7 +82,12 @@ class Workers:
     @property
     def failed(self) -> bool:
         """Whether a process has ended badly of its own accord."""
-        return any(ended.status != 0 and not ended.stopped for ended in self._exits.values())
+        return any(ended.status not in (0, PREEMPTED_STATUS) and not ended.stopped for ended in self._exits.values())
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a process has saved and ended because its time was over; the others are about to."""
+        return any(ended.status == PREEMPTED_STATUS for ended in self._exits.values())
 
     def wait(self, timeout: float) -> None:
         """Waits until a process ends, a signal comes or ``timeout`` seconds have passed, and notes who has ended."""
@@ -108,11 +117,17 @@ class Workers:
     def stop(self, number: signal.Signals, grace: float) -> None:
         """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal."""
         self._stopping = True
-        self._signal_groups(number, self.running)
-        asked = len(self._interrupts.received)
-        self._wait_all(grace, lambda: len(self._interrupts.received) == asked)
+        if not self._interrupts.received and not self.preempted:
+            (self._folder / FAILED_MARK).touch()  # to be told to end is no preemption now
+        self._ask(number)
+        self.wait_all(grace)
         self._signal_groups(signal.SIGKILL, self.running)
         self._wait_all(_UNKILLABLE, lambda: True)
+
+    def wait_all(self, seconds: float) -> None:
+        """Waits for all to end, for ``seconds`` at most or until a signal comes."""
+        asked = len(self._interrupts.received)
+        self._wait_all(seconds, lambda: len(self._interrupts.received) == asked)
 
     def failures(self) -> list[Failure]:
         """What went wrong, the cause first."""
@@ -145,6 +160,14 @@ class Workers:
         deadline = time.monotonic() + seconds
         while self.running and patient() and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Tells all to end. A Python program gets SIGTERM alone: to save, it needs the workers of its loaders."""
+        alone = [rank for rank in self.running if number == signal.SIGTERM and rank not in self._commands]
+        for rank in alone:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._processes[rank].pid, number)
+        self._signal_groups(number, [rank for rank in self.running if rank not in alone])
 
     def _signal_groups(self, number: signal.Signals, ranks: Sequence[int]) -> None:
         for rank in ranks:
