@@ -25,14 +25,19 @@ class Placer(Protocol):
         """Begins the move of ``batch`` and returns without waiting for it where the device allows."""
 
 
-def placer_for(device: torch.device | None, *, non_blocking: bool = False) -> Placer:
+def placer_for(device: torch.device | None, *, non_blocking: bool = False, even_batches: bool = True) -> Placer:
     """The placer that suits ``device``; ``None`` leaves batches where they are.
 
-    A device with streams gets pinned copies on a stream of their own. Elsewhere tensors are moved at once, with
-    ``non_blocking`` passed on. A batch whose leaves all are in place already is returned as the same object.
+    A device with streams gets pinned copies on a stream of their own; XLA devices get parts of every batch, all of one
+    shape with ``even_batches``. Elsewhere tensors are moved at once, with ``non_blocking`` passed on. A batch whose
+    leaves all are in place already is returned as the same object.
     """
     if device is None:
         return AsIs()
+    if device.type == "xla":
+        from accel_data.placement_xla import XLADevices
+
+        return XLADevices(device, fill=even_batches)
     if has_streams(device):
         return SideStream(device)
     return Direct(device, non_blocking=non_blocking)

@@ -53,7 +53,9 @@ def prepare_loader(
     source = select_source(dataloader, options, placement)
     # Without any accelerator in this process no tensor can be elsewhere than on the CPU.
     moves = device is not None and (device.type != "cpu" or torch.accelerator.is_available())
-    placer = placer_for(device, non_blocking=options.non_blocking) if moves else None
+    placer = None
+    if moves:
+        placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
     return PreparedLoader(source, options=options, placer=placer, observer=observer)
 
 

@@ -219,11 +219,12 @@ class Device:
                 _load(plugin, for_type=self.type)
 
     def rng_state(self) -> Tensor:
-        """The device generator's state: a uint8 vector on the CPU; on XLA one int64 seed."""
+        """The device generator's state: a uint8 vector on the CPU; on XLA one seed of 64 bits, as int64."""
         if self.type == "cpu":
             return torch.get_rng_state()
         if self.type == "xla":
-            return torch.tensor([int(import_module("torch_xla.core.xla_model").get_rng_state())], dtype=torch.int64)
+            seed = int(import_module("torch_xla.core.xla_model").get_rng_state())
+            return torch.tensor([seed - (seed >> 63 << 64)], dtype=torch.int64)  # the same 64 bits, signed
         module = self._module()
         state = module.get_rng_state() if self.index is None else module.get_rng_state(self.index)
         return torch.as_tensor(state)
@@ -233,7 +234,7 @@ class Device:
         if self.type == "cpu":
             torch.set_rng_state(state.cpu())
         elif self.type == "xla":
-            import_module("torch_xla.core.xla_model").set_rng_state(int(state.item()))
+            import_module("torch_xla.core.xla_model").set_rng_state(int(state.item()) % (1 << 64))
         elif self.index is None:
             self._module().set_rng_state(state.cpu())
         else:

@@ -1,0 +1,177 @@
+"""TPUs and other devices of torch_xla: one process drives all devices of its host, and the compiler spreads the work.
+
+Computations are recorded and run when a step ends, so a step must look alike each time: a new shape means a new
+compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/XLA SPMD, and GSPMD
+(arXiv:2105.04663) for how a program with marked tensors is partitioned.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.base import Backend
+from accel_backends.bundle import Bundle
+from accel_backends.capabilities import Capabilities
+from accel_backends.config import BackendConfig
+from accel_backends.names import innermost
+from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_backends.xla_compilations import CompilationWatch
+from accel_backends.xla_mesh import open_mesh, shard, shard_rows
+from accel_state.errors import ConfigError
+
+
+@dataclass(slots=True)
+class XLAConfig(BackendConfig):
+    """How a model is spread over the devices of this process.
+
+    Attributes:
+        shard_parameters: each device holds a part of every parameter, gradient and optimizer state, and the compiler
+            gathers what a layer needs (what torch_xla calls FSDPv2). Off: each holds all of them.
+        min_shard_size: parameters of fewer elements stay whole on each device.
+        quiet_steps: optimizer steps in which compilations are expected; each later one is reported with the step.
+
+    Raises:
+        ConfigError: a negative number.
+    """
+
+    backend: ClassVar[str] = "xla"
+
+    shard_parameters: bool = False
+    min_shard_size: int = 0
+    quiet_steps: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("min_shard_size", "quiet_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 0")
+
+
+@final
+class XLABackend(Backend):
+    """One process over all XLA devices that it sees; batches are cut into one part for each of them.
+
+    A global batch is one batch of one process here: losses, norms and gathered tensors are those of the whole batch,
+    and no collective is called by hand.
+
+    Attributes:
+        watch: counts compilations, and reports those that come late.
+    """
+
+    name: ClassVar[str] = "xla"
+    Config: ClassVar[type[BackendConfig]] = XLAConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"xla"}),
+        precisions=frozenset({"no", "bf16", "bf16-true", "fp32-true", "fp64-true"}),
+        ranks=(1, 1),
+        uneven_inputs=True,
+    )
+    distributed_type: ClassVar[str] = "XLA"
+
+    def __init__(self, session: Any, policy: Any, config: BackendConfig | None = None, **options: Any) -> None:
+        if session.device.type == "xla" and session.world_size == 1:
+            session.device.load_collectives()
+            open_mesh()
+        super().__init__(session, policy, config, **options)
+        self.watch = CompilationWatch(cast(XLAConfig, self.config).quiet_steps)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that a batch is cut for."""
+        return open_mesh().size()
+
+    # Preparing
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """As everywhere; then the recorded moves are carried out, so that no step has them in its computation."""
+        bundle = super().bind(bundle)
+        self._sync()
+        return bundle
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """On the devices: whole on each, or in parts as the options say."""
+        model = model.to(self.device)
+        self._spread(model)
+        return model
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def _spread(self, model: nn.Module) -> None:
+        config = cast(XLAConfig, self.config)
+        if config.shard_parameters:
+            for parameter in innermost(model).parameters():
+                if parameter.dim() and parameter.numel() >= config.min_shard_size:
+                    shard(parameter)
+
+    # A step
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Updates parameters and ends the recording of the step, which runs then."""
+        taken = super().step(optimizer, closure)
+        self._sync()
+        self.watch.stepped()
+        return taken
+
+    # States
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Copies in the host's memory, whole: nothing else outlives the next step."""
+        return _on_host(model_state(model))
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads a state of any backend, spread as the parameters were."""
+        load_model_state(model, state, strict=strict)
+        self._spread(model)
+        self._sync()
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """Copies in the host's memory, by parameter names."""
+        return _on_host(optimizer_state(optimizer, models))
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads a state of any backend, each tensor spread as its parameter."""
+        load_optimizer_state(optimizer, models, state)
+        config = cast(XLAConfig, self.config)
+        if config.shard_parameters:
+            for parameter, values in optimizer.state.items():
+                for value in values.values():
+                    if _is_alike(value, parameter) and parameter.numel() >= config.min_shard_size:
+                        shard(value)
+        self._sync()
+
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Copies in the host's memory."""
+        return cast("dict[str, torch.Tensor]", _on_host(super().held_gradients(model)))
+
+    def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
+        """Names of parameters whose gradients hold nan or inf; runs what was recorded so far."""
+        self._sync()
+        return super().nonfinite_gradients(models)
+
+    def _sync(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def shard_batch(batch: Any) -> Any:
+    """The batch with the rows of every tensor cut into one part for each device; for batches that no loader made."""
+    from accel_state.nested import map_leaves
+
+    return map_leaves(lambda leaf: shard_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _is_alike(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == parameter.device and value.shape == parameter.shape
+
+
+def _on_host(state: Any) -> Any:
+    from accel_state.nested import map_leaves
+
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)

@@ -1,0 +1,47 @@
+"""How often XLA compiled, and a word to the user when it does so late: shapes that change cost seconds each time."""
+
+from typing import final
+
+from accel_state.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+@final
+class CompilationWatch:
+    """Looks after each optimizer step whether the number of compilations has grown.
+
+    Attributes:
+        steps: optimizer steps seen.
+        late: compilations after the first ``quiet_steps`` steps.
+    """
+
+    def __init__(self, quiet_steps: int) -> None:
+        self.steps = 0
+        self.late = 0
+        self._quiet_steps = quiet_steps
+        self._seen = compilations()
+
+    def stepped(self) -> None:
+        """An optimizer step has ended."""
+        self.steps += 1
+        now = compilations()
+        new, self._seen = now - self._seen, now
+        if new and self.steps > self._quiet_steps:
+            self.late += new
+            _log.warning(
+                "XLA compiled %d time(s) in optimizer step %d (%d in all): something changes from step to step. Usual "
+                "causes: batches of different shapes (pad them; even_batches=True fills the last one), Python numbers "
+                "that change in the model, .item() between forward and step",
+                new,
+                self.steps,
+                now,
+            )
+
+
+def compilations() -> int:
+    """How many computations XLA has compiled in this process."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")
+    return 0 if data is None else int(data[0])

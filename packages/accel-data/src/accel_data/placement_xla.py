@@ -1,0 +1,66 @@
+"""Batches on XLA devices: cut over all of them, and of one shape, because every other shape is compiled anew."""
+
+from typing import Any, final
+
+import torch
+
+from accel_data.placement import Placed
+from accel_state.nested import ignorant_find_batch_size, map_leaves, send_to_device
+
+
+@final
+class XLADevices:
+    """Moves batches to the XLA devices of this process, and ends the step before each.
+
+    The rows of a tensor are spread over the devices of torch_xla's global mesh, where a backend has opened one. With
+    ``fill``, a batch of fewer rows than the largest before it repeats its first ones, so that the last batch of an
+    epoch has the shape of the others; a loader's ``real_counts`` say which rows are new, as for any batch made even.
+    """
+
+    def __init__(self, device: torch.device, *, fill: bool = True) -> None:
+        self.device, self.fill = device, fill
+        self._rows = 0
+
+    def start(self, batch: Any) -> Placed:
+        """Begins the copies to the devices; they run beside the step."""
+        if self.fill:
+            batch = self._filled(batch)
+        return _Recorded(send_to_device(map_leaves(self._send, batch), self.device))
+
+    def _filled(self, batch: Any) -> Any:
+        rows = ignorant_find_batch_size(batch) or 0
+        self._rows = max(self._rows, rows)
+        if not 0 < rows < self._rows:
+            return batch
+        repeated = torch.arange(self._rows) % rows
+
+        def fill(leaf: Any) -> Any:
+            alike = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+            return leaf[repeated] if alike else leaf
+
+        return map_leaves(fill, batch)
+
+    def _send(self, leaf: Any) -> Any:
+        import torch_xla.core.xla_model as xla_model
+        import torch_xla.distributed.spmd as spmd
+
+        mesh = spmd.get_global_mesh()
+        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.dim() == 0 or mesh is None:
+            return leaf
+        spec = spmd.ShardingSpec(mesh, (mesh.axis_names[0], *[None] * (leaf.dim() - 1)))
+        return xla_model.send_cpu_data_to_device([leaf], self.device, spec)[0]
+
+
+@final
+class _Recorded:
+    """A batch on the devices."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def take(self) -> Any:
+        """The batch; what was recorded before it runs now, or steps would grow into one computation."""
+        import torch_xla
+
+        torch_xla.sync()
+        return self._batch
