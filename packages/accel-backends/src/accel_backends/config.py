@@ -3,10 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, final
 
 from accel_precision.options import KwargsHandler
 from accel_state.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """What options of a backend say about a setting of the Accelerator, and where it is written."""
+
+    value: object
+    origin: str
 
 
 @dataclass(slots=True)
@@ -42,6 +51,10 @@ class BackendConfig(KwargsHandler):
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; fields: {', '.join(known) or 'none'}{hint}")
         return cls(**values)
+
+    def implied(self) -> Mapping[str, Implied]:
+        """What these options say about the Accelerator's own settings, by their names. Default: nothing."""
+        return {}
 
 
 @dataclass(slots=True)

@@ -11,6 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 # Where each kind of wrapper keeps what it wraps: torch.compile, activation checkpointing and offload, FSDP1.
 _MARKS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+#: Set on any other module, it says that the module is a wrapper and under which of its names the wrapped one is.
+WRAPS = "_accel_wraps"
 
 
 class Place(NamedTuple):
@@ -26,6 +28,9 @@ def wrapped_name(module: nn.Module) -> str | None:
     for mark in _MARKS:
         if mark in module._modules:
             return mark
+    announced = module.__dict__.get(WRAPS)
+    if announced is not None:
+        return str(announced)
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
     return None

@@ -1,0 +1,346 @@
+"""DeepSpeed's own configuration: where it is read from, which keys it has, and what stands at a dotted key."""
+
+import base64
+import binascii
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import ConfigError
+
+AUTO = "auto"
+ZERO = "zero_optimization"
+
+# Keys that DeepSpeed 0.19 reads. At the top level it ignores what it does not know, so that a misspelt key would
+# silently leave a default in place. Source: its configuration reference.
+TOP_KEYS = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "managed_gradient_accumulation",
+        "optimizer",
+        "scheduler",
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "sparse_gradients",
+        "gradient_clipping",
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "amp",
+        "torch_autocast",
+        "data_types",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "aio",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "disable_allgather",
+        "disable_python_gc",
+        "autotuning",
+        "flops_profiler",
+        "activation_checkpointing",
+        "sparse_attention",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+        "compression_training",
+        "data_efficiency",
+        "curriculum_learning",
+        "data_types",
+        "checkpoint",
+        "elasticity",
+        "expert_parallel",
+        "tensor_parallel",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "pipeline",
+        "hybrid_engine",
+        "compile",
+        "timers",
+        "eigenvalue",
+        "progressive_layer_drop",
+        "quantize_training",
+        "vocabulary_size",
+        "dataloader_drop_last",
+        "use_data_before_expert_parallelism",
+        "nebula",
+        "zero_elastic_checkpoint",
+        "weight_quantization",
+        "swap_tensor",
+        "load_universal_checkpoint",
+        "graph_harvesting",
+        "msamp",
+    ]
+)
+ZERO_KEYS = frozenset(
+    [
+        "stage",
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
+        "contiguous_gradients",
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "elastic_checkpoint",
+        "enable_sanity_checks",
+        "gather_16bit_weights_on_model_save",
+        "ignore_unused_parameters",
+        "leaf_module",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "memory_efficient_linear",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "override_module_apply",
+        "param_persistence_threshold",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "prefetch_bucket_size",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
+        "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "stage3_use_all_reduce_for_fetch_params",
+        "sub_group_size",
+        "use_all_reduce_for_fetch_params",
+        "use_multi_rank_bucket_allreduce",
+        "zenflow",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    ]
+)
+OFFLOAD_OPTIMIZER_KEYS = frozenset(
+    [
+        "buffer_count",
+        "cpuadam_cores_perc",
+        "device",
+        "fast_init",
+        "nvme_path",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "ratio",
+        "super_offload",
+    ]
+)
+OFFLOAD_PARAM_KEYS = frozenset(["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"])
+_SECTIONS = {
+    "": TOP_KEYS,
+    ZERO: ZERO_KEYS,
+    f"{ZERO}.offload_optimizer": OFFLOAD_OPTIMIZER_KEYS,
+    f"{ZERO}.offload_param": OFFLOAD_PARAM_KEYS,
+}
+_GONE = {
+    "mics_shard_size": "MiCS was removed from DeepSpeed; nearest: zero_hpz_partition_size (ZeRO++), or strategy 'fsdp' "
+    "with sharding_strategy HYBRID_SHARD",
+    "mics_hierarchical_params_gather": "MiCS was removed from DeepSpeed; nearest: zero_hpz_partition_size (ZeRO++)",
+}
+
+
+def read_document(source: object) -> tuple[dict[str, Any], str]:
+    """A configuration as a dictionary of its own, and where it came from, in words.
+
+    ``source`` is a mapping, the path of a JSON file, JSON itself, or JSON in URL-safe base64.
+
+    Raises:
+        ConfigError: none of these, or JSON that is no object or names a key twice.
+    """
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source)), "the DeepSpeed config given as a dictionary"
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"a DeepSpeed config of type {type(source).__name__}. Expected a string path to an existing deepspeed "
+            "config, or a dictionary, or a base64 encoded string"
+        )
+    path = Path(source).expanduser()
+    if _is_file(path):
+        return _parse(path.read_text(), str(path)), str(path)
+    text = str(source).strip()
+    if not text.startswith("{"):
+        try:
+            text = base64.urlsafe_b64decode(text).decode()
+        except (binascii.Error, ValueError):
+            raise ConfigError(
+                f"no DeepSpeed config at {str(source)!r}. Expected a string path to an existing deepspeed config, or a "
+                "dictionary, or a base64 encoded string"
+            ) from None
+    return _parse(text, "the DeepSpeed config given as text"), "the DeepSpeed config given as text"
+
+
+def check_keys(document: Mapping[str, Any], origin: str) -> None:
+    """Refuses keys that DeepSpeed would ignore or does not have any more.
+
+    Raises:
+        ConfigError: the first such key, where it stands, and the nearest known.
+    """
+    for section, known in _SECTIONS.items():
+        found = find(document, section) if section else document
+        if not isinstance(found, Mapping):
+            continue
+        for key in found:
+            if key in known:
+                continue
+            name = f"{section}.{key}" if section else str(key)
+            if key in _GONE:
+                raise ConfigError(f"{name} ({origin}): {_GONE[key]}")
+            raise ConfigError(f"{origin} has a key {name!r} that DeepSpeed does not know{near(str(key), known)}")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean ...?"``, or nothing where no known name resembles it."""
+    found = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def find(document: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value at a dotted key."""
+    node: Any = document
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value at a dotted key, making the sections above it."""
+    *above, last = key.split(".")
+    node = document
+    for part in above:
+        inner = node.get(part)
+        if not isinstance(inner, dict):
+            inner = node[part] = {}
+        node = inner
+    node[last] = value
+
+
+def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted key; lists are values."""
+    for key, value in document.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+class HfDeepSpeedConfig:
+    """Read access to a DeepSpeed configuration by dotted keys, as Transformers' integration asks for it.
+
+    It is subclassed there, so it is neither final nor abstract.
+
+    Attributes:
+        config: the configuration, a copy of what was given.
+        origin: where it came from, in words.
+    """
+
+    def __init__(self, config_file_or_dict: object) -> None:
+        self.config: dict[str, Any]
+        self.config, self.origin = read_document(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Notes the ZeRO stage (-1: none is given) and whether anything is offloaded."""
+        self._stage = self.get_value(f"{ZERO}.stage", -1)
+        devices = {self.get_value(f"{ZERO}.offload_{kind}.device") for kind in ("optimizer", "param")}
+        self._offload = bool(devices & {"cpu", "nvme"})
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The section that a dotted key stands in (None: there is none), and its last part."""
+        above, _, last = ds_key_long.rpartition(".")
+        node = find(self.config, above) if above else self.config
+        return (node if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value at a dotted key."""
+        return find(self.config, ds_key_long, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Removes a key and what stands under it.
+
+        Raises:
+            ConfigError: it is not there, and ``must_exist``.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ConfigError(f"Can't find {ds_key_long} entry in the config: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the key is set and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the key is set and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether gradients are partitioned, too."""
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are partitioned, too."""
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters live on the host or on disk."""
+        return self._offload
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # text too long for a name
+        return False
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{origin} has the key {twice!r} twice; leave one of them out")
+        return dict(pairs)
+
+    try:
+        found = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{origin} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{origin} holds a {type(found).__name__}; expected an object of DeepSpeed's settings")
+    return found
