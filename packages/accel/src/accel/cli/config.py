@@ -49,7 +49,7 @@ def show(config_file: str | None, *, as_json: bool, **flags: str | bool | None) 
 @click.argument("file")
 def validate(file: str) -> int:
     """Checks every key and value of a YAML or JSON file; a mistake is named with its line."""
-    from accel.launch.planning import check_settings
+    from accel.launch.checks import check_settings
 
     # The file alone, so that no flag or variable hides a wrong value in it.
     config = resolve_config({}, {}, file)

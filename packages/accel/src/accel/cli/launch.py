@@ -6,7 +6,6 @@ import rich_click as click
 
 from accel.cli.options import as_json, config_file, config_from, setting_options
 from accel.cli.printing import print_json
-from accel.launch.planning import LaunchPlan
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -24,31 +23,13 @@ def launch(
     Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from a
     configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there.
     """
-    from accel.launch.host import check_program, read_host
-    from accel.launch.planning import check_settings, plan
-    from accel.launch.running import run
+    from accel.launch.starting import prepare
 
-    config = config_from(flags, config_file)
-    check_settings(config)
-    check_program(config, program)
-    planned = plan(config, program, read_host(config), env=os.environ)
+    start = prepare(config_from(flags, config_file), program, os.environ)
     if not dry_run:
-        return run(planned)
+        return start.run()
     if as_json:
-        print_json(planned.to_json())
+        print_json(start.plan.to_json())
     else:
-        _print_plan(planned)
+        print(start.plan, end="")
     return 0
-
-
-def _print_plan(planned: LaunchPlan) -> None:
-    import shlex
-
-    how = "replaces the launcher" if planned.direct else f"{len(planned.processes)} started here"
-    port = planned.main_port or "a free port"
-    print(f"# {planned.num_processes} in all, {how}; main process at {planned.main_address}, {port}")
-    for process in planned.processes:
-        print(f"\n# rank {process.rank}")
-        for name, value in process.env.items():
-            print(f"{name}={shlex.quote(value)} \\")
-        print(shlex.join(process.argv))

@@ -1,7 +1,7 @@
 """Options that several commands share, those of the table of settings among them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import rich_click as click
@@ -9,6 +9,7 @@ import rich_click as click
 from accel.config.model import DOCUMENT_VARIABLE, AccelConfig, settings
 from accel.config.resolve import resolve_config
 from accel.config.setting import Setting, metavar
+from accel_state.errors import ConfigError
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -27,11 +28,22 @@ def setting_options(fn: Fn) -> Fn:
 def config_from(flags: dict[str, Any], file: str | None) -> AccelConfig:
     """The configuration that the flags, the environment and the named file give.
 
-    A launcher's document in the environment is left out: this command may run inside a process that another launcher
-    started, and that one's number of processes is not meant for it.
+    A launcher's document in the environment is left out, and so are the variables that it wrote: this command may run
+    inside a process that another launcher started, and that one's number of processes is not meant for it.
     """
-    env = {name: value for name, value in os.environ.items() if name != DOCUMENT_VARIABLE}
-    return resolve_config({}, env, file, flags=flags)
+    return resolve_config({}, without_launcher(os.environ), file, flags=flags)
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` without what ``accel launch`` has put there for the process that this is."""
+    document = env.get(DOCUMENT_VARIABLE)
+    if not document:
+        return dict(env)
+    try:
+        written = resolve_config({}, {DOCUMENT_VARIABLE: document}).variables()
+    except ConfigError:
+        written = {}  # of a newer launcher, or of none
+    return {name: value for name, value in env.items() if name != DOCUMENT_VARIABLE and written.get(name) != value}
 
 
 def _option(row: Setting) -> Callable[[Fn], Fn]:

@@ -3,8 +3,6 @@
 import logging
 import signal
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, final
 
 from torch.distributed.elastic.agent.server.api import (
@@ -17,6 +15,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from accel.launch.failure import report
+from accel.launch.guard import Guard
 from accel.launch.interrupts import Interrupts
 from accel.launch.local import attempt_env, interrupted, output_of, preempted
 from accel.launch.meeting import Meeting
@@ -37,17 +36,22 @@ def run_machine(plan: LaunchPlan) -> int:
         LaunchError: where the machines do not find each other or were given contradicting settings.
     """
     _quieten("torch.distributed.elastic")
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="accel_launch_") as scratch:
+    with Interrupts() as interrupts, Guard() as guard:
         try:
-            return _run_agent(plan, interrupts, Path(scratch))
+            return _run_agent(plan, interrupts, guard)
         except SignalException:
             return interrupted(interrupts.received[0], len(plan.processes))
 
 
-def _run_agent(plan: LaunchPlan, interrupts: Interrupts, scratch: Path) -> int:
+def _run_agent(plan: LaunchPlan, interrupts: Interrupts, guard: Guard) -> int:
     with Meeting(plan, interrupts) as meeting:
-        agent = MachineAgent(plan, meeting=meeting, interrupts=interrupts, scratch=scratch)
-        agent.run()
+        agent = MachineAgent(plan, meeting=meeting, interrupts=interrupts, guard=guard)
+        try:
+            agent.run()
+        except SignalException:
+            if agent.preempted:
+                return preempted(len(plan.processes))
+            raise
         return agent.status
 
 
@@ -59,7 +63,7 @@ class MachineAgent(SimpleElasticAgent):
     coarse to tell the first failure from those that follow it.
     """
 
-    def __init__(self, plan: LaunchPlan, *, meeting: Meeting, interrupts: Interrupts, scratch: Path) -> None:
+    def __init__(self, plan: LaunchPlan, *, meeting: Meeting, interrupts: Interrupts, guard: Guard) -> None:
         config = plan.config
         super().__init__(
             WorkerSpec(
@@ -73,19 +77,22 @@ class MachineAgent(SimpleElasticAgent):
             )
         )
         self.status = 0
+        self.preempted = False
         self._plan = plan
         self._meeting = meeting
         self._interrupts = interrupts
-        self._scratch = scratch
+        self._guard = guard
         self._workers: Workers | None = None
         self._grace = config.grace_period.total_seconds()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._meeting.round - 1
-        folder = self._scratch / str(attempt)
+        folder = self._guard.folder / str(attempt)
         folder.mkdir()
         env = attempt_env(self._plan, attempt, self._meeting.get_run_id())
-        self._workers = Workers(folder=folder, output=output_of(self._plan, attempt), interrupts=self._interrupts)
+        self._workers = Workers(
+            folder=folder, output=output_of(self._plan, attempt), interrupts=self._interrupts, guard=self._guard
+        )
         self._workers.start(self._plan.processes, env | {"MASTER_PORT": str(worker_group.master_port)})
         pids = self._workers.pids
         return {process.local_rank: pids[process.rank] for process in self._plan.processes}
@@ -98,6 +105,7 @@ class MachineAgent(SimpleElasticAgent):
         if workers is not None:
             if workers.running:
                 workers.stop(death_sig, self._grace)
+            self.preempted = workers.preempted
             workers.close()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

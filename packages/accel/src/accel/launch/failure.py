@@ -107,9 +107,15 @@ def _began(failure: Failure) -> float:
     return failure.at - (_NOTICED_AFTER if failure.exit.status == -signal.SIGKILL else 0.0)
 
 
-def report(failures: list[Failure], num_processes: int) -> str:
-    """What is printed about an attempt that failed: the first failure last, where a reader looks, with its trace."""
+def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) -> str:
+    """What is printed about an attempt that failed: the first failure last, where a reader looks, with its trace.
+
+    ``quiet`` leaves only that one trace, or a line about it where there is none.
+    """
     first, *others = failures
+    if quiet and first.trace:
+        return first.trace.rstrip()
+    others = [] if quiet else others
     lines = [
         f"accel launch: rank {other.exit.rank} then failed too ({other.ending}){_colon(other.summary)}"
         for other in others

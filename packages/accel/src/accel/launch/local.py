@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 
 from accel.launch.failure import Failure, report
+from accel.launch.guard import Guard
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import LaunchPlan
@@ -27,11 +27,14 @@ def run_local(plan: LaunchPlan) -> int:
     """
     config = plan.config
     run_id = uuid.uuid4().hex
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="accel_launch_") as scratch:
+    with Interrupts() as interrupts, Guard() as guard:
         attempt = 0
         while True:
             workers = Workers(
-                folder=_fresh(Path(scratch) / str(attempt)), output=output_of(plan, attempt), interrupts=interrupts
+                folder=_fresh(guard.folder / str(attempt)),
+                output=output_of(plan, attempt),
+                interrupts=interrupts,
+                guard=guard,
             )
             failures = _attempt(plan, workers, interrupts, attempt_env(plan, attempt, run_id))
             if workers.preempted and not failures:
@@ -40,15 +43,18 @@ def run_local(plan: LaunchPlan) -> int:
                 return interrupted(interrupts.received[0], len(plan.processes))
             if not failures:
                 return 0
-            print(report(failures, plan.num_processes), file=sys.stderr, flush=True)
-            if attempt == config.max_restarts:
+            last = attempt == config.max_restarts
+            if last or not config.quiet:
+                print(report(failures, plan.num_processes, quiet=config.quiet), file=sys.stderr, flush=True)
+            if last:
                 return failures[0].status or 1
             attempt += 1
-            print(
-                f"accel launch: starting all processes again (restart {attempt} of {config.max_restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not config.quiet:
+                print(
+                    f"accel launch: starting all processes again (restart {attempt} of {config.max_restarts})",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
@@ -65,10 +71,11 @@ def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
 def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
     """What copies the output of an attempt, or None where the processes write it themselves."""
     config = plan.config
-    if not config.prefix_output and config.log_dir is None:
+    if not config.prefix_output and config.log_dir is None and config.tee == "0":
         return None
     folder = None if config.log_dir is None else Path(config.log_dir) / f"attempt_{attempt}"
-    return Output(prefix=config.prefix_output, folder=folder)
+    role = "" if config.role == "default" else config.role
+    return Output(prefix=config.prefix_output, folder=folder, tee=config.tee, role=role)
 
 
 def interrupted(number: signal.Signals, num_processes: int) -> int:

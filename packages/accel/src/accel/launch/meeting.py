@@ -38,9 +38,9 @@ class Meeting(RendezvousHandler):
     def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
         config = plan.config
         self.round = 0
-        self._rank, self._size = config.machine_rank, config.num_machines
+        self._rank, self._size = config.machine_rank, plan.num_machines
         self._address, self._port = plan.main_address, plan.main_port
-        self._facts = {"num_processes": plan.num_processes, "num_machines": config.num_machines}
+        self._facts = {"num_processes": plan.num_processes, "num_machines": plan.num_machines}
         self._timeout = config.join_timeout.total_seconds()
         self._interrupts = interrupts
         self._done_round = 0

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from subprocess import PIPE
 from typing import BinaryIO, final
 
 from accel_state.errors import LaunchError
 
 _CHUNK = 65536
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
 @final
@@ -16,14 +19,18 @@ class Output:
     """Copies what the processes of one attempt print to the launcher's own streams and to one file per rank.
 
     Used only where a prefix or files are asked for; otherwise the processes write to the launcher's streams directly,
-    and a progress bar still sees a terminal.
+    and a progress bar still sees a terminal. ``tee`` chooses streams as torchrun does: 1 stdout, 2 stderr, 3 both, for
+    all processes or by local rank; they get the prefix, and only they are followed where any are chosen. ``role``
+    stands before the rank. On a terminal each rank has a colour.
 
     Raises:
         LaunchError: where ``folder`` cannot be made.
     """
 
-    def __init__(self, *, prefix: bool, folder: Path | None) -> None:
-        self._prefix = prefix
+    def __init__(self, *, prefix: bool, folder: Path | None, tee: str = "0", role: str = "") -> None:
+        self._prefix = prefix or tee != "0"
+        self._tee = tee
+        self._role = role
         self._folder = folder
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -34,10 +41,18 @@ class Output:
             except OSError as error:
                 raise LaunchError(f"log_dir: cannot make {folder}: {error.strerror}") from error
 
-    def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
-        """Copies ``source`` until its end, in a thread of its own."""
+    def pipes(self, local_rank: int) -> tuple[int | None, int | None]:
+        """What a process is started with as stdout and stderr: a pipe to follow, or None for the launcher's own."""
+        streams = 3 if self._tee == "0" else streams_of(self._tee, local_rank)
+        return (PIPE if streams & 1 else None, PIPE if streams & 2 else None)
+
+    def keep_log(self, rank: int) -> None:
+        """Opens the file of ``rank``, where files are asked for."""
         if self._folder is not None and rank not in self._logs:
             self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb")
+
+    def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+        """Copies ``source`` until its end, in a thread of its own."""
         thread = threading.Thread(target=self._copy, args=(rank, source, sink), name=f"output-{rank}", daemon=True)
         thread.start()
         self._threads.append(thread)
@@ -56,7 +71,7 @@ class Output:
             self._logs.clear()
 
     def _copy(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
-        mark = f"[rank {rank}] ".encode() if self._prefix else b""
+        mark = self._mark(rank, sink)
         rest = b""
         with source:
             while chunk := os.read(source.fileno(), _CHUNK):
@@ -67,6 +82,14 @@ class Output:
             self._log(rank, rest + b"\n")
         if rest and mark:
             self._write(sink, mark + rest + b"\n")
+
+    def _mark(self, rank: int, sink: BinaryIO) -> bytes:
+        if not self._prefix:
+            return b""
+        text = f"[{self._role} {rank}]" if self._role else f"[rank {rank}]"
+        if not coloured(sink, os.environ):
+            return f"{text} ".encode()
+        return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{text}\033[0m ".encode()
 
     def _log(self, rank: int, data: bytes) -> None:
         with self._lock:
@@ -79,6 +102,21 @@ class Output:
         with self._lock, contextlib.suppress(OSError):
             sink.write(data)
             sink.flush()
+
+
+def streams_of(tee: str, local_rank: int) -> int:
+    """Which streams of a process ``tee`` chooses: 1 stdout, 2 stderr, 3 both, 0 none."""
+    if ":" not in tee:
+        return int(tee)
+    chosen = dict(part.split(":") for part in tee.split(","))
+    return int(chosen.get(str(local_rank), "0"))
+
+
+def coloured(sink: BinaryIO, env: Mapping[str, str]) -> bool:
+    """Whether ``sink`` shows colours: a terminal that is not told otherwise (no-color.org), or FORCE_COLOR."""
+    if env.get("NO_COLOR") or env.get("TERM") == "dumb":
+        return False
+    return bool(env.get("FORCE_COLOR")) or sink.isatty()
 
 
 def _whole_lines(data: bytes) -> tuple[bytes, bytes]:

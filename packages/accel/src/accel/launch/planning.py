@@ -1,10 +1,12 @@
 """Which processes a job starts on this machine: argv and environment of each, before anything runs."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from accel.config.model import DOCUMENT_VARIABLE, AccelConfig
+from accel.launch.checks import check_settings, machine_range
 from accel.launch.host import HostFacts
 from accel_state.errors import LaunchError
 
@@ -45,12 +47,24 @@ class LaunchPlan:
     main_address: str
     main_port: int
     direct: bool
+    num_machines: int = 1
+    min_machines: int = 1
+
+    def __str__(self) -> str:
+        how = "replaces the launcher" if self.direct else f"{len(self.processes)} started here"
+        port = self.main_port or "a free port"
+        lines = [f"# {self.num_processes} in all, {how}; main process at {self.main_address}, {port}"]
+        for process in self.processes:
+            lines += ["", f"# rank {process.rank}"]
+            lines += [f"{name}={shlex.quote(value)} \\" for name, value in process.env.items()]
+            lines.append(shlex.join(process.argv))
+        return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain data, for ``accel launch --dry-run --json``."""
         return {
             "direct": self.direct,
-            "machine": {"rank": self.config.machine_rank, "of": self.config.num_machines},
+            "machine": {"rank": self.config.machine_rank, "of": self.num_machines, "at_least": self.min_machines},
             "main_process": {"address": self.main_address, "port": self.main_port or "free"},
             "max_restarts": self.config.max_restarts,
             "num_processes": self.num_processes,
@@ -70,11 +84,19 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
         LaunchError: where the settings contradict each other or the machine cannot hold them.
     """
     check_settings(config)
+    few, many = machine_range(config)
     local = _processes_here(config, host)
-    total = local * config.num_machines
-    address = config.main_process_ip if config.num_machines > 1 and config.main_process_ip else _LOOPBACK
+    total = local * many
+    address = config.main_process_ip if many > 1 and config.main_process_ip else _LOOPBACK
     port = config.main_process_port or 0
-    supervised = config.max_restarts > 0 or config.prefix_output or config.log_dir is not None
+    supervised = (
+        config.max_restarts > 0
+        or config.prefix_output
+        or config.log_dir is not None
+        or config.tee != "0"
+        or config.end_with_stdin
+        or many > 1
+    )
     direct = total == 1 and not supervised
     argv = _direct_argv(config, program, host) if direct else _worker_argv(config, program, host)
     shared = _shared_env(config, host, local=local, env=env)
@@ -87,45 +109,17 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
             "WORLD_SIZE": str(total),
             "LOCAL_WORLD_SIZE": str(local),
             "GROUP_RANK": str(config.machine_rank),
-            "GROUP_WORLD_SIZE": str(config.num_machines),
+            "GROUP_WORLD_SIZE": str(many),
+            "ROLE_NAME": config.role,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(total),
             "MASTER_ADDR": address,
         }
         # Machines agree on a port of their own for each attempt; the given one is where the launchers meet.
-        if port and config.num_machines == 1:
+        if port and many == 1:
             place["MASTER_PORT"] = str(port)
         processes.append(ProcessPlan(rank, local_rank, argv, place | shared))
-    return LaunchPlan(config, tuple(processes), total, address, port, direct)
-
-
-def check_settings(config: AccelConfig) -> None:
-    """Refuses settings that contradict each other on any machine.
-
-    Raises:
-        LaunchError: naming both values and what would work.
-    """
-    machines = config.num_machines
-    if config.cpu and config.multi_gpu:
-        raise LaunchError("cpu and multi_gpu are both set; drop one of them")
-    if config.module and config.no_python:
-        raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
-    if config.multi_gpu and config.num_processes == 1:
-        raise LaunchError("multi_gpu needs 2 or more processes, num_processes is 1; drop one of them")
-    if config.machine_rank >= machines:
-        raise LaunchError(
-            f"machine_rank is {config.machine_rank} of num_machines {machines}; expected 0 to {machines - 1}"
-        )
-    if machines > 1 and not (config.main_process_ip and config.main_process_port):
-        raise LaunchError(
-            f"{machines} machines need main_process_ip and main_process_port, the same on each: "
-            f"an address of machine 0 and a free port there, like 29500"
-        )
-    total = config.num_processes
-    if total is not None and total % machines:
-        below, above = total // machines * machines, (total // machines + 1) * machines
-        raise LaunchError(
-            f"num_processes counts all machines: {total} cannot be shared by {machines} machines; "
-            f"nearest that can: {below or above}"
-        )
+    return LaunchPlan(config, tuple(processes), total, address, port, direct, num_machines=many, min_machines=few)
 
 
 def _processes_here(config: AccelConfig, host: HostFacts) -> int:
@@ -135,11 +129,12 @@ def _processes_here(config: AccelConfig, host: HostFacts) -> int:
         raise LaunchError(f"multi_gpu needs 2 or more accelerators, this machine offers {usable}; drop multi_gpu")
     if config.num_processes is None:
         return usable or 1
-    local = config.num_processes // config.num_machines
+    many = machine_range(config)[1]
+    local = config.num_processes // many
     if usable and local > usable:
         raise LaunchError(
             f"{local} processes on this machine, but {usable} accelerator{'s' * (usable > 1)} ({host.accelerator}); "
-            f"num_processes {usable * config.num_machines} would fit, or cpu to train without accelerators"
+            f"num_processes {usable * many} would fit, or cpu to train without accelerators"
         )
     return local
 
@@ -157,7 +152,7 @@ def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
 
 
 def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mapping[str, str]) -> dict[str, str]:
-    shared = {DOCUMENT_VARIABLE: config.to_document()}
+    shared = {DOCUMENT_VARIABLE: config.to_document(), **config.variables()}
     if config.log_level is not None:
         # Loggers are made before, and without, any Accelerator that would read the document.
         shared["ACCEL_LOG_LEVEL"] = config.log_level

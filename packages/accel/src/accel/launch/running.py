@@ -16,7 +16,11 @@ def run(plan: LaunchPlan) -> int:
     """
     if plan.direct:
         _become(plan)
-    if plan.config.num_machines > 1:
+    if plan.config.end_with_stdin:
+        from accel.launch.stdin import end_with_stdin
+
+        end_with_stdin()
+    if plan.num_machines > 1:
         from accel.launch.cluster import run_machine
 
         return run_machine(plan)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import final
 
 from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure
+from accel.launch.guard import Guard
 from accel.launch.interrupts import Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import ProcessPlan
@@ -33,8 +34,9 @@ class Workers:
     while the group is being ended.
     """
 
-    def __init__(self, *, folder: Path, output: Output | None, interrupts: Interrupts) -> None:
+    def __init__(self, *, folder: Path, output: Output | None, interrupts: Interrupts, guard: Guard) -> None:
         self._folder = folder
+        self._guard = guard
         self._output = output
         self._interrupts = interrupts
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -53,21 +55,22 @@ class Workers:
             env = {**os.environ, **process.env, **attempt}
             env[ERROR_FILE_VARIABLE] = str(self._error_file(process.rank))
             env[LAUNCHER_VARIABLE] = str(os.getpid())
-            pipe = None if self._output is None else subprocess.PIPE
+            out, err = (None, None) if self._output is None else self._output.pipes(process.local_rank)
             try:
-                started = subprocess.Popen(process.argv, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
+                started = subprocess.Popen(process.argv, env=env, stdout=out, stderr=err, start_new_session=True)
             except OSError as error:
                 raise LaunchError(f"cannot start rank {process.rank} ({process.argv[0]}): {error.strerror}") from error
             self._processes[process.rank] = started
+            self._guard.watch([started.pid for started in self._processes.values()])
             if process.argv[3:5] == (WORKER_MODULE, COMMAND):  # a shell, say, which passes nothing on
                 self._commands.add(process.rank)
             if hasattr(os, "pidfd_open"):
                 self._watches[process.rank] = os.pidfd_open(started.pid)
             if self._output is not None:
-                assert started.stdout is not None
-                assert started.stderr is not None
-                self._output.follow(process.rank, started.stdout, sys.stdout.buffer)  # type: ignore[arg-type]
-                self._output.follow(process.rank, started.stderr, sys.stderr.buffer)  # type: ignore[arg-type]
+                self._output.keep_log(process.rank)
+                for source, sink in ((started.stdout, sys.stdout.buffer), (started.stderr, sys.stderr.buffer)):
+                    if source is not None:
+                        self._output.follow(process.rank, source, sink)  # type: ignore[arg-type]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -143,6 +146,7 @@ class Workers:
             self.stop(signal.SIGKILL, 0.0)
         clean = all(ended.status == 0 for ended in self._exits.values())
         self._signal_groups(signal.SIGTERM if clean else signal.SIGKILL, list(self._processes))
+        self._guard.watch([])
         for rank in self._exits:
             self._processes[rank].wait()
         for watch in self._watches.values():

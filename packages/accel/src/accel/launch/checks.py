@@ -1,0 +1,102 @@
+"""Which settings contradict each other, or ask for what this version cannot do."""
+
+from accel.config.model import PRECEDENCE, AccelConfig, settings
+from accel_state.errors import LaunchError
+
+_STRATEGIES = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
+_STARTERS = ("slurm", "hostfile", "mpirun_hostfile", "deepspeed_hostfile", "tpu_cluster")
+
+
+def check_settings(config: AccelConfig) -> None:
+    """Refuses settings that contradict each other on any machine.
+
+    Raises:
+        LaunchError: naming both values and what would work.
+    """
+    if config.module and config.no_python:
+        raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
+    _check_alone(config, ("cpu", "multi_gpu", "tpu"))
+    _check_alone(config, tuple(_STRATEGIES))
+    _check_alone(config, _STARTERS)
+    _check_needs(config)
+    _check_strategy(config)
+    if config.multi_gpu and config.num_processes == 1:
+        raise LaunchError("multi_gpu needs 2 or more processes, num_processes is 1; drop one of them")
+    _check_machines(config)
+
+
+def machine_range(config: AccelConfig) -> tuple[int, int]:
+    """How few and how many machines form the job."""
+    if config.nnodes is None:
+        return config.num_machines, config.num_machines
+    few, _, many = config.nnodes.partition(":")
+    return int(few), int(many or few)
+
+
+def is_elastic(config: AccelConfig) -> bool:
+    """Whether machines may come and go, or at least get their ranks as they come."""
+    few, many = machine_range(config)
+    return few < many or config.rdzv_backend == "c10d"
+
+
+def _check_alone(config: AccelConfig, names: tuple[str, ...]) -> None:
+    on = [name for name in names if config.is_on(name)]
+    if len(on) > 1:
+        raise LaunchError(f"{' and '.join(on)} are both set; drop one of them")
+
+
+def _check_needs(config: AccelConfig) -> None:
+    """An option without effect is refused, unless it was given below the one that turns it off."""
+    for row in settings().values():
+        needed = row.facts.needs
+        if not needed or not config.is_given(row.name) or config.is_on(needed):
+            continue
+        origin, name = config.origin(row.name), needed.partition("=")[0]
+        switch = config.origin(name)
+        # What is only in the environment may be meant for a plugin that the script makes.
+        if origin.source == "env" or not row.is_on(getattr(config, row.name)):
+            continue
+        weaker = PRECEDENCE.index(origin.source) > PRECEDENCE.index(switch.source)
+        if weaker or (origin.source == switch.source == "file"):
+            continue
+        shown = needed if "=" in needed or not settings()[name].is_switch else f"--{needed}"
+        raise LaunchError(f"{row.name} ({origin}) means nothing without {shown}; add that, or drop {row.name}")
+
+
+def _check_strategy(config: AccelConfig) -> None:
+    """A strategy that no installed package has, or that contradicts ``backend``."""
+    for switch, name in _STRATEGIES.items():
+        if not getattr(config, switch):
+            continue
+        if config.backend is not None and not config.backend.startswith(name):
+            raise LaunchError(f"{switch} and backend={config.backend} contradict each other; drop one of them")
+        from importlib.metadata import entry_points
+
+        installed = sorted({entry.name for entry in entry_points(group="accel.backends")})
+        if name not in installed:
+            raise LaunchError(f"{switch}: no backend {name!r} is installed; there are: {', '.join(installed)}")
+
+
+def _check_machines(config: AccelConfig) -> None:
+    few, many = machine_range(config)
+    if config.nnodes is not None and config.is_given("num_machines") and not few <= config.num_machines <= many:
+        raise LaunchError(f"nnodes is {config.nnodes} and num_machines {config.num_machines}; drop num_machines")
+    if few > many:
+        raise LaunchError(f"nnodes is {config.nnodes}: the first number is how few machines, the second how many")
+    if config.rdzv_conf is not None and not is_elastic(config):
+        raise LaunchError("rdzv_conf means nothing to machines with given ranks; add --rdzv_backend c10d, or drop it")
+    if not is_elastic(config) and config.machine_rank >= many:
+        raise LaunchError(f"machine_rank is {config.machine_rank} of num_machines {many}; expected 0 to {many - 1}")
+    started_from_here = any(config.is_on(name) for name in _STARTERS)
+    if many > 1 and not started_from_here and not (config.main_process_ip and config.main_process_port):
+        raise LaunchError(
+            f"{many} machines need main_process_ip and main_process_port, the same on each: "
+            f"an address of machine 0 and a free port there, like 29500"
+        )
+    total = config.num_processes
+    if total is not None and total % many:
+        below, above = total // many * many, (total // many + 1) * many
+        raise LaunchError(
+            f"num_processes counts all machines: {total} cannot be shared by {many} machines; "
+            f"nearest that can: {below or above}"
+        )
