@@ -348,6 +348,21 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks(rank: int, case: str, me
 
 
 @pytest.mark.ranks(2)
+def test_a_trained_model_can_be_let_go() -> None:
+    import gc
+    import weakref
+
+    backend = open_backend()
+    model = make_model("transformer")
+    backend.prepare(Bundle([model]))
+    backend.backward(model(tokens(0)).mean())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.ranks(2)
 def test_preparing_twice_is_refused() -> None:
     backend = open_backend()
     model = make_model("mlp")

@@ -30,6 +30,7 @@ from accel_state.errors import BackendError, PrepareError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from accel_precision.fp8 import ModuleConverter
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -152,14 +153,18 @@ class Backend(ABC):
 
     def convert_layers(self, model: nn.Module) -> nn.Module:
         """Replaces layers by ones that compute in 8 bits, if the policy says so."""
-        if self.policy.fp8 is not None:
-            from accel_precision.facts import DeviceFacts
-            from accel_precision.fp8 import load_converter
+        converter = self.converter()
+        return model if converter is None else converter.convert(model)
 
-            facts = DeviceFacts.probe(self.device.type)
-            converter = load_converter(self.policy.fp8, facts, sharded=self.capabilities.sharded)
-            model = converter.convert(model)
-        return model
+    def converter(self) -> "ModuleConverter | None":
+        """What replaces layers by ones that compute in 8 bits; None if the policy has none do so."""
+        if self.policy.fp8 is None:
+            return None
+        from accel_precision.facts import DeviceFacts
+        from accel_precision.fp8 import load_converter
+
+        facts = DeviceFacts.probe(self.device.type)
+        return load_converter(self.policy.fp8, facts, sharded=self.capabilities.sharded)
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:

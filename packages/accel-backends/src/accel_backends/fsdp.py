@@ -24,6 +24,7 @@ from accel_backends.fsdp_check import (
     upcast_parameters,
 )
 from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_fp8 import follow
 from accel_backends.fsdp_gradients import held_gradients, hold_gradients
 from accel_backends.fsdp_shard import (
     Sharded,
@@ -163,6 +164,8 @@ class FSDPBackend(Backend):
         self.convert_layers(cast_parameters(root, self.policy))
         sharded = shard_model(root, self._units(model), self._sharder(root))
         average_whole(sharded, self.session.group, self.session.world_size)
+        backend = self.session.device.collective_backend
+        sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
         self._sharded[root] = sharded
         return model
 
@@ -205,10 +208,17 @@ class FSDPBackend(Backend):
         return self._synchronising(model, enable=True)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps on the shards, after letting go of whole parameters that a forward without backward has left."""
+        """Steps on the shards, after letting go of whole parameters that a forward without backward has left.
+
+        Scales of weights that are gathered in 8 bits follow.
+        """
         for root, sharded in self._sharded.items():
             self._reshard(root, sharded)
-        return super().step(optimizer, closure)
+        stepped = super().step(optimizer, closure)
+        for sharded in self._sharded.values():
+            if sharded.follower is not None:
+                sharded.follower.renew()
+        return stepped
 
     # States
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
+from weakref import ref
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from accel_backends.meta_init import Made, materialise
 from accel_backends.names import places
 from accel_backends.wrapping import Units
 from accel_precision.facts import HALVES
+from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
 from accel_state.collectives import broadcast
 from accel_state.errors import ConfigError
@@ -62,21 +64,39 @@ class Sharder:
 
 
 @final
-@dataclass(eq=False, slots=True)
 class Sharded:
-    """A sharded model's parts that steps deal with. It does not hold the root, which may be the key to it.
+    """A sharded model's parts that steps deal with.
+
+    It holds no modules: the root may be the key to it, and by way of torch's states every unit leads there.
 
     Attributes:
-        units: the modules within the root that are gathered by themselves, in the order of their names.
-        kept: those of them that do not go back to shards after forward.
         whole: parameters that cannot be sharded, having no dimension; every rank holds them.
         synchronising: whether backward reduces gradients.
+        follower: what has to know of its steps, see ``fsdp_fp8``.
     """
 
-    units: list["FSDPModule"] = field(default_factory=list)
-    kept: list["FSDPModule"] = field(default_factory=list)
-    whole: list[nn.Parameter] = field(default_factory=list)
-    synchronising: bool = True
+    __slots__ = ("_kept", "_units", "follower", "synchronising", "whole")
+
+    def __init__(self, units: Iterable["FSDPModule"], whole: Iterable[nn.Parameter], *, freed: bool) -> None:
+        self._units = [ref(unit) for unit in units]
+        self._kept = [] if freed else self._units
+        self.whole = list(whole)
+        self.synchronising = True
+        self.follower: Follower | None = None
+
+    @property
+    def units(self) -> list["FSDPModule"]:
+        """The modules within the root that are gathered by themselves, in the order of their names."""
+        return _alive(self._units)
+
+    @property
+    def kept(self) -> list["FSDPModule"]:
+        """Those of them that do not go back to shards after forward."""
+        return _alive(self._kept)
+
+
+def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:
+    return [unit for one in units if (unit := one()) is not None]
 
 
 def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
@@ -141,7 +161,7 @@ def adopt(model: nn.Module, whole: list[nn.Parameter] | None = None, *, freed: b
     units: list[FSDPModule] = [
         module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
     ]
-    return Sharded(units, [] if freed else units, whole or [])
+    return Sharded(units, whole or [], freed=freed)
 
 
 def average_whole(sharded: Sharded, group: Any, world_size: int) -> None:

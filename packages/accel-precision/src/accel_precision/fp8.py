@@ -1,7 +1,7 @@
 """Converters of modules, found by the entry-point group ``accel.fp8``."""
 
 from difflib import get_close_matches
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
 
@@ -17,6 +17,27 @@ class ModuleConverter(Protocol):
 
     def convert(self, model: nn.Module) -> nn.Module:
         """The model with modules replaced, in place where it can; parameters stay the same objects."""
+        ...
+
+
+class Follower(Protocol):
+    """Keeps something beside sharded weights that depends on their values."""
+
+    def renew(self) -> None:
+        """The weights were stepped: what depends on them is computed anew; collective."""
+        ...
+
+    def check(self) -> None:
+        """A forward begins: what no longer fits the weights is dropped."""
+        ...
+
+
+@runtime_checkable
+class FollowingConverter(ModuleConverter, Protocol):
+    """A converter whose modules, once sharded, are to be followed from step to step."""
+
+    def follow(self, model: nn.Module) -> Follower | None:
+        """What follows a model that it has converted and a backend has sharded; None: there is nothing to follow."""
         ...
 
 

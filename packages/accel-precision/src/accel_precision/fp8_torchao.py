@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_precision.errors import PrecisionError
 from accel_precision.facts import DeviceFacts
+from accel_precision.fp8_gather import GatheredScales
 from accel_precision.recipes import AORecipeKwargs, Fp8Recipe
 
 MULTIPLE = 16  # what the matrix units want both dimensions of a weight to divide by
@@ -78,6 +79,11 @@ class TorchAOConverter:
             model, config=self.config(), module_filter_fn=lambda module, name: name in chosen
         )
         return converted
+
+    def follow(self, model: nn.Module) -> GatheredScales | None:
+        """The scales of the sharded weights that are gathered in 8 bits; None if none are."""
+        scales = GatheredScales(model)
+        return scales if scales else None
 
     def _eligible(self, module: nn.Linear, name: str, names: list[str]) -> bool:
         if self._recipe.module_filter_func is not None:

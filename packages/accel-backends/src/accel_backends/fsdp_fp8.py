@@ -1,0 +1,48 @@
+"""Weights that FSDP gathers in 8 bits: what has to follow them, and how their bytes travel."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from accel_precision.fp8 import Follower, FollowingConverter, ModuleConverter
+
+
+def follow(
+    root: nn.Module, units: Iterable[Any], converter: ModuleConverter | None, *, collective_backend: str
+) -> Follower | None:
+    """What follows the sharded weights of ``root`` from step to step, if what converted its layers wants to.
+
+    Forwards are told to it by a hook, steps by the caller.
+    """
+    follower = converter.follow(root) if isinstance(converter, FollowingConverter) else None
+    if follower is None:
+        return None
+    check = follower.check
+    root.register_forward_pre_hook(lambda module, args: check(), prepend=True)
+    if "gloo" in collective_backend:  # which knows no 8-bit floats
+        gather = ByteGather()
+        for unit in (root, *units):
+            unit.set_custom_all_gather(gather)
+    return follower
+
+
+@final
+class ByteGather:
+    """Gathers numbers of a type that the collectives do not know as the bytes that they are."""
+
+    def allocate(
+        self, size: "Sequence[int | torch.SymInt]", *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory to gather into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """Gathers ``input_tensor`` of every rank into ``output_tensor``."""
+        import torch.distributed as dist
+
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        return gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
