@@ -101,11 +101,11 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 def test_leftovers_are_swept_but_not_those_of_a_writer_that_lives(tmp_path: Path) -> None:
     alive = Staging(tmp_path / "checkpoint_1", overwrite=False)
     dead = Staging(tmp_path / "checkpoint_2", overwrite=False)
-    (dead.path / "half").write_text("x")
+    (tmp_path / dead.folder.name / "half").write_text("x")
     os.close(dead._handle)  # type: ignore[arg-type]  # what the operating system does when a process ends
     removed = CheckpointDirectory(tmp_path).sweep()
-    assert [path.name for path in removed] == [dead.path.name]
-    assert alive.path.is_dir()
+    assert [path.name for path in removed] == [dead.folder.name]
+    assert alive.folder.is_dir()
     alive.drop()
     assert names(tmp_path) == []
 

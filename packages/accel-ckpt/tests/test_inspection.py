@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_ckpt import CheckpointDirectory, keep_last, save
-from accel_ckpt.inspection import Changed, compare_checkpoints, describe, list_checkpoints, plan_prune, verify
+from accel_ckpt.inspection import Changed, compare_checkpoints, describe, list_checkpoints, verify
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def test_what_changed_between_two_is_named_and_measured(series: CheckpointDirect
 
 def test_pruning_is_planned_without_removing(series: CheckpointDirectory) -> None:
     os.truncate(series.path / "checkpoint_2" / "tree.json", 1)
-    assert [entry.number for entry in plan_prune(series.path, keep_last(1))] == [0]
+    assert [
+        entry.number for entry in CheckpointDirectory(series.path, retention=keep_last(1)).surplus(thorough=True)
+    ] == [0]
     assert len(os.listdir(series.path)) == 3
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from accel_ckpt.retention import keep_last as keep_last
     from accel_ckpt.retention import keep_union as keep_union
     from accel_ckpt.saving import save as save
+    from accel_ckpt.storage import Url as Url
 
 _EXPORTS = {
     "accel_ckpt.background": ("AsyncSaver", "SaveHandle"),
@@ -50,6 +51,7 @@ _EXPORTS = {
         "keep_union",
     ),
     "accel_ckpt.saving": ("save",),
+    "accel_ckpt.storage": ("Url",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted([*_MODULE_OF, "__version__"])

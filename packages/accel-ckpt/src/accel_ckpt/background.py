@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -20,6 +19,7 @@ from accel_ckpt.draft import RankPart
 from accel_ckpt.peers import Peers
 from accel_ckpt.saving import Attempt
 from accel_ckpt.staged_copy import copy_into
+from accel_ckpt.storage import Location, locate
 from accel_ckpt.tensors import byte_view
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 class SaveHandle:
     """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Location, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self.stall = 0.0
@@ -107,7 +107,7 @@ class AsyncSaver:
         """
         start = time.perf_counter()
         self.wait()
-        attempt = Attempt.begin(self._peers, Path(path), state, local=local, metadata=metadata, overwrite=overwrite)
+        attempt = Attempt.begin(self._peers, locate(path), state, local=local, metadata=metadata, overwrite=overwrite)
         handle = SaveHandle(attempt.target, attempt.part.nbytes)
         staged: list[memoryview] = []
         with attempt.dropped_on_error():

@@ -4,17 +4,18 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, Source, default_threads
+from accel_ckpt.blocks import CheckedFile
 from accel_ckpt.difference import Difference, compare
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.peers import Peers
 from accel_ckpt.reading import TensorReader, placed_like
+from accel_ckpt.storage import Location, Storage, is_folder, locate, storage_of
 from accel_ckpt.tree import Json, Tree, decode, leaves
 from accel_ckpt.tree import Path as TreePath
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -43,7 +44,7 @@ def open_checkpoint(
     """
     peers = Peers(None) if group is None else Peers.of(group)
     opened: list[Checkpoint] = []
-    peers.together(f"opening {path}", lambda: opened.append(Checkpoint(Path(path))))
+    peers.together(f"opening {path}", lambda: opened.append(Checkpoint(locate(path))))
     checkpoint = opened[0]
     if verify:
         checkpoint.verify(group=group)
@@ -54,12 +55,13 @@ def open_checkpoint(
 class Checkpoint:
     """What was saved at ``path``: named state trees, each rank's own, and metadata. Any number of ranks may read it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self.manifest = read_manifest(self.path)
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self._storage = storage_of(path)
+        self.manifest = read_manifest(path)
         self._files: dict[str, CheckedFile] = {}
         self._documents: dict[str, Mapping[str, Json]] = {}
-        self._reader = TensorReader(self.manifest, self._file)
+        self._reader = TensorReader(self.manifest, self._file, threads=self._storage.threads)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, names={self.names})"
@@ -213,8 +215,9 @@ class Checkpoint:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
             record = self.manifest.files[name]
+            source = self._storage.open(self.path / self.manifest.place_of(name))
             self._files[name] = CheckedFile(
-                Source(self.path / name), record, name, block=self.manifest.block_size, digest=self.manifest.digest
+                source, record, name, block=self.manifest.block_size, digest=self.manifest.digest
             )
         return self._files[name]
 
@@ -237,33 +240,41 @@ class Checkpoint:
 
         for file, number in tasks[:_AHEAD]:
             file.announce(number)
-        with ThreadPoolExecutor(default_threads(), thread_name_prefix="accel-ckpt") as pool:
+        with ThreadPoolExecutor(self._storage.threads, thread_name_prefix="accel-ckpt") as pool:
             problems += [text for text in pool.map(problem, range(len(tasks))) if text]
         return problems
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """The manifest of the checkpoint at ``folder``, checked.
 
     Raises:
         CheckpointError: there is none, so this is no checkpoint.
     """
-    if not folder.is_dir():
-        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        near = get_close_matches(folder.name, [path.name for path in beside if not path.name.startswith(".")], n=3)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise CheckpointError(f"there is no checkpoint at {folder}{hint}")
-    if not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format")
-    source = Source(folder / MANIFEST)
+    storage = storage_of(folder)
     try:
-        if source.size > MAX_MANIFEST:
-            raise CheckpointCorruptError(f"{MANIFEST}: {source.size} bytes")
+        names = storage.listing(folder)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {folder}{_near(storage, folder)}") from None
+    if MANIFEST not in names:
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format")
+    return unpack(read_whole(storage, folder / MANIFEST, MAX_MANIFEST))
+
+
+def read_whole(storage: Storage, file: Location, limit: int) -> bytes:
+    """All bytes of a file that has at most ``limit``."""
+    with closing(storage.open(file)) as source:
+        if source.size > limit:
+            raise CheckpointCorruptError(f"{file.name}: {source.size} bytes")
         content = bytearray(source.size)
         source.read_into(memoryview(content), 0)
-    finally:
-        source.close()
-    return unpack(bytes(content))
+    return bytes(content)
+
+
+def _near(storage: Storage, folder: Location) -> str:
+    beside = storage.listing(folder.parent) if is_folder(storage, folder.parent) else ()
+    near = get_close_matches(folder.name, [name for name in beside if not name.startswith(".")], n=3)
+    return f"; near it: {', '.join(near)}" if near else ""
 
 
 @final

@@ -4,14 +4,14 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.manifest import MANIFEST
 from accel_ckpt.peers import Peers
 from accel_ckpt.retention import Retention, SavedCheckpoint, keep_all, to_remove
-from accel_ckpt.staging import discard, sweep
+from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tree import Json, Tree, decode
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -37,16 +37,16 @@ class CheckpointDirectory:
         retention: Retention | None = None,
         group: "ProcessGroup | None" = None,
     ) -> None:
-        self.path = Path(path).absolute()
+        self.path = locate(path)
+        self._storage = storage_of(self.path)
         self.retention = keep_all() if retention is None else retention
         self.group = group
 
     def entries(self) -> list[SavedCheckpoint]:
         """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
-        numbered = sorted((int(m[1]), p) for p, m in self._named() if os.path.lexists(p / MANIFEST))
-        return [SavedCheckpoint(number, path, _metadata(path)) for number, path in numbered]
+        return [SavedCheckpoint(number, path, _metadata(path)) for number, path in self._committed()]
 
-    def next_path(self) -> Path:
+    def next_path(self) -> Location:
         """Where the next checkpoint goes: one number above all that are taken."""
         return Peers.of(self.group).first(f"numbering in {self.path}", self._next)
 
@@ -74,7 +74,7 @@ class CheckpointDirectory:
         Damaged ones are passed over with a warning that says what is wrong with them.
         """
         peers = Peers.of(self.group)
-        for path in reversed(peers.first(f"looking into {self.path}", self._committed)):
+        for _, path in reversed(peers.first(f"looking into {self.path}", self._committed)):
             try:
                 return open_checkpoint(path, group=peers.group)
             except CheckpointError as error:
@@ -82,53 +82,70 @@ class CheckpointDirectory:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)
         return None
 
-    def prune(self) -> list[Path]:
-        """Removes what ``retention`` does not keep; never the newest, nor the newest that is whole."""
-        return Peers.of(self.group).first(f"pruning {self.path}", self._prune)
+    def surplus(self, *, thorough: bool = False) -> list[SavedCheckpoint]:
+        """What pruning would remove, oldest first: never the newest, nor the newest that is whole. Not a collective.
 
-    def prune_alone(self) -> list[Path]:
-        """What ``prune`` does, without asking the other ranks; for one rank only."""
-        return self._prune()
-
-    def sweep(self) -> list[Path]:
-        """Removes what killed saves left here; the folders that another run is writing right now are left alone."""
-        return Peers.of(self.group).first(f"sweeping {self.path}", lambda: sweep(self.path))
-
-    def _named(self) -> list[tuple[Path, re.Match[str]]]:
-        if not self.path.is_dir():
-            return []
-        found = ((entry, NUMBERED.fullmatch(entry.name)) for entry in self.path.iterdir() if not entry.is_symlink())
-        return [(entry, match) for entry, match in found if match is not None]
-
-    def _committed(self) -> list[Path]:
-        return [path for _, path in sorted((int(m[1]), p) for p, m in self._named() if os.path.lexists(p / MANIFEST))]
-
-    def _next(self) -> Path:
-        taken = [int(match[1]) for _, match in self._named()]
-        return self.path / f"checkpoint_{max(taken, default=-1) + 1}"
-
-    def _prune(self) -> list[Path]:
+        Whole is what has every file in its size; with ``thorough`` every byte is compared, as ``verify`` does.
+        """
         saved = self.entries()
         if len(saved) < 2:
             return []
-        whole = next((entry.number for entry in reversed(saved) if _is_whole(entry.path)), None)
-        removed = []
-        for entry in to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole})):
-            discard(entry.path)
-            removed.append(entry.path)
-        return removed
+        whole = next((entry.number for entry in reversed(saved) if _is_whole(entry.path, thorough)), None)
+        return to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole}))
+
+    def prune(self, *, thorough: bool = False) -> list[Location]:
+        """Removes the ``surplus``."""
+        return Peers.of(self.group).first(f"pruning {self.path}", lambda: self.prune_alone(thorough=thorough))
+
+    def prune_alone(self, *, thorough: bool = False) -> list[Location]:
+        """What ``prune`` does, without asking the other ranks; for one rank only."""
+        going = [entry.path for entry in self.surplus(thorough=thorough)]
+        for path in going:
+            self._storage.discard(path)
+        return going
+
+    def sweep(self, *, grace: float | None = None) -> list[Location]:
+        """Removes what killed saves left here; what another run is writing right now is left alone.
+
+        Where no lock tells whether the writer lives (object stores), leftovers are spared for ``grace`` seconds: a day
+        unless given.
+        """
+        sweep = partial(self._storage.sweep, self.path, grace=grace)
+        return Peers.of(self.group).first(f"sweeping {self.path}", sweep)
+
+    def _numbers(self) -> list[int]:
+        """Those that are taken, by committed checkpoints or not, in order."""
+        names = self._storage.listing(self.path) if is_folder(self._storage, self.path) else {}
+        found = (NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def _committed(self) -> list[tuple[int, Location]]:
+        places = ((number, self.path / f"checkpoint_{number}") for number in self._numbers())
+        return [(number, place) for number, place in places if self._has_manifest(place)]
+
+    def _has_manifest(self, place: Location) -> bool:
+        try:
+            return MANIFEST in self._storage.listing(place)
+        except FileNotFoundError:  # another run has removed it
+            return False
+
+    def _next(self) -> Location:
+        return self.path / f"checkpoint_{max(self._numbers(), default=-1) + 1}"
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the manifest is sealed and every file has its size; comparing all bytes at each save costs too much."""
+def _is_whole(place: Location, thorough: bool) -> bool:
     try:
-        manifest = read_manifest(path)
-        return all((path / name).lstat().st_size == record.size for name, record in manifest.files.items())
-    except (CheckpointError, OSError):
+        if thorough:
+            open_checkpoint(place).close()
+            return True
+        manifest = read_manifest(place)
+        seen = storage_of(place).listing(place / manifest.folder if manifest.folder else place)
+    except (CheckpointError, FileNotFoundError):
         return False
+    return all(seen.get(name) == record.size for name, record in manifest.files.items())
 
 
-def _metadata(path: Path) -> Mapping[str, Json]:
+def _metadata(path: Location) -> Mapping[str, Json]:
     try:
         metadata = decode(read_manifest(path).metadata, _refuse)
     except CheckpointError:

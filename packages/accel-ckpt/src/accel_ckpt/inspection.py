@@ -4,15 +4,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.directory import NUMBERED, CheckpointDirectory
+from accel_ckpt.directory import NUMBERED
 from accel_ckpt.manifest import MANIFEST, TensorEntry
-from accel_ckpt.retention import Retention, SavedCheckpoint, to_remove
+from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tree import leaves, show_path
 from accel_state.errors import CheckpointError
 
@@ -28,7 +27,7 @@ class Listed:
     """
 
     number: int | None
-    path: Path
+    path: Location
     created: str
     world_size: int
     nbytes: int
@@ -83,14 +82,21 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Listed]:
     """The checkpoints in a folder: those of a series by their numbers, then others by their age.
 
     Of damaged ones it is said what is wrong, of numbered folders without a manifest too.
+
+    Raises:
+        CheckpointError: there is no such folder.
     """
+    place = locate(folder)
+    storage = storage_of(place)
+    if not is_folder(storage, place):
+        raise CheckpointError(f"there is no folder {place}")
     listed = []
-    for path in Path(folder).absolute().iterdir():
-        match = NUMBERED.fullmatch(path.name)
-        hidden = path.name.startswith(".") or path.is_symlink() or not path.is_dir()
-        if not hidden and (match or os.path.lexists(path / MANIFEST)):
-            listed.append(_list_one(int(match[1]) if match else None, path))
-    return sorted(listed, key=lambda one: (one.number is None, one.number or 0, one.created, one.path))
+    for name, size in storage.listing(place).items():
+        match = NUMBERED.fullmatch(name)
+        hidden = name.startswith(".") or size is not None
+        if not hidden and (match or MANIFEST in storage.listing(place / name)):
+            listed.append(_list_one(int(match[1]) if match else None, place / name))
+    return sorted(listed, key=lambda one: (one.number is None, one.number or 0, one.created, one.path.name))
 
 
 def describe(path: str | os.PathLike[str]) -> list[DescribedState]:
@@ -131,20 +137,13 @@ def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike
         )
 
 
-def plan_prune(folder: str | os.PathLike[str], retention: Retention) -> list[SavedCheckpoint]:
-    """What pruning with ``retention`` would remove, oldest first; nothing is removed."""
-    saved = CheckpointDirectory(folder).entries()
-    intact = next((entry.number for entry in reversed(saved) if verify(entry.path) is None), None)
-    return to_remove(saved, retention, frozenset() if intact is None else frozenset({intact}))
-
-
 @dataclass(frozen=True, slots=True)
 class _Stored:
     key: str
     entry: TensorEntry
 
 
-def _list_one(number: int | None, path: Path) -> Listed:
+def _list_one(number: int | None, path: Location) -> Listed:
     try:
         with open_checkpoint(path, verify=False) as saved:
             manifest, metadata = saved.manifest, saved.metadata

@@ -19,6 +19,7 @@ _SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
 _SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
 MAX_MANIFEST = 2**31
 MAX_SHAPE = 2**63
+_SUBFOLDER = re.compile(r"[0-9a-f]{16}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -54,6 +55,12 @@ class Manifest:
     digest: Digest = "crc32"
     block_size: int = BLOCK
     version: int = VERSION
+    folder: str = ""
+    """The subfolder in which the files lie; empty: beside the manifest."""
+
+    def place_of(self, file: str) -> str:
+        """Where a file lies, from where the manifest does."""
+        return f"{self.folder}/{file}" if self.folder else file
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +78,11 @@ def tensor_file(rank: int) -> str:
     return f"tensors-{rank:05d}.safetensors"
 
 
+def is_subfolder(name: str) -> bool:
+    """Whether files of a checkpoint may lie in a subfolder of this name: that of the save that wrote them."""
+    return _SUBFOLDER.fullmatch(name) is not None
+
+
 def pack(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file, sealed."""
     document = {
@@ -82,6 +94,7 @@ def pack(manifest: Manifest) -> bytes:
         "world_size": manifest.world_size,
         "digest": manifest.digest,
         "block_size": manifest.block_size,
+        **({"folder": manifest.folder} if manifest.folder else {}),
         "metadata": manifest.metadata,
         "files": {
             name: {"size": record.size, "blocks": list(record.blocks)} for name, record in manifest.files.items()
@@ -145,6 +158,9 @@ def _manifest(document: Any) -> Manifest:
     digest = document["digest"]
     if digest not in DIGESTS:
         raise ValueError(f"unknown digest {digest!r}")
+    folder = document.get("folder", "")
+    if folder and not is_subfolder(folder):
+        raise ValueError(f"{folder!r:.100} is no name of a subfolder")
     files = {_file_name(name): _record(name, entry, block) for name, entry in document["files"].items()}
     return Manifest(
         id=str(document["id"]),
@@ -157,6 +173,7 @@ def _manifest(document: Any) -> Manifest:
         digest=digest,
         block_size=block,
         version=version,
+        folder=folder,
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.files import FileSource
 from accel_ckpt.container import Span
 from accel_ckpt.export import _dtype_of_code, _header, _model_files
+from accel_ckpt.files import FileSource
 from accel_ckpt.layout import boxes, local_shape
 from accel_ckpt.tensors import as_dtensor, dtensor_layout
 from accel_state.errors import CheckpointMismatchError

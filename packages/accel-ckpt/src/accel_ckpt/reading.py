@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, default_threads, run_jobs
+from accel_ckpt.blocks import CheckedFile, run_jobs
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.layout import Box, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
@@ -21,8 +21,8 @@ _BATCH = 2**30
 class TensorReader:
     """Reads tensors of one checkpoint; ``file`` opens one of its files by name."""
 
-    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile]) -> None:
-        self._manifest, self._file = manifest, file
+    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile], *, threads: int) -> None:
+        self._manifest, self._file, self._threads = manifest, file, threads
         self._headers: dict[str, Mapping[str, Span]] = {}
 
     def entry(self, key: str) -> TensorEntry:
@@ -48,10 +48,9 @@ class TensorReader:
             strided: list[Callable[[], None]] = []
             for plan in plans:
                 self._plan(plan, direct, strided)
-            run_jobs(
-                (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges)), default_threads()
-            )
-            run_jobs(strided, default_threads())
+            jobs = (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges))
+            run_jobs(jobs, self._threads)
+            run_jobs(strided, self._threads)
             results += [plan.finish() for plan in plans]
         return results
 

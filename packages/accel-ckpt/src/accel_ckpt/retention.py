@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from accel_ckpt.storage import Location
 from accel_state.errors import CheckpointError
 
 
@@ -14,7 +14,7 @@ class SavedCheckpoint:
     """One checkpoint of a series: its number, its place, and the metadata it was saved with."""
 
     number: int
-    path: Path
+    path: Location
     metadata: Mapping[str, Any]
 
 

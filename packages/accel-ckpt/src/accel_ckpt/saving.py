@@ -2,20 +2,20 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from accel_ckpt._version import __version__
-from accel_ckpt.blocks import Digest, FileRecord, write_file
+from accel_ckpt.blocks import Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
-from accel_ckpt.manifest import MANIFEST, Manifest, TensorEntry, pack
+from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers
-from accel_ckpt.staging import Staging
+from accel_ckpt.storage import Location, Staged, Storage, locate, storage_of
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def save(
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
     peers = Peers.of(group)
-    attempt = Attempt.begin(peers, Path(path), state, local=local, metadata=metadata, overwrite=overwrite)
+    attempt = Attempt.begin(peers, locate(path), state, local=local, metadata=metadata, overwrite=overwrite)
     attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
     return open_checkpoint(attempt.target, verify=False)
@@ -59,11 +59,12 @@ def save(
 class Attempt:
     """One save under way: begun by all ranks together, finished by all or dropped."""
 
-    target: Path
-    folder: Path
+    target: Location
+    storage: Storage
+    folder: Location
     part: RankPart
     metadata: Json
-    staging: Staging | None
+    staging: Staged | None
     """Rank 0's; None on the others."""
     digest: Digest = "crc32"
     witness: Witness = lambda stage: None
@@ -72,7 +73,7 @@ class Attempt:
     def begin(
         cls,
         peers: Peers,
-        path: Path,
+        target: Location,
         state: Mapping[str, Tree],
         *,
         local: Mapping[str, Tree] | None = None,
@@ -84,7 +85,8 @@ class Attempt:
         Raises:
             CheckpointError: on every rank if any cannot take part.
         """
-        staging: Staging | None = None
+        storage = storage_of(target)
+        staging: Staged | None = None
         drafts: list[Draft] = []
 
         def prepare() -> tuple[str, str]:
@@ -92,18 +94,18 @@ class Attempt:
             draft = make_draft(state, local, metadata, peers)
             drafts.append(draft)
             if peers.rank == 0:
-                staging = Staging(path.absolute(), overwrite=overwrite)
-            return draft.structure().digest(), str(staging.path) if staging is not None else ""
+                staging = storage.stage(target, overwrite=overwrite)
+            return draft.structure().digest(), str(staging.folder) if staging is not None else ""
 
         try:
-            told = peers.together(f"saving {path}", prepare)
+            told = peers.together(f"saving {target}", prepare)
             draft = drafts[0]
-            part = _plan(peers, path, draft, same=len({digest for digest, _ in told}) == 1)
+            part = _plan(peers, target, draft, same=len({digest for digest, _ in told}) == 1)
         except BaseException:
             if staging is not None:
                 staging.drop()
             raise
-        return cls(path.absolute(), Path(told[0][1]), part, draft.metadata, staging)
+        return cls(target, storage, locate(told[0][1]), part, draft.metadata, staging)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
@@ -128,19 +130,21 @@ class Attempt:
         records: dict[str, FileRecord] = {}
         self.witness("write")
         for name, content in self.part.documents.items():
-            records[name] = write_file(self.folder / name, [memoryview(content)], threads=0, digest=self.digest)
+            whole = partial(iter, [memoryview(content)])
+            place = self.folder / name
+            records[name] = self.storage.write(place, whole, threads=0, digest=self.digest, size=len(content))
         if self.part.header:
-            name = self.part.tensors_name
-            records[name] = write_file(self.folder / name, pieces(), threads=threads, digest=self.digest)
+            name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
+            records[name] = self.storage.write(
+                self.folder / name, pieces, threads=threads, digest=self.digest, size=size
+            )
         self.witness("written")
         return records, self.part.entries
 
     def _commit(self, peers: Peers, told: "list[Written]") -> None:
         assert self.staging is not None
         files = {name: record for records, _ in told for name, record in records.items()}
-        for rank, (records, _) in enumerate(told):
-            for name, record in records.items():
-                _check_arrived(self.folder / name, record, rank)
+        _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
         manifest = Manifest(
             id=self.staging.id,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -150,18 +154,17 @@ class Attempt:
             metadata=self.metadata,
             writer=_writer(),
             digest=self.digest,
+            folder=self.staging.subfolder,
         )
-        self.witness("manifest")
-        write_file(self.folder / MANIFEST, [memoryview(pack(manifest))], threads=0)
         self.witness("commit")
-        self.staging.commit()
+        self.staging.commit(pack(manifest))
         self.witness("committed")
 
 
 Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
 
 
-def _plan(peers: Peers, path: Path, draft: Draft, *, same: bool) -> RankPart:
+def _plan(peers: Peers, path: Location, draft: Draft, *, same: bool) -> RankPart:
     """This rank's part; where ranks bring different things they first tell each other what."""
     if same:
         return make_part(draft, draft.trees, None, peers)
@@ -175,14 +178,16 @@ def _plan(peers: Peers, path: Path, draft: Draft, *, same: bool) -> RankPart:
     return make_part(draft, trees, ranks, peers)
 
 
-def _check_arrived(path: Path, record: FileRecord, rank: int) -> None:
-    size = path.stat().st_size if path.exists() else None
-    if size != record.size:
-        seen = "does not see it" if size is None else f"sees {size}"
-        raise CheckpointError(
-            f"rank {rank} wrote {record.size} bytes to {path.name} but rank 0 {seen}; is {path.parent.parent} on a "
-            "file system that all ranks share?"
-        )
+def _check_arrived(folder: Location, seen: Mapping[str, int | None], written: Sequence[dict[str, FileRecord]]) -> None:
+    """Raises unless rank 0 sees what every rank says it has written."""
+    for rank, records in enumerate(written):
+        for name, record in records.items():
+            if seen.get(name) != record.size:
+                sees = f"sees {seen[name]}" if name in seen else "does not see it"
+                raise CheckpointError(
+                    f"rank {rank} wrote {record.size} bytes to {name} but rank 0 {sees}; is {folder.parent} a place "
+                    "that all ranks share?"
+                )
 
 
 def _writer() -> dict[str, Any]:

@@ -18,11 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
+from accel_ckpt.files import write_file
+from accel_ckpt.manifest import MANIFEST
+from accel_ckpt.storage import Location
 from accel_state.errors import CheckpointError
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)")
 # A lock file is made and locked just before its folder; a folder younger than this may be about to get one.
-_YOUNG = 60.0
+YOUNG = 60.0
+# A file system's clock may go this much before ours (seconds).
+FUTURE = 86400.0
 _AT_FDCWD, _EXCHANGE = -100, 2
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -35,24 +40,30 @@ class Staging:
         self.target = target
         self.overwrite = overwrite
         self.id = secrets.token_hex(8)
-        self.path = target.parent / f".{target.name}.{self.id}.staging"
+        self.folder: Location = target.parent / f".{target.name}.{self.id}.staging"
+        self.subfolder = ""
         self._lock = target.parent / f".{target.name}.{self.id}.lock"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             check_replaceable(target, overwrite=overwrite)
             self._handle: int | None = _take_lock(self._lock)
             try:
-                self.path.mkdir()
+                self._path.mkdir()
             except OSError:
                 self._release()
                 raise
         except OSError as error:
             raise CheckpointError(f"{target}: cannot be written: {error.strerror}: {error.filename}") from error
 
-    def commit(self) -> None:
+    @property
+    def _path(self) -> Path:
+        return Path(self.folder)
+
+    def commit(self, manifest: bytes) -> None:
         """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+        write_file(self._path / MANIFEST, [memoryview(manifest)], threads=0, size=len(manifest))
         try:
-            sync_folder(self.path)
+            sync_folder(self._path)
             check_replaceable(self.target, overwrite=self.overwrite)
             replaced = self._move()
             sync_folder(self.target.parent)
@@ -64,26 +75,26 @@ class Staging:
 
     def drop(self) -> None:
         """Removes the folder; what was at the target stays."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self._path, ignore_errors=True)
         self._release()
 
     def _move(self) -> Path | None:
         """Renames to the target; what was there is afterwards at the returned place."""
         if not self.target.exists():
             try:
-                os.rename(self.path, self.target)
+                os.rename(self._path, self.target)
                 return None
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self.overwrite:
                     raise
         elif not any(self.target.iterdir()):
-            os.rename(self.path, self.target)  # replaces an empty folder
+            os.rename(self._path, self.target)  # replaces an empty folder
             return None
-        if _exchange(self.path, self.target):
-            return self.path
+        if _exchange(self._path, self.target):
+            return self._path
         aside = self.target.parent / f".{self.target.name}.{self.id}.replaced"
         os.rename(self.target, aside)
-        os.rename(self.path, self.target)
+        os.rename(self._path, self.target)
         return aside
 
     def _release(self) -> None:
@@ -99,8 +110,6 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
     Raises:
         CheckpointError: says what is there.
     """
-    from accel_ckpt.manifest import MANIFEST
-
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise CheckpointError(f"{target}: a {'link' if target.is_symlink() else 'file'} is there; give another place")
     if not target.exists():
@@ -112,10 +121,11 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: a folder with other files is there; a checkpoint needs a place of its own")
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep(folder: Path, grace: float = YOUNG) -> list[Path]:
     """Removes what killed saves left in ``folder``, and puts back what a killed overwrite had moved aside.
 
-    Folders whose writer lives, in this process or any other that sees the same locks, are left alone.
+    Folders whose writer lives, in this process or any other that sees the same locks, are left alone. Of a folder
+    without a lock nothing is known, so it is left alone while younger than ``grace`` seconds.
     """
     groups: dict[tuple[str, str], dict[str, Path]] = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -125,7 +135,7 @@ def sweep(folder: Path) -> list[Path]:
     removed: list[Path] = []
     for (name, identity), entries in groups.items():
         lock = folder / f".{name}.{identity}.lock"
-        with _claimed(lock, entries.values()) as ours:
+        with _claimed(lock, entries.values(), grace) as ours:
             if ours:
                 removed += _clear(folder / name, entries)
                 lock.unlink(missing_ok=True)
@@ -192,12 +202,12 @@ def _take_lock(path: Path) -> int:
 
 
 @contextmanager
-def _claimed(lock: Path, entries: Iterable[Path]) -> Iterator[bool]:
+def _claimed(lock: Path, entries: Iterable[Path], grace: float) -> Iterator[bool]:
     """Holds the lock of a writer that is dead; False when it may live. Without a lock file age decides."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        yield not any(_is_young(entry) for entry in entries)
+        yield not any(_is_young(entry, grace) for entry in entries)
         return
     except OSError:
         yield False
@@ -213,9 +223,10 @@ def _claimed(lock: Path, entries: Iterable[Path]) -> Iterator[bool]:
         os.close(handle)
 
 
-def _is_young(entry: Path) -> bool:
+def _is_young(entry: Path, grace: float) -> bool:
+    """By this machine's clock; a time that lies in the future by more than that is a clock's mistake, and old."""
     try:
-        return time.time() - entry.lstat().st_mtime < _YOUNG
+        return -FUTURE < time.time() - entry.lstat().st_mtime < grace
     except OSError:
         return True
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from accel.cli.ckpt_export import export
+from accel.cli.ckpt_options import PLACE
 from accel.cli.ckpt_upkeep import prune, repair
-from accel.cli.options import FOLDER, as_json
+from accel.cli.options import as_json
 from accel.cli.printing import print_json, print_table, readable_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ ckpt.add_command(repair)
 
 
 @ckpt.command()
-@click.argument("folder", type=FOLDER, metavar="DIR")
+@click.argument("folder", type=PLACE, metavar="DIR")
 @as_json
 def ls(folder: str, *, as_json: bool) -> int:
     """Lists the checkpoints in DIR. Ends with 1 if the manifest of one is damaged."""
@@ -42,7 +43,7 @@ def ls(folder: str, *, as_json: bool) -> int:
         ]
         print_table(["checkpoint", "created", "ranks>", "size>", "problem"], rows)
     else:
-        print(f"no checkpoints in {folder}{_where_else(Path(folder))}")
+        print(f"no checkpoints in {folder}{'' if '://' in folder else _where_else(Path(folder))}")
     return int(any(one.problem for one in listed))
 
 

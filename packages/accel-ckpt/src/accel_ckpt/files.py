@@ -1,0 +1,141 @@
+"""Files of this machine: written and synced, read by ranges, mapped."""
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import stat
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.blocks import BLOCK, DIGESTS, Digest, Digester, FileRecord, default_threads, in_blocks
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+_IOV_MAX = 1024
+_SYNC_FILE_RANGE_WRITE = 2
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_file(
+    path: Path,
+    pieces: Iterable[memoryview],
+    *,
+    threads: int | None = None,
+    digest: Digest = "crc32",
+    size: int | None = None,
+) -> FileRecord:
+    """Writes ``pieces`` one after the other into the new file ``path`` and waits until they are on the disk.
+
+    This thread writes; ``threads`` others digest what it has written (0: this one does both). The system is told to
+    start each block on its way at once, so that the disk and the digests do not wait for each other. ``size`` is how
+    many bytes there will be, if that is known, for the message of a disk that is full.
+
+    Raises:
+        CheckpointError: the disk is full (says what was needed and what is free), or refused.
+    """
+    count = default_threads() if threads is None else threads
+    written = 0
+    digests: list[str] = []
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            with Digester(count, DIGESTS[digest]) as digester:
+                for views in in_blocks(pieces):
+                    length = sum(map(len, views))
+                    _write_all(handle, views, written)
+                    _start_writeback(handle, written, length)
+                    digester.add(views)
+                    written += length
+                os.fsync(handle)
+                digests = digester.digests()
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise _explain(error, path, written, size) from error
+    return FileRecord(written, tuple(digests))
+
+
+@final
+class FileSource:
+    """A file of this machine; links and anything but regular files are refused."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+        try:
+            self.handle = os.open(path, flags)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointCorruptError(f"{path.name}: a link; a checkpoint holds none") from None
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        facts = os.fstat(self.handle)
+        if not stat.S_ISREG(facts.st_mode):
+            os.close(self.handle)
+            raise CheckpointCorruptError(f"{path.name}: not a regular file")
+        self.path = path
+        self.size = facts.st_size
+        self._memory: memoryview | None = None
+
+    def read_into(self, view: memoryview, begin: int) -> None:
+        """Fills ``view`` with the bytes from ``begin`` on."""
+        while len(view):
+            try:
+                count = os.preadv(self.handle, [view], begin)
+            except OSError as error:
+                raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
+            if not count:
+                raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
+            view, begin = view[count:], begin + count
+
+    def announce(self, begin: int, length: int) -> None:
+        """Asks the system to fetch a range in the meantime, where it can."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.handle, begin, length, os.POSIX_FADV_WILLNEED)
+
+    def mapped(self) -> memoryview:
+        """The file as memory; copy on write, because torch knows no read-only tensors (nobody writes)."""
+        if self._memory is None:
+            self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
+        return self._memory
+
+    def close(self) -> None:
+        """Closes it; what was mapped stays readable for who holds it."""
+        os.close(self.handle)
+
+
+def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
+    waiting = deque(views)
+    while waiting:
+        batch = [waiting[number] for number in range(min(len(waiting), _IOV_MAX))]
+        count = os.pwritev(handle, batch, begin)
+        if not count:
+            raise OSError(errno.ENOSPC, "nothing could be written")
+        begin += count
+        while count:
+            first = waiting.popleft()
+            if len(first) > count:
+                waiting.appendleft(first[count:])
+                break
+            count -= len(first)
+
+
+def _start_writeback(handle: int, begin: int, length: int) -> None:
+    """Asks Linux to start writing a range now, not when it is told to wait for it; elsewhere nothing is lost."""
+    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if start is not None and length == BLOCK:
+        start(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+def _explain(error: OSError, path: Path, written: int, size: int | None) -> CheckpointError:
+    if error.errno in _NO_SPACE:
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        needed = "" if size is None else f" of the {size} that it needs"
+        return CheckpointError(
+            f"{path}: {error.strerror} after {written} bytes{needed}; {free} bytes are free there. Nothing was "
+            "committed; earlier checkpoints are intact"
+        )
+    return CheckpointError(f"{path}: {error.strerror or error}")

@@ -1,0 +1,68 @@
+"""Checkpoints in folders of a file system that all ranks see: a folder is renamed when it is complete."""
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.blocks import Digest, FileRecord, default_threads
+from accel_ckpt.files import FileSource, write_file
+from accel_ckpt.staging import Staging, discard, sweep
+from accel_ckpt.storage import Location, Storage
+from accel_state.errors import CheckpointError
+
+
+@final
+class LocalStorage(Storage):
+    """The operations on folders."""
+
+    def __init__(self) -> None:
+        self.threads = default_threads()
+
+    def listing(self, folder: Location) -> Mapping[str, int | None]:
+        try:
+            with os.scandir(_path(folder)) as entries:
+                return {entry.name: _size(entry) for entry in entries}
+        except NotADirectoryError as error:
+            raise FileNotFoundError(f"{folder} is no folder") from error
+        except PermissionError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}") from error
+
+    def open(self, file: Location) -> FileSource:
+        return FileSource(_path(file))
+
+    def write(
+        self,
+        file: Location,
+        pieces: Callable[[], Iterable[memoryview]],
+        *,
+        threads: int | None = None,
+        digest: Digest = "crc32",
+        size: int | None = None,
+    ) -> FileRecord:
+        return write_file(_path(file), pieces(), threads=threads, digest=digest, size=size)
+
+    def stage(self, target: Location, *, overwrite: bool) -> Staging:
+        return Staging(_path(target), overwrite=overwrite)
+
+    def discard(self, folder: Location) -> None:
+        discard(_path(folder))
+
+    def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
+        return [*(sweep(_path(folder)) if grace is None else sweep(_path(folder), grace))]
+
+
+def _path(place: Location) -> Path:
+    assert isinstance(place, Path), place
+    return place
+
+
+def _size(entry: "os.DirEntry[str]") -> int | None:
+    try:
+        facts = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # gone in the meantime
+        return -1
+    if stat.S_ISDIR(facts.st_mode):
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else -1

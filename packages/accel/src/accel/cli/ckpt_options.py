@@ -1,0 +1,21 @@
+"""Options and arguments of the ``accel ckpt`` commands."""
+
+from typing import final
+
+import rich_click as click
+
+
+@final
+class Place(click.ParamType):  # type: ignore[type-arg]
+    """A folder that exists, or a URL of which nothing is known before it is asked."""
+
+    name = "place"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text as it was given."""
+        if "://" in value:
+            return value
+        return str(click.Path(exists=True, file_okay=False).convert(value, param, ctx))
+
+
+PLACE = Place()
