@@ -102,6 +102,12 @@ def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> It
         process.communicate()
 
 
+def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """What a launcher has started, and that in turn; without the shell that cleans up after it."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [child for child in children if "accel-guard" not in child.cmdline()]
+
+
 def survivors(children: list[psutil.Process], seconds: float = 3.0) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(children, timeout=seconds)
     return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
@@ -296,7 +302,10 @@ def test_output_is_prefixed_and_logged_by_rank(tmp_path: Path) -> None:
 import os, sys
 print("out", os.environ["RANK"]); print("bar 1", end="\\r"); print("half", end="", flush=True)
 print("err", os.environ["RANK"], file=sys.stderr)
-if os.environ["RANK"] == "1": raise ValueError("boom")
+if os.environ["RANK"] == "1":
+    while not os.path.exists("printed"): pass
+    raise ValueError("boom")
+open("printed", "w").close()
 """
     done = launch(tmp_path, "--num_processes", "2", "--prefix_output", "--log_dir", "logs", "script.py", script=script)
     assert {"[rank 0] out 0", "[rank 1] out 1", "[rank 0] bar 1", "[rank 1] half"} <= set(done.stdout.splitlines())
@@ -373,7 +382,7 @@ def test_when_the_restarts_are_used_up_the_status_is_passed_on(tmp_path: Path) -
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_all_processes_within_seconds(number: signal.Signals, status: int, tmp_path: Path) -> None:
     with started(tmp_path, "--num_processes", "2", "script.py") as process:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = processes_of(process)
         begin = time.monotonic()
         process.send_signal(number)
         _, stderr = process.communicate(timeout=20)
@@ -396,7 +405,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 def test_processes_that_ignore_signals_are_killed_with_their_children(impatient: bool, tmp_path: Path) -> None:
     argv = ["--num_processes", "2", "--grace_period", "30s" if impatient else "0.5", "script.py"]
     with started(tmp_path, *argv, script=STUBBORN + SLEEP) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = processes_of(process)
         begin = time.monotonic()
         process.terminate()
         if impatient:
@@ -412,7 +421,7 @@ def test_processes_that_ignore_signals_are_killed_with_their_children(impatient:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_the_death_of_the_launcher_ends_its_processes(tmp_path: Path) -> None:
     with started(tmp_path, "--num_processes", "2", "script.py") as process:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = processes_of(process)
         process.kill()
         process.communicate(timeout=20)
     assert len(children) == 2
