@@ -18,6 +18,7 @@ from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet
 from accel.facets.tracking import TrackingFacet
+from accel.facets.weights import WeightsFacet
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
 from accel.preparation import kind_of
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @final
 class Accelerator(
-    ProcessFacet, DataFacet, GradientFacet, SettingsFacet, PreemptionFacet, CheckpointFacet, TrackingFacet
+    ProcessFacet, DataFacet, GradientFacet, SettingsFacet, PreemptionFacet, CheckpointFacet, WeightsFacet, TrackingFacet
 ):
     """Runs an ordinary PyTorch training loop on whatever it was launched on.
 

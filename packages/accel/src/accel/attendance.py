@@ -1,0 +1,97 @@
+"""Who comes to a save: found out through the group's store, before anything waits for everybody.
+
+Many scripts say ``if accelerator.is_main_process: accelerator.save_state(...)``. A collective would hang there. So each
+rank leaves a note in the store when it comes, and the main one decides: everybody is here, or it goes on without those
+that are missing. It waits for them the first time; once some have stayed away it does not wait again, unless one of
+them came after all.
+"""
+
+import json
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, final
+
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from accel_state.session import Session
+
+_PREFIX = "accel/attendance"
+_LOOK_EVERY = 0.005
+
+
+@final
+class Attendance:
+    """The saves of one Accelerator; made by each rank for itself, asked by those that come.
+
+    Args:
+        store: shared by the ranks, under keys that nobody else uses.
+        patience: how long a rank waits for the main one, as long as for any collective.
+    """
+
+    def __init__(self, store: "Store", rank: int, size: int, patience: timedelta) -> None:
+        self._store, self._rank, self._size, self._patience = store, rank, size, patience
+        self._round = 0
+        self._missing: tuple[int, ...] = ()
+        self._late = 0
+
+    @classmethod
+    def of(cls, session: "Session") -> "Attendance | None":
+        """That of a session's ranks; None where there is one only."""
+        if session.group is None or session.world_size == 1:
+            return None
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        store = session.group.get_group_store().clone()
+        number = store.add(f"{_PREFIX}/{session.rank}", 1)  # all ranks make theirs in the same order
+        return cls(PrefixStore(f"{_PREFIX}/{number}", store), session.rank, session.world_size, session.timeout)
+
+    def missing(self, *, grace: float) -> tuple[int, ...]:
+        """The ranks that did not come to this save; the same answer on all that ask, however late.
+
+        ``grace`` is for how many seconds the main rank waits where it has no reason to think that it is alone.
+
+        Raises:
+            CheckpointError: the main rank does not come.
+        """
+        return self._decide(grace) if self._rank == 0 else self._ask()
+
+    def _decide(self, grace: float) -> tuple[int, ...]:
+        late = self._store.add("late", 0)
+        others = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]
+        self._late = late
+        deadline = time.monotonic() + grace
+        waiting = others
+        while waiting := [rank for rank in waiting if not self._store.check([self._note(rank)])]:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_LOOK_EVERY)
+        here = {rank for rank in range(1, self._size) if self._store.check([self._note(rank)])}
+        self._missing = tuple(rank for rank in range(1, self._size) if rank not in here)
+        self._store.set(f"{self._round}/missing", json.dumps(self._missing))
+        self._round += 1
+        self._store.set("rounds", str(self._round))
+        return self._missing
+
+    def _ask(self) -> tuple[int, ...]:
+        self._store.set(self._note(self._rank), "")
+        decision = f"{self._round}/missing"
+        try:
+            self._store.wait([decision], self._patience)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self._rank} came to save and rank 0 did not within {self._patience}; call save_state on all "
+                "processes, or on the main one at least"
+            ) from error
+        missing = tuple(json.loads(self._store.get(decision)))
+        if self._rank in missing:  # from now on in step with the main rank, which is told that this one comes
+            self._round = int(self._store.get("rounds"))
+            self._store.add("late", 1)
+        else:
+            self._round += 1
+        return missing
+
+    def _note(self, rank: int) -> str:
+        return f"{self._round}/here/{rank}"
