@@ -14,13 +14,19 @@ from torch.optim import Optimizer
 from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite
+from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
-from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_backends.states import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    state_templates,
+)
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
@@ -83,6 +89,11 @@ class Backend(ABC):
         self._owned = Ownership()
         self._optimizers: list[ref[Optimizer]] = []
         self._backward = ScaledBackward()
+
+    @classmethod
+    def options(cls, values: Mapping[str, Any]) -> BackendConfig:
+        """Options made of a plain mapping of their fields, as a text that names this backend gives them."""
+        return cls.Config.build(values)
 
     # Preparing
 
@@ -261,6 +272,10 @@ class Backend(ABC):
         """
         clip_grad_value(self._owned.checked(parameters), clip_value)
 
+    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+        """Multiplies what the models have accumulated, a tied parameter's once. Default: what parameters hold."""
+        scale_gradients(models, factor)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters; False if the step was left out on all ranks because gradients overflowed."""
         if self.scaler is not None:
@@ -359,6 +374,10 @@ class Backend(ABC):
     ) -> dict[str, Any]:
         """The optimizer's state in whole tensors; collective. Default: every rank has it, and gets it."""
         return self.optimizer_state(optimizer, models)
+
+    def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        """By parameter name, a tensor placed as the optimizer's states of it are. Default: the parameters."""
+        return state_templates(optimizer, models)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads a state of any backend and world size.

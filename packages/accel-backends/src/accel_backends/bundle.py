@@ -23,6 +23,7 @@ class Bundle:
         schedulers: of those optimizers; a backend with an engine of its own may replace them.
         place: for each model, whether it is moved to the session's device; empty: all are.
         training: False for models that are only evaluated, which no backend has to synchronise.
+        batch_sizes: samples of a micro-batch of each loader that is prepared with them, where it says.
     """
 
     models: list[nn.Module]
@@ -30,6 +31,7 @@ class Bundle:
     schedulers: list[Any] = field(default_factory=list)
     place: tuple[bool, ...] = ()
     training: bool = True
+    batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.place and len(self.place) != len(self.models):

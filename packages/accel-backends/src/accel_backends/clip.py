@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from accel_state.errors import BackendError
 
@@ -175,3 +176,16 @@ def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: 
 def _scale(places: Places, factor: torch.Tensor) -> None:
     for (device, _), group in places.items():
         torch._foreach_mul_(group, factor if factor.device == device else factor.to(device))
+
+
+def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+    """Multiplies every gradient of the models in place, a tied one once."""
+    gradients = {id(p.grad): p.grad for model in models for p in model.parameters() if p.grad is not None}
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients.values():
+        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, device), group in by_dtype.items():
+        if isinstance(factor, torch.Tensor):
+            torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
+        else:
+            torch._foreach_mul_(group, factor)

@@ -57,7 +57,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     missing = list(dict.fromkeys(name for name in wanted.values() if name not in given))
     unexpected = [name for name in given if name not in set(wanted.values())]
     if strict and (missing or unexpected):
-        raise CheckpointMismatchError(_differences(type(model).__name__, missing, unexpected, list(aliases)))
+        raise CheckpointMismatchError(differences(type(model).__name__, missing, unexpected, list(aliases)))
     misshapen = [
         f"{name} is {tuple(given[name].shape)} here and {tuple(value.shape)} in the model"
         for raw, name in wanted.items()
@@ -108,7 +108,7 @@ def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], stat
         if match is None or unknown or len(saved) != len(optimizer.param_groups):
             there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
             missing = sorted(set(names) - set(there))
-            reason = _differences(kind, missing, sorted({*unknown, *there} - set(names)), names)
+            reason = differences(kind, missing, sorted({*unknown, *there} - set(names)), names)
             if not missing and set(there) == set(names):
                 reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
             raise CheckpointMismatchError(reason)
@@ -156,6 +156,12 @@ def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[s
     return [names[id(parameter)] for parameter in held]
 
 
+def state_templates(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by name: its states of them are placed as they are."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(optimizer_names(optimizer, models), held, strict=True))
+
+
 def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any] | Any") -> list[str]:
     """Descriptions of the optimizer's parameters whose ``id`` is not in ``known``."""
     found = []
@@ -184,7 +190,8 @@ def _shapes_differ(own: Any, given: Any) -> bool:
     return not isinstance(given, torch.Tensor) or own.shape != given.shape
 
 
-def _differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
+def differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
+    """How the names of a state differ from those that are known, for a message."""
     parts = [f"state of another {kind}"]
     if missing:
         parts.append(f"it lacks {_few(missing)}")

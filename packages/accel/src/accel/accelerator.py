@@ -302,7 +302,7 @@ class Accelerator(
             return
         backend.backward(loss, scale=clock.share, **kwargs)
         if clock.due and clock.correction != 1.0:
-            accumulation.correct_short_window(clock, self._accumulated())
+            accumulation.correct_short_window(clock, self._accumulated(), backend)
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Which prepared models these are; () for all of them or none in particular."""

@@ -13,21 +13,22 @@ Weight = float | int | torch.Tensor
 
 
 class Averager(Protocol):
-    """The part of a backend that knows over how many ranks, and which, it averages gradients."""
+    """The part of a backend that knows over how many ranks, and which, it averages gradients, and where they are."""
 
     @property
     def gradient_average(self) -> int: ...
     @property
     def gradient_group(self) -> Any: ...
+    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None: ...
 
 
-def correct_short_window(clock: StepClock, models: Iterable[nn.Module]) -> None:
+def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Averager) -> None:
     """Reweights the gradients of a window that ended earlier than could be known.
 
     Its micro-batches were weighted for the length that was expected; a second backward of the same micro-batch is
     weighted rightly from the start.
     """
-    scale_gradients(models, clock.correction)
+    over.scale_gradients(models, clock.correction)
     clock.share *= clock.correction
     clock.correction = 1.0
 
@@ -61,7 +62,7 @@ def normalise(window: Window, models: Iterable[nn.Module], over: Averager) -> No
     assert before is not None
     total = _summed(total, over)
     total = torch.where(total > 0, total, torch.ones_like(total))
-    scale_gradients(models, before / total)
+    over.scale_gradients(models, before / total)
     window.denominator, window.reference = total, _power_of_two(total)
 
 
@@ -76,16 +77,3 @@ def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
 def _power_of_two(weight: torch.Tensor) -> torch.Tensor:
     """The power of two nearest to a weight, on its device; 1 for none."""
     return torch.where(weight > 0, torch.exp2(torch.round(torch.log2(weight))), torch.ones_like(weight))
-
-
-def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-    """Multiplies every gradient of the models in place, a tied one once."""
-    gradients = {id(p.grad): p.grad for model in models for p in model.parameters() if p.grad is not None}
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for gradient in gradients.values():
-        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, device), group in by_dtype.items():
-        if isinstance(factor, torch.Tensor):
-            torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
-        else:
-            torch._foreach_mul_(group, factor)

@@ -13,6 +13,7 @@ class Stepper(Protocol):
     """The part of a backend that an optimizer needs."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool: ...
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None: ...
 
 
 @final
@@ -60,8 +61,12 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients if a step is due; inside an accumulation window they are kept."""
-        if self._clock.due:
+        if not self._clock.due:
+            return
+        if self._backend is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            self._backend.zero_grad(self.optimizer, set_to_none=set_to_none)
 
     def train(self) -> None:
         """Forwards to optimizers that keep two sets of weights (schedule-free ones); nothing for others."""

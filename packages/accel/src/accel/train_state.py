@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
-from accel_backends.states import STATE, optimizer_names
+from accel_backends.states import STATE
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class OptimizerState:
 
     def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
         """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""
-        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        parameters = dict(zip(optimizer_names(self.optimizer, self.models), held, strict=True))
+        parameters = self.backend.state_templates(self.optimizer, self.models)
 
         def place(path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
             parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == STATE else None
