@@ -220,7 +220,7 @@ class Preemption:
     # Listening
 
     def start(self, *, replace: bool) -> None:
-        """Begins to listen; ``replace`` also takes signals that the program has handlers for, which then are called too.
+        """Begins to listen; ``replace`` also takes signals that the program handles, and then calls its handlers too.
 
         Outside the main thread Python allows no handlers of signals, and only the rest is listened for.
         """
@@ -336,11 +336,11 @@ def _main_ident() -> int:
 
 
 def _reads_here(frame: FrameType | None) -> bool:
-    """Whether ``frame`` was called by ``Preemption.reading`` to get a batch, rather than by the loop's own code."""
+    """Whether ``frame`` belongs to a call that ``Preemption.reading`` has made, before it looks for a notice again."""
     inner = frame
     while frame is not None:
         if frame.f_code is Preemption.reading.__code__:
-            return frame is not inner and inner is not None and inner.f_code.co_filename != __file__
+            return frame is not inner
         frame = frame.f_back
     return False
 

@@ -163,7 +163,7 @@ def _store_of(session: Session) -> "Store | None":
         return None
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    store = session.group.get_group_store().clone()
+    store = session.group.get_group_store().clone()  # type: ignore[attr-defined]
     number = store.add(f"{_STORE}/listeners/{session.rank}", 1)  # all ranks make theirs in the same order
     prefixed: Store = PrefixStore(f"{_STORE}/{number}", store)
     return prefixed

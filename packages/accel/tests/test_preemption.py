@@ -1,0 +1,286 @@
+"""What preemption promises, on real processes: saved at one step on all ranks in time, and nothing lost or repeated."""
+
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator, ProjectConfiguration
+from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice, requeue
+from accel_state.errors import ConfigError
+from accel_testing import Finished, run_command
+
+PROGRAM = Path(__file__).with_name("preempted_training.py")
+
+
+def hear_signals() -> None:
+    """Undoes what a suite started by nohup or in the background hands on: signals that are ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Any:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    hear_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def launched(folder: Path, *options: str, ranks: int = 2, after: float | None = None, **env: str) -> Finished:
+    """One run of the program; ``after`` seconds from when it trains, its launcher is told to end."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", str(ranks), *options]
+    command += [str(PROGRAM), str(folder)]
+    if after is None:
+        return run_command(command, timeout=120, env=env)
+    for old in folder.glob("ready_*"):
+        old.unlink()
+    script = (
+        "import pathlib, subprocess, signal, sys, time\n"
+        "process = subprocess.Popen(sys.argv[3:])\n"
+        "while not pathlib.Path(sys.argv[1], 'ready_0').exists() and process.poll() is None: time.sleep(0.005)\n"
+        "time.sleep(float(sys.argv[2]))\n"
+        "process.send_signal(signal.SIGTERM)\n"
+        "sys.exit(process.wait())\n"
+    )
+    return run_command([sys.executable, "-c", script, str(folder), str(after), *command], timeout=120, env=env)
+
+
+def resumed_at(run: Finished) -> list[int]:
+    """The step at which each rank of a run began."""
+    return [json.loads(line)["resumed"] for line in run.output.splitlines() if line.startswith('{"rank"')]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    launched(folder).check()
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def test_a_run_preempted_and_killed_again_and_again_ends_as_if_nothing_had_happened(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    folder, done = tmp_path / "run", 0
+    for moment in ("data", "saving", "evaluation"):
+        run = launched(folder, MOMENT=moment)
+        assert run.status == PREEMPTED_STATUS, run.output
+        assert not run.orphans
+        assert "accel: received SIGTERM; saved" in run.output
+        assert run.seconds < 50, "a read of 60 s was waited for"
+        assert resumed_at(run) == [done] * 2
+        done = int((folder / "done").read_text())
+    run = launched(folder, "--max_restarts", "1", KILL="18").check()
+    assert "rank 1 of 2 failed first" in run.output
+    assert resumed_at(run) == [done] * 2 + [14] * 2
+    assert result(folder) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_sigterm_at_random_moments(seed: int, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Five moments each: committed in time, at most one step lost, all ranks agree, and the same end."""
+    draw, folder, done = random.Random(seed), tmp_path / "run", 0
+    for _ in range(5):
+        run = launched(folder, after=draw.uniform(0, 1.0), SLOW="0.03")
+        assert run.status in (0, PREEMPTED_STATUS), run.output
+        assert not run.orphans
+        began = resumed_at(run)
+        assert len(set(began)) == 1
+        assert began[0] >= done - 1, f"{done} steps were done, {began[0]} were saved"
+        done = int((folder / "done").read_text()) if (folder / "done").exists() else 0
+    assert resumed_at(launched(folder).check())[0] >= done - 1
+    assert result(folder) == undisturbed
+
+
+@pytest.mark.slow
+def test_training_goes_on_by_itself_when_one_worker_of_four_is_killed(tmp_path: Path) -> None:
+    launched(tmp_path / "undisturbed", ranks=4).check()
+    run = launched(tmp_path / "killed", "--max_restarts", "2", ranks=4, KILL="18").check()
+    assert "rank 1 of 4 failed first" in run.output
+    assert resumed_at(run) == [0] * 4 + [14] * 4
+    assert run.seconds < 60
+    assert result(tmp_path / "killed") == result(tmp_path / "undisturbed")
+
+
+def prepared(folder: Path, *, named: bool = True) -> tuple[Accelerator, Any, Any]:
+    """One process with something to train, and its loader."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=named)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).view(12, 1))
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=2)
+    )
+    return accelerator, loader, lambda rows: (accelerator.backward(model(rows).sum()), optimizer.step())
+
+
+def trained(loader: Any, step: Callable[[Any], object], *, then: Callable[[int], object]) -> int:
+    """How many batches a loop got before the run ended, ``then`` called after each."""
+    seen: list[int] = []
+
+    def loop() -> None:
+        for (rows,) in loader:
+            step(rows)
+            seen.append(1)
+            then(len(seen))
+
+    with pytest.raises(SystemExit) as ending:
+        loop()
+    assert ending.value.code == PREEMPTED_STATUS
+    return len(seen)
+
+
+def until_noticed(accelerator: Accelerator) -> None:
+    deadline = time.monotonic() + 30
+    while accelerator.preempted is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_signal_ends_the_loop_after_the_step_it_came_in(tmp_path: Path) -> None:
+    accelerator, loader, step = prepared(tmp_path)
+
+    def then(seen: int) -> None:
+        if seen == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until_noticed(accelerator)
+
+    assert trained(loader, step, then=then) == 3
+    accelerator.end_training()
+    again, loader, _ = prepared(tmp_path)
+    again.resume()
+    assert [rows.flatten().tolist() for (rows,) in loader] == [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
+    again.end_training()
+
+
+@pytest.mark.parametrize("how", ["file", "check"])
+def test_a_file_or_a_hook_ends_the_loop_too(how: str, tmp_path: Path) -> None:
+    accelerator, loader, step = prepared(tmp_path / "project", named=False)
+    called: list[str] = []
+    told: dict[str, Any] = {
+        "file": {"file": tmp_path / "end"},
+        "check": {"check": lambda: "the cloud takes it back" if (tmp_path / "end").exists() else None},
+    }[how]
+    accelerator.on_preemption(lambda: called.append(str(accelerator.preempted)), every=0.02, **told)
+
+    def then(seen: int) -> None:
+        if seen == 2:
+            (tmp_path / "end").touch()
+            until_noticed(accelerator)
+
+    assert trained(loader, step, then=then) == 2
+    assert called == [{"file": f"{tmp_path / 'end'} exists", "check": "the cloud takes it back"}[how]]
+    accelerator.end_training()
+
+
+def test_signals_are_given_back_and_the_programs_own_handler_is_called_too(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    accelerator, loader, step = prepared(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is own, "by default a program's own handler is left alone"
+    accelerator.on_preemption(lambda: None)
+
+    def then(seen: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until_noticed(accelerator)
+
+    assert trained(loader, step, then=then) == 1
+    assert heard == [signal.SIGTERM]
+    accelerator.end_training()
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_an_accelerator_that_is_dropped_stops_listening(tmp_path: Path) -> None:
+    accelerator, _, _ = prepared(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    names = {thread.name for thread in threading.enumerate()}
+    assert "accel-preemption" in names
+    del accelerator, _
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "accel-preemption" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "nowhere to save"),
+        ({"action": print, "signals": ["SIGTREM"]}, "SIGTREM"),
+        ({"action": print, "every": 0}, "every"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    accelerator, _, _ = prepared(tmp_path, named=False)
+    with pytest.raises(ConfigError, match=words):
+        accelerator.on_preemption(**options)
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop"), [([3, 4, 3], 4), ([5, None, 5], None), ([2, NEVER, 2], NEVER), ([7, 7, 7], 7)]
+)
+def test_the_furthest_promise_decides(limits: list[int | None], stop: int | None) -> None:
+    store = torch.distributed.HashStore()
+    ballots = [Ballot(store, rank, len(limits)) for rank in range(len(limits))]
+    assert ballots[1].called() is None
+    ballots[0].call("told to")
+    for ballot, limit in zip(ballots, limits, strict=True):
+        if limit is not None:
+            ballot.promise(limit)
+    assert [ballot.called() for ballot in ballots] == ["told to"] * 3
+    assert [ballot.outcome() for ballot in ballots] == [stop] * 3
+
+
+def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
+    accelerator, _, _ = prepared(tmp_path)
+    assert accelerator.resume() is None
+    saved = accelerator.save_state()
+    assert accelerator.resume() == saved
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "17"}, "requeue 17"),
+        ({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"}, "requeue 17_1"),
+    ],
+)
+def test_a_slurm_job_is_put_back(
+    variables: dict[str, str], asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert requeue(variables) is (asked is not None)
+    assert (tmp_path / "asked").exists() is (asked is not None)
+    if asked is not None:
+        assert (tmp_path / "asked").read_text().strip() == asked
+
+
+def test_a_notice_listens_for_nothing_but_what_it_was_told() -> None:
+    assert Notice(("SIGUSR1",)).numbers == (signal.SIGUSR1,)
+    assert Notice().look() is None
+    assert Notice(check=lambda: True).look() == "the preemption check said so"
