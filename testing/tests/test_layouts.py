@@ -17,6 +17,16 @@ from accel_testing.layouts import DEGREES, PRECISIONS, Layout, expand
         ("ddp:4/bf16/acc=3", Layout("ddp", 4, precision="bf16", accumulate=3)),
         ("ddp:2/acc=2/short", Layout("ddp", 2, accumulate=2, short=True)),
         ("fsdp:4/fp32/weighted/tp=2", Layout("fsdp", 4, precision="fp32", weighted=True, degrees=(("tp", 2),))),
+        (
+            "hsdp:2x3/bf16/cpu_offload=true",
+            Layout(
+                "fsdp",
+                6,
+                precision="bf16",
+                degrees=(("dp_replicate", 2), ("dp_shard", 3)),
+                options=(("cpu_offload", "true"),),
+            ),
+        ),
     ],
 )
 def test_layouts_are_read(text: str, layout: Layout) -> None:
@@ -32,6 +42,9 @@ def test_layouts_are_read(text: str, layout: Layout) -> None:
         accumulate=st.integers(2, 9),
         weighted=st.booleans(),
         degrees=st.dictionaries(st.sampled_from(DEGREES), st.integers(1, 8)).map(lambda found: tuple(found.items())),
+        options=st.dictionaries(st.sampled_from(["cpu_offload", "comm_hook"]), st.sampled_from(["true", "2"])).map(
+            lambda found: tuple(found.items())
+        ),
     )
 )
 def test_a_layout_is_what_it_prints(layout: Layout) -> None:

@@ -26,9 +26,10 @@ def on_meta() -> nn.Module:
 
 
 @pytest.mark.ranks(2)
-def test_a_model_on_the_meta_device_is_initialised_alike_on_all_ranks(rank: int) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_model_on_the_meta_device_is_initialised_alike_on_all_ranks(rank: int, strategy: str) -> None:
     torch.manual_seed(rank)
-    backend = open_backend()
+    backend = open_backend(sharding_strategy=strategy)
     model = on_meta()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backend.prepare(Bundle([model], [optimizer]))

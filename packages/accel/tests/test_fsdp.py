@@ -13,6 +13,7 @@ from accel_backends import FullyShardedDataParallelPlugin
 from accel_state import ConfigError, ParallelismConfig
 from accel_testing import RankPool
 from accel_testing.equivalence import assert_equivalent
+from accel_testing.memory import peak_allocated
 from accel_testing.models import TinyTransformer, make_model
 from accel_testing.program import Program
 
@@ -206,6 +207,49 @@ def test_weights_of_other_tools_load_into_shards(
     state = rank_pool.run(imported, reader[0], str(tmp_path), ranks=reader[1])[0]
     for name, value in make_model("transformer", seed=6).named_parameters():
         assert torch.equal(state[name], value), name
+
+
+class Tall(nn.Module):
+    """Of many equal blocks, so that a rank's part of four and one block are each a small part of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def memory_of_loading(folder: str) -> tuple[int, int]:
+    """Bytes of the whole model, and the most that this rank ever held while it was built, sharded and loaded."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=nothing))
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = Tall()
+        model = accelerator.prepare(model)
+        accelerator.load_model(model, folder)
+        return model
+
+    models: list[nn.Module] = []
+    peak = peak_allocated(lambda: models.append(build()))
+    value = accelerator.get_state_dict(models[0], sharded=True)["blocks.31.0.weight"].full_tensor()
+    assert torch.equal(value, value.new_full((128, 128), 31.0))
+    accelerator.end_training()
+    return sum(parameter.numel() * 4 for parameter in models[0].parameters()), peak
+
+
+def test_no_rank_ever_holds_the_whole_model(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A quarter of it, the same again as read from the file, and a block on its way (32 make the whole)."""
+    from safetensors.torch import save_file
+
+    values = {name: torch.full(p.shape, float(name.split(".")[1])) for name, p in Tall().named_parameters()}
+    save_file(values, tmp_path / "model.safetensors")
+    measured = rank_pool.run(memory_of_loading, str(tmp_path), ranks=4)
+    for whole, most in measured:
+        assert whole / 4 < most <= whole / 2 + 3 * whole / 32
 
 
 # ------------------------------------------------------------------------------------------------------- choosing

@@ -1,6 +1,7 @@
 """How a program is spread: backend, processes, precision, accumulation; read from text such as ``ddp:2/bf16/acc=3``."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import final
@@ -9,7 +10,12 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 #: Sizes of the other axes of a mesh, as ``ParallelismConfig`` names them (without ``_size``).
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
 _FLAGS = ("weighted", "short")
-_EXAMPLE = "BACKEND[:PROCESSES][/PRECISION][/acc=N][/weighted][/short][/tp=N...], as in ddp:2/bf16/acc=3"
+_ONE_PROCESS = ("xla",)
+_EXAMPLE = (
+    "BACKEND[:PROCESSES][/PRECISION][/acc=N][/weighted][/short][/tp=N...][/OPTION=VALUE...], as in ddp:2/bf16/acc=3"
+)
+#: Sharding over the second number of ranks, in as many replicas as the first says: ``hsdp:2x2``.
+_HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
 
 
 @final
@@ -19,13 +25,14 @@ class Layout:
 
     Attributes:
         backend: name of the backend.
-        world_size: number of processes.
+        world_size: number of processes; of devices, where one process drives them all (XLA).
         precision: ``fp64`` and ``fp32`` are the dtype of the whole program, the others mixed precision of a float32
             one; empty where the caller of :func:`expand` decides.
         accumulate: micro-batches of one optimizer step.
         weighted: micro-batches of different sizes, with their weights given to ``backward``.
         short: the last accumulation window is one micro-batch short.
         degrees: sizes of mesh axes, by name.
+        options: of the backend, by name, as in ``cpu_offload=true``.
     """
 
     backend: str
@@ -35,6 +42,7 @@ class Layout:
     weighted: bool = False
     short: bool = False
     degrees: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.accumulate < 1:
@@ -50,11 +58,15 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """Reads one layout; a word that means nothing is refused with the nearest that does."""
         head, *words = text.strip().split("/")
+        if hybrid := _HYBRID.fullmatch(head):
+            replicas, shards = map(int, hybrid.groups())
+            head, words = f"fsdp:{replicas * shards}", [f"dp_replicate={replicas}", f"dp_shard={shards}", *words]
         backend, _, processes = head.partition(":")
         if not backend.isidentifier():
             raise ValueError(f"layout {text!r} names no backend; expected {_EXAMPLE}")
         values: dict[str, object] = {"world_size": _number(text, processes) if processes else 1}
         degrees: dict[str, int] = {}
+        options: dict[str, str] = {}
         for word in words:
             key, is_set, value = word.partition("=")
             if word in PRECISIONS and "precision" not in values:
@@ -65,16 +77,30 @@ class Layout:
                 values["accumulate"] = _number(text, value)
             elif key in DEGREES and is_set:
                 degrees[key] = _number(text, value)
+            elif key.isidentifier() and value:
+                options[key] = value
             else:
                 raise ValueError(_refusal(text, word))
-        return cls(backend, degrees=tuple(degrees.items()), **values)  # type: ignore[arg-type]
+        return cls(backend, degrees=tuple(degrees.items()), options=tuple(options.items()), **values)  # type: ignore[arg-type]
+
+    @property
+    def processes(self) -> int:
+        """How many processes train it."""
+        return 1 if self.backend in _ONE_PROCESS else self.world_size
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables that give a process its devices; they must be there before torch_xla is imported."""
+        if self.backend in _ONE_PROCESS:
+            return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.world_size)}
+        return {}
 
     def __str__(self) -> str:
         words = [f"{self.backend}:{self.world_size}" if self.world_size > 1 else self.backend]
         words += [self.precision] if self.precision else []
         words += [f"acc={self.accumulate}"] if self.accumulate > 1 else []
         words += [flag for flag in _FLAGS if getattr(self, flag)]
-        return "/".join([*words, *(f"{name}={size}" for name, size in self.degrees)])
+        return "/".join([*words, *(f"{name}={value}" for name, value in (*self.degrees, *self.options))])
 
 
 def expand(layouts: str | Iterable[str | Layout], precisions: Iterable[str] = ("fp64", "fp32")) -> list[Layout]:

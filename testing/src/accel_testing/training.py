@@ -99,8 +99,13 @@ def train_layout(
 
 
 def _accelerator(layout: Layout, *, cpu: bool) -> "Accelerator":
-    from accel import Accelerator
+    from accel import Accelerator, GradScalerKwargs
 
+    strategy: Any = layout.backend
+    if layout.options:
+        from accel_backends import load_backend
+
+        strategy = load_backend(layout.backend).options(dict(layout.options))
     parallelism = None
     if layout.degrees:
         from accel_state import ParallelismConfig
@@ -108,11 +113,13 @@ def _accelerator(layout: Layout, *, cpu: bool) -> "Accelerator":
         sizes: dict[str, Any] = {f"{name}_size": size for name, size in layout.degrees}
         parallelism = ParallelismConfig(**sizes)
     return Accelerator(
-        cpu=cpu,
+        cpu=cpu and not layout.variables,
         mixed_precision="no" if layout.precision in ("fp64", "fp32") else layout.precision,
         gradient_accumulation_steps=layout.accumulate,
-        strategy=layout.backend,
+        strategy=strategy,
         parallelism_config=parallelism,
+        # Low enough for ordinary gradients: steps that a search for the scale skips are none of the reference's.
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
     )
 
 

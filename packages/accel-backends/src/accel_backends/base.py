@@ -175,7 +175,7 @@ class Backend(ABC):
         from accel_precision.fp8 import load_converter
 
         facts = DeviceFacts.probe(self.device.type)
-        return load_converter(self.policy.fp8, facts, sharded=self.capabilities.sharded)
+        return load_converter(self.policy.fp8, facts, sharded=self.capabilities.gathers_fp8)
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ class Capabilities:
         several_models: whether several models can be prepared in one call.
         uneven_inputs: whether ``join`` lets ranks have different numbers of batches.
         sharded: whether parameters end up sharded (as DTensors or otherwise), so that a rank holds only its part.
+        gathers_fp8: whether sharded weights can be gathered in 8 bits.
         offload: whether parameters or optimizer states can live on the host.
         meta_device: whether it takes models without values and gives them theirs.
     """
@@ -30,6 +31,7 @@ class Capabilities:
     several_models: bool = True
     uneven_inputs: bool = False
     sharded: bool = False
+    gathers_fp8: bool = False
     offload: bool = False
     meta_device: bool = False
 

@@ -62,7 +62,7 @@ class FSDPBackend(Backend):
 
     name: ClassVar[str] = "fsdp"
     Config: ClassVar[type[BackendConfig]] = FSDPConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(sharded=True, offload=True, meta_device=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(sharded=True, gathers_fp8=True, offload=True, meta_device=True)
     distributed_type: ClassVar[str] = "FSDP"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,6 +78,11 @@ class FSDPBackend(Backend):
         self._source_filled = True
         self._all_filled = True
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+    @classmethod
+    def options(cls, values: Mapping[str, Any]) -> BackendConfig:
+        """Options of version 2, which is what this backend's name says."""
+        return FSDPConfig.build({"fsdp_version": 2, **values})
 
     @property
     def degrees(self) -> tuple[int, int]:

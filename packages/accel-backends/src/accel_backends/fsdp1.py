@@ -69,6 +69,11 @@ class FSDP1Backend(Backend):
         self._degrees = self._options.degrees(session.world_size, session.topology.local_world_size)
         self._mesh: DeviceMesh | None = None
 
+    @classmethod
+    def options(cls, values: Mapping[str, Any]) -> BackendConfig:
+        """Options of version 1, which is what this backend's name says."""
+        return FSDPConfig.build({"fsdp_version": 1, **values})
+
     @property
     def degrees(self) -> tuple[int, int]:
         """Replicas and shards, as the options say."""

@@ -164,8 +164,10 @@ class FSDPConfig(BackendConfig):
         self.reshard_after_forward = None if reshard is None else reshard_value(reshard)
         for name in ("shard_size", "replicate_size"):
             value = getattr(self, name)
-            if value is not None and as_number(name, value) < 1:
-                raise ConfigError(f"{name} is {value}; it counts ranks, at least 1")
+            if value is not None:
+                setattr(self, name, as_number(name, value))
+                if getattr(self, name) < 1:
+                    raise ConfigError(f"{name} is {value}; it counts ranks, at least 1")
 
     def _read_wrapping(self, env: Mapping[str, str]) -> None:
         names = self._given("transformer_cls_names_to_wrap", "TRANSFORMER_CLS_TO_WRAP", env)
@@ -221,6 +223,8 @@ class FSDPConfig(BackendConfig):
         self.forward_prefetch = int(
             as_flag("forward_prefetch", ahead) if not str(ahead).isdecimal() else as_number("forward_prefetch", ahead)
         )
+        self.limit_all_gathers = as_flag("limit_all_gathers", self.limit_all_gathers)
+        self.find_unused_parameters = as_flag("find_unused_parameters", self.find_unused_parameters)
         self.use_orig_params = self._flag("use_orig_params", "USE_ORIG_PARAMS", env, default=True)
         if self.fsdp_version == 1 and not self.use_orig_params:
             raise ConfigError(

@@ -233,11 +233,12 @@ def _shard_unit(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
+    given = {parameter for parameter in module.parameters() if not parameter.is_meta}
     how.fill(module.modules())
     fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
     for parameter in fresh:
         parameter.data = parameter.data.to(how.device)
-    how.send([parameter.data for parameter in fresh])
+        how.send([parameter.data])  # one by one: no second copy of the unit is packed
     reshard = how.config.reshard
     pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
     fully_shard(
@@ -249,6 +250,9 @@ def _shard_unit(
         ignored_params=apart or None,
     )
     for parameter in fresh:
+        if parameter not in given:
+            # Threads of the collectives hold on to what they sent for a while; its memory goes at once all the same.
+            parameter.data.untyped_storage().resize_(0)
         parameter.data = parameter.data.new_empty(0)
 
 

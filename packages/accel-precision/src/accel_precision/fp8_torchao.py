@@ -43,15 +43,19 @@ class TorchAOConverter:
         """The recipe in torchao's own terms, a ``torchao.float8.Float8LinearConfig``."""
         recipe = self._recipe
         emulate = not self._facts.fp8 if recipe.emulate is None else recipe.emulate
-        if recipe.config is not None:
-            return replace(recipe.config, emulate=True) if emulate else recipe.config
         gather = self._sharded and recipe.recipe == "tensorwise"
-        asked = recipe.enable_fsdp_float8_all_gather
+        if recipe.config is not None:
+            given = recipe.config
+            return replace(
+                given,
+                emulate=emulate or given.emulate,
+                enable_fsdp_float8_all_gather=given.enable_fsdp_float8_all_gather and self._sharded,
+            )
         return replace(
             import_module("torchao.float8").Float8LinearConfig.from_recipe_name(recipe.recipe),
             emulate=emulate,
             pad_inner_dim=True if recipe.pad_inner_dim is None else recipe.pad_inner_dim,
-            enable_fsdp_float8_all_gather=gather if asked is None else asked,
+            enable_fsdp_float8_all_gather=gather and recipe.enable_fsdp_float8_all_gather is not False,
         )
 
     def convert(self, model: nn.Module) -> nn.Module:

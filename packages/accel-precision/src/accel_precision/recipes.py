@@ -31,7 +31,8 @@ class AORecipeKwargs(Fp8Recipe):
         module_filter_func: ``(module, name) -> bool``, which linear layers to convert; None: all but the first and the
             last (they carry the embedding and the logits, where 8 bits cost most) whose dimensions divide by 16.
         pad_inner_dim: pad inner dimensions that do not divide by 16; None: yes.
-        enable_fsdp_float8_all_gather: let FSDP2 gather weights in 8 bits; None: the backend decides.
+        enable_fsdp_float8_all_gather: let FSDP2 gather weights in 8 bits, where it is what trains; None: yes, for the
+            tensorwise recipe.
         recipe: granularity of the scales: "tensorwise", "rowwise", or "rowwise_with_gw_hp" (weight gradients in high
             precision).
         emulate: compute in high precision with 8-bit rounding; None: where the device lacks fp8.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accel_backends.config import BackendConfig
 from accel_state import ParallelismConfig, Topology
@@ -33,7 +33,7 @@ def asked_strategy(
     degrees = _degrees(parallelism)
     if plugin is None and not ((degrees.get("shard_size", 1) > 1 and strategy is None) or _is_sharding(strategy)):
         return strategy
-    from accel_backends import FSDPConfig
+    from accel_backends import FSDPConfig, load_backend
 
     if plugin is not None:
         config = FSDPConfig.build(plugin)
@@ -46,7 +46,7 @@ def asked_strategy(
     elif isinstance(strategy, FSDPConfig):
         config = strategy
     else:
-        config = FSDPConfig(fsdp_version=1) if strategy == "fsdp1" else FSDPConfig()
+        config = cast(FSDPConfig, load_backend(strategy if isinstance(strategy, str) else "fsdp").options({}))
     return _with_degrees(config, degrees)
 
 
