@@ -14,6 +14,7 @@ _OWN = {
     "ddp": ("accel_backends.ddp", "DDPBackend"),
     "fsdp": ("accel_backends.fsdp", "FSDPBackend"),
     "fsdp1": ("accel_backends.fsdp1", "FSDP1Backend"),
+    "deepspeed": ("accel_backends.deepspeed", "DeepSpeedBackend"),
     "xla": ("accel_backends.xla", "XLABackend"),
 }
 

@@ -1,0 +1,377 @@
+"""Optimizer states, gradients and parameters spread over ranks by DeepSpeed's ZeRO."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends import deepspeed_states as states
+from accel_backends.backward import explain
+from accel_backends.base import _NOTHING, Backend
+from accel_backends.bundle import Bundle
+from accel_backends.capabilities import Capabilities
+from accel_backends.compile import TorchDynamoPlugin, compile_regions
+from accel_backends.config import BackendConfig
+from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
+from accel_backends.deepspeed_config import DeepSpeedConfig
+from accel_backends.deepspeed_engine import Prepared, engine_of_graph, run_backward
+from accel_backends.deepspeed_library import close_communication, library
+from accel_backends.deepspeed_weights import whole_parameters
+from accel_backends.names import innermost, named_parameters
+from accel_precision.options import GradScalerKwargs
+from accel_precision.scaler import LossScaler
+from accel_state.errors import BackendError, PrepareError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@final
+class DeepSpeedBackend(Backend):
+    """Trains through DeepSpeed's engines: one for each model with its optimizer, any number side by side.
+
+    A prepared model is the engine, which looks like the model that it wraps. Backward adds to what the engine has
+    accumulated and the optimizer's step reduces, clips and updates; nothing else about a loop changes. Works on CPUs
+    over gloo as on accelerators, and with one process, too.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    Config: ClassVar[type[BackendConfig]] = DeepSpeedConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        precisions=frozenset({"no", "bf16", "fp16", "fp32-true"}), several_models=False, sharded=True, offload=True
+    )
+    distributed_type: ClassVar[str] = "DEEPSPEED"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        library()
+        self.scaler_options: GradScalerKwargs | None = kwargs.get("scaler")
+        super().__init__(*args, **kwargs)
+        self._options = cast(DeepSpeedConfig, self.config)
+        self._engines: list[Prepared] = []
+        self._mesh: DeviceMesh | None = None
+        self._owns_group = False
+
+    def make_scaler(self, options: GradScalerKwargs | None) -> LossScaler | None:
+        """None: DeepSpeed scales the loss itself."""
+        return None
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """One replica over all ranks from stage 1 on."""
+        world = self.session.world_size
+        return (world, 1) if cast(DeepSpeedConfig, self.config).zero_stage == 0 else (1, world)
+
+    @property
+    def mesh(self) -> "DeviceMesh | None":
+        """All ranks in one dimension, over which states are handed out; None for one. Collective when first read."""
+        if self._mesh is None and self.session.world_size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(self.device.type, (self.session.world_size,), mesh_dim_names=("zero",))
+        return self._mesh
+
+    # Preparing
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuses pieces that contradict each other or the configuration, see ``deepspeed_optimizers``."""
+        if bundle.training:
+            check_bundle_pieces(self._options, bundle)
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """One engine for the model and its optimizer; schedulers drive the optimizer that is inside."""
+        if not bundle.models:
+            return bundle
+        model = bundle.models[0]
+        if not bundle.training or (not bundle.optimizers and self._options.zero_stage < 3):
+            return super().bind(bundle)
+        self._ensure_group()
+        prepared, result = bind_model(self, bundle)
+        self._engines.append(prepared)
+        self._owned.add(innermost(model), prepared.engine)
+        return replace(bundle, models=[prepared.engine], optimizers=result.optimizers, schedulers=result.schedulers)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself: without an optimizer there is nothing to shard below stage 3."""
+        return model
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """The engine's own compilation, or its model's repeated blocks in place."""
+        prepared = self._find(model)
+        if prepared is None:
+            return super().compile(model, plugin)
+        if plugin.enabled and plugin.use_regional_compilation:
+            compile_regions(prepared.engine.module, plugin)
+        elif plugin.enabled:
+            options = plugin.to_kwargs()
+            prepared.engine.compile(backend=options.pop("backend"), compile_kwargs=options)
+        return model
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Takes engines apart. A model of stage 3 stays in pieces, and cannot be prepared again."""
+        models = list(models)
+        inner = {id(innermost(model)) for model in models}
+        super().release(models)
+        for prepared in [one for one in self._engines if id(innermost(one.engine)) in inner]:
+            self._engines.remove(prepared)
+            prepared.release()
+
+    def close(self) -> None:
+        """Takes all engines apart, and makes DeepSpeed forget the process group."""
+        for prepared in self._engines:
+            prepared.release()
+        self._engines.clear()
+        super().close()
+        self._mesh = None
+        close_communication()
+        if self._owns_group:
+            import torch.distributed as dist
+
+            self._owns_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # A step
+
+    @property
+    def gradient_average(self) -> int:
+        """All ranks of the session."""
+        return self.session.world_size
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """Backward of the engines that the loss went through; of ``kwargs`` they take ``retain_graph``.
+
+        Raises:
+            BackendError: a loss that is no scalar, has no graph, or has none of an engine.
+        """
+        foreign = sorted(set(kwargs) - {"retain_graph"})
+        if foreign:
+            raise BackendError(f"backward of DeepSpeed takes no {foreign[0]!r}; it takes retain_graph")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            explain(loss, kwargs, BackendError("no loss"))
+        used = self._used(loss)
+        run_backward(used, loss if scale == 1.0 else loss * scale, retain_graph=bool(kwargs.get("retain_graph")))
+        for prepared in used:
+            if not kwargs.get("retain_graph"):
+                prepared.outputs.clear()
+
+    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+        """Multiplies what engines have accumulated, before it is reduced where that is still to come."""
+        for model in models:
+            prepared = self._find(model)
+            if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
+                prepared.gradients.scale(factor)
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """The norm over all ranks; the engine's next step clips to ``max_norm`` while it updates. Collective.
+
+        Raises:
+            BackendError: another norm than 2, parameters of no or several engines or only some of one, or another
+                ``max_norm`` than the configuration's ``gradient_clipping``.
+        """
+        if norm_type != 2:
+            raise BackendError(
+                f"clip_grad_norm_ with norm_type={norm_type}: DeepSpeed clips to the 2-norm; nearest: 2.0"
+            )
+        prepared = self._owner(parameters, "clip_grad_norm_")
+        assert prepared.gradients is not None
+        limited = max_norm != float("inf")
+        stated, origin = prepared.clip
+        if limited and stated and stated != max_norm:
+            raise BackendError(
+                f"clip_grad_norm_ was given max_norm={max_norm}, and gradient_clipping is {stated} ({origin}); make "
+                "them agree, or let the DeepSpeed config say 'auto'"
+            )
+        if not prepared.gradients.filled:
+            return torch.zeros((), device=self.device)
+        norm = prepared.gradients.norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise BackendError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
+        if limited:
+            prepared.gradients.clip(max_norm, norm)
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limits the elements of the gradients that this rank's optimizer updates; collective."""
+        prepared = self._owner(parameters, "clip_grad_value_")
+        if prepared.gradients is not None and prepared.gradients.filled:
+            prepared.gradients.limit(clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """The engine's step; False if it was left out on all ranks because gradients overflowed.
+
+        Without a backward since the last one there is nothing to step with, and nothing happens.
+
+        Raises:
+            BackendError: a closure, or an optimizer of no engine.
+        """
+        if closure is not None:
+            raise BackendError("DeepSpeed's optimizers take no closure; compute the loss before step()")
+        prepared = self._of_optimizer(optimizer)
+        gradients = prepared.gradients
+        assert gradients is not None
+        return gradients.step() if gradients.filled else True
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Lets go of what has been accumulated since the last step, which cleared it already."""
+        prepared = self._of_optimizer(optimizer)
+        if prepared.gradients is not None and prepared.gradients.filled:
+            prepared.gradients.discard()
+            prepared.outputs.clear()
+
+    # States
+
+    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Rank 0's buffers on every rank: each rank's have gone their own way since the model was prepared."""
+        buffers = [buffer for model in models if self._find(model) is not None for buffer in model.buffers()]
+        if buffers and self.session.world_size > 1:
+            from accel_state.collectives import broadcast
+
+            broadcast(buffers, group=self.session.group)
+
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What has been accumulated, by name: this rank's share, or the average where ranks have reduced already."""
+        prepared = self._find(model)
+        if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
+            return {}
+        return prepared.gradients.held(named_parameters(prepared.engine))
+
+    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Puts shares back; collective."""
+        prepared = self._find(model)
+        if prepared is None or prepared.gradients is None:
+            return
+        from accel_state.objects import all_gather_object
+
+        brought = {name for names in all_gather_object(sorted(gradients), group=self.session.group) for name in names}
+        prepared.gradients.discard()
+        if brought:
+            prepared.gradients.hold(named_parameters(prepared.engine), gradients, brought)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """DTensors under the model's own names, in fp32 where the optimizer keeps them so; collective."""
+        prepared = self._find(model)
+        if prepared is None:
+            return super().model_state(model)
+        return states.model_state(prepared.engine, prepared.parts, self._layout(prepared))
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
+        prepared = self._find(model)
+        if prepared is None:
+            super().load_model_state(model, state, strict=strict)
+            return
+        fitted = states.fitted_state(prepared.engine, state, strict=strict)
+        states.load_model_state(prepared.engine, prepared.parts, fitted)
+
+    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """Whole tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.
+
+        On rank 0 only (elsewhere empty) unless told otherwise.
+        """
+        prepared = self._find(model)
+        if prepared is None:
+            return super().whole_model_state(model, main_only=main_only)
+        keep = main_only is False or self.session.rank == 0
+        parts = None if self._options.zero3_save_16bit_model else prepared.parts
+        return states.whole_state(prepared.engine, parts, keep=keep)
+
+    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters are whole on every rank; changes reach the optimizer unless ``writeback`` is off."""
+        prepared = self._find(model)
+        return _NOTHING if prepared is None else whole_parameters(prepared, writeback=writeback)
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """DTensors under the names of the parameters; collective."""
+        prepared = self._of_optimizer(optimizer)
+        if prepared.parts is None:
+            return super().optimizer_state(optimizer, [prepared.engine])
+        return states.optimizer_state(prepared.engine, prepared.parts, self._layout(prepared))
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
+        prepared = self._of_optimizer(optimizer)
+        if prepared.parts is None:
+            super().load_optimizer_state(optimizer, [prepared.engine], state)
+        else:
+            states.load_optimizer_state(prepared.engine, prepared.parts, self._layout(prepared), state)
+
+    def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        """Empty tensors, sharded as states are handed out."""
+        prepared = self._of_optimizer(optimizer)
+        if prepared.parts is None:
+            return super().state_templates(optimizer, [prepared.engine])
+        parameters = named_parameters(prepared.engine)
+        layout = self._layout(prepared)
+        return {name: layout.empty(parameters[name]) for group in prepared.groups for name in group}
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Within it, at stage 3, every module that is built is partitioned at once; collective."""
+        if not self._options.zero3_init_flag:
+            yield
+            return
+        from accel_backends.deepspeed_bind import zero3_init
+
+        self._ensure_group()
+        with zero3_init(self):
+            yield
+
+    # Helpers of the above
+
+    def _layout(self, prepared: Prepared) -> states.Layout:
+        return states.Layout(self.mesh, prepared.groups)
+
+    def _find(self, model: nn.Module) -> Prepared | None:
+        inner = innermost(model)
+        return next((one for one in self._engines if innermost(one.engine) is inner), None)
+
+    def _of_optimizer(self, optimizer: Optimizer) -> Prepared:
+        for prepared in self._engines:
+            if prepared.optimizer is optimizer:
+                return prepared
+        raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
+
+    def _owner(self, parameters: Iterable[torch.Tensor], what: str) -> Prepared:
+        ids = {id(parameter) for parameter in self._owned.checked(parameters)}
+        for prepared in self._engines:
+            own = {id(p): p for p in prepared.engine.module.parameters()}
+            if not ids <= own.keys():
+                continue
+            if missing := sum(p.requires_grad and key not in ids for key, p in own.items()):
+                raise BackendError(
+                    f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
+                    "DeepSpeed clips all of an engine: give it model.parameters()"
+                )
+            return prepared
+        raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
+
+    def _used(self, loss: torch.Tensor) -> list[Prepared]:
+        trained = [one for one in self._engines if one.gradients is not None]
+        open_ = [one for one in trained if one.outputs]
+        if len(open_) > 1:
+            open_ = engine_of_graph(open_, loss) or open_
+        chosen = open_[:1] if len(open_) == 1 else open_ or trained[:1]
+        if not chosen:
+            raise PrepareError("backward with strategy 'deepspeed' needs a model that was prepared with its optimizer")
+        return chosen
+
+    def _ensure_group(self) -> None:
+        """DeepSpeed works over process groups only, so a single process that has none gets one of its own."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
+
+        if not dist.is_initialized():
+            backend = self.session.device.collective_backend
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._owns_group = True

@@ -1,0 +1,202 @@
+"""Turns a model, its optimizer and its schedulers into an engine and what drives it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.bundle import Bundle
+from accel_backends.deepspeed_activations import guard_checkpointing
+from accel_backends.deepspeed_config import DeepSpeedConfig
+from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_backends.deepspeed_engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
+from accel_backends.deepspeed_json import ZERO, find
+from accel_backends.deepspeed_library import open_communication, use_device
+from accel_backends.deepspeed_moe import expert_groups, mark_leaf_modules
+from accel_backends.deepspeed_optimizers import check_pieces, group_names, on_host, point_at, state_by_name, wants_host
+from accel_backends.deepspeed_settings import Run, settle
+from accel_backends.deepspeed_states import load_optimizer_state
+from accel_backends.names import innermost, named_parameters
+from accel_backends.states import GROUPS, PARAMS, STATE
+from accel_precision.options import GradScalerKwargs
+from accel_precision.policy import PrecisionPolicy
+from accel_state.errors import PrepareError
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+_log = get_logger(__name__)
+
+
+class Owner(Protocol):
+    """What binding asks of the backend."""
+
+    session: "Session"
+    policy: PrecisionPolicy
+    device: torch.device
+    scaler_options: GradScalerKwargs | None
+    _options: DeepSpeedConfig
+
+    def _layout(self, prepared: Prepared) -> Any: ...
+
+
+def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
+    """Refuses what cannot become an engine, before anything is changed.
+
+    Raises:
+        PrepareError: an optimizer without its model, or pieces that contradict each other.
+    """
+    if bundle.optimizers and not bundle.models:
+        raise PrepareError(
+            f"{type(bundle.optimizers[0]).__name__} was prepared without its model; with strategy 'deepspeed' an engine "
+            "is made of both: prepare(model, optimizer)"
+        )
+    if not bundle.models:
+        return
+    check_pieces(options.deepspeed_config, bundle.optimizers, bundle.schedulers)
+    model = innermost(bundle.models[0])
+    held = {id(p) for optimizer in bundle.optimizers for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in named_parameters(model).items() if p.requires_grad and id(p) not in held]
+    if bundle.optimizers and left and options.zero_stage > 0:
+        raise PrepareError(
+            f"{type(bundle.optimizers[0]).__name__} lacks {len(left)} parameters of {type(model).__name__} that train "
+            f"({', '.join(left[:3])}), whose gradients ZeRO would not reduce; give them to it, or freeze them with "
+            "requires_grad_(False)"
+        )
+
+
+def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
+    """The engine of a bundle's model, and the bundle with what drives it; collective."""
+    options, session = owner._options, owner.session
+    model = bundle.models[0]
+    given = bundle.optimizers[0] if bundle.optimizers else None
+    parameters = named_parameters(model)
+    config, origins = settle(options.deepspeed_config, _run_of(owner, bundle, parameters))
+    for key, origin in origins.items():
+        options.origins[key] = origin
+    use_device(session)
+    open_communication(session)
+    guard_checkpointing(innermost(model), config)
+    mark_leaf_modules(innermost(model), options.transformer_moe_cls_names)
+    values = _fp32_values(config, parameters)
+    started: dict[str, dict[str, Any]] = {}
+    optimizer: Optimizer | None = None
+    if given is not None and not isinstance(given, DummyOptim):
+        started = state_by_name(given, parameters)
+        given.state.clear()
+        optimizer = expert_groups(innermost(model), on_host(given) if wants_host(config, given) else given)
+    groups = () if given is None else group_names(optimizer or given, parameters)
+    if bundle.placed[0]:
+        model.to(owner.device) if not _partitioned(parameters) else None
+    chosen = optimizer if optimizer is not None else None
+    engine = start_engine(session, model, chosen, config if given is not None else _without_training(config))
+    made = engine.lr_scheduler
+    prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
+    if prepared.parts is not None:
+        forget_first_step(prepared)
+        keep_values(prepared, values, session)
+        prepared.parts.refresh()
+        if started:
+            _load_started(owner, prepared, started)
+    if given is None:
+        return prepared, bundle
+    assert prepared.optimizer is not None
+    schedulers = [_scheduler(one, given, prepared.optimizer, made) for one in bundle.schedulers]
+    return prepared, replace(bundle, optimizers=[prepared.optimizer], schedulers=schedulers)
+
+
+@contextmanager
+def zero3_init(owner: Owner) -> Iterator[None]:
+    """Within it, modules are partitioned as soon as they are built; collective."""
+    from deepspeed.zero import Init
+
+    run = Run(owner.policy, owner.session.world_size)
+    config, _ = settle(owner._options.deepspeed_config, run)
+    use_device(owner.session)
+    open_communication(owner.session)
+    with Init(config_dict_or_path=config):
+        yield
+
+
+def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> Run:
+    """What is known about the run."""
+    optimizer = bundle.optimizers[0] if bundle.optimizers else None
+    dummy = optimizer if isinstance(optimizer, DummyOptim) else None
+    stand = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
+    steps = {"total_num_steps": stand.total_num_steps, "warmup_num_steps": stand.warmup_num_steps} if stand else None
+    return Run(
+        policy=owner.policy,
+        world_size=owner.session.world_size,
+        elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if p.requires_grad),
+        hidden_size=_hidden_size(innermost(bundle.models[0])),
+        batch_sizes=bundle.batch_sizes,
+        smallest=owner._options.is_train_batch_min,
+        rates=None if dummy is None else {"lr": dummy.lr, "weight_decay": dummy.weight_decay},
+        steps=steps,
+        own_optimizer=optimizer is not None and dummy is None,
+        scaler=owner.scaler_options,
+    )
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """The width that a model's config states, of several the largest."""
+    config: Any = getattr(model, "config", None)
+    for source in (config, getattr(config, "text_config", None)):
+        one, several = getattr(source, "hidden_size", None), getattr(source, "hidden_sizes", None)
+        if isinstance(one, int):
+            return one
+        if several:
+            return int(max(several))
+    return None
+
+
+def _fp32_values(config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Copies of fp32 parameters that DeepSpeed is going to round, so that its fp32 copies are exact."""
+    halves = any(find(config, f"{section}.enabled") is True for section in ("bf16", "fp16"))
+    if not halves or _partitioned(parameters):
+        return {}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter.dtype == torch.float32
+    }
+
+
+def _partitioned(parameters: Mapping[str, nn.Parameter]) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in parameters.values())
+
+
+def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of an engine that only computes."""
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+
+
+def _clip(config: Mapping[str, Any], options: DeepSpeedConfig) -> tuple[float, str]:
+    return float(find(config, "gradient_clipping", 0.0) or 0.0), options.origins.get("gradient_clipping", "default")
+
+
+def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -> Any:
+    """The scheduler that drives the engine's optimizer."""
+    if not isinstance(scheduler, DummyScheduler):
+        point_at(scheduler, before, after)
+        return scheduler
+    return made if scheduler.lr_scheduler_callable is None else scheduler.lr_scheduler_callable(after)
+
+
+def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hands the state of an optimizer that has stepped before over to the engine."""
+    assert prepared.optimizer is not None
+    assert prepared.parts is not None
+    groups = [
+        {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
+        for group, names in zip(prepared.optimizer.param_groups, prepared.groups, strict=True)
+    ]
+    load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), {STATE: started, GROUPS: groups})
+
+
+__all__ = ["ZERO", "bind_model", "check_bundle_pieces", "zero3_init"]

@@ -1,0 +1,367 @@
+"""Options of DeepSpeed: the fields that users know, DeepSpeed's own JSON, and which of them decides what."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, final
+
+from accel_backends.config import BackendConfig, Implied
+from accel_backends.deepspeed_json import (
+    AUTO,
+    TOP_KEYS,
+    ZERO,
+    HfDeepSpeedConfig,
+    check_keys,
+    find,
+    leaves,
+    near,
+    put,
+)
+from accel_backends.fsdp_values import as_flag, as_number
+from accel_state.errors import ConfigError
+
+PREFIX = "ACCELERATE_DEEPSPEED_"
+STAGES = (0, 1, 2, 3)
+OFFLOAD = ("none", "cpu", "nvme")
+_NVME = "{}_nvme_path"
+# Which key of DeepSpeed's JSON says the same as a field, and which variable gives the field.
+_KEYS: Mapping[str, tuple[str, str]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
+    "zero_stage": (f"{ZERO}.stage", f"{PREFIX}ZERO_STAGE"),
+    "offload_optimizer_device": (f"{ZERO}.offload_optimizer.device", f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE"),
+    "offload_param_device": (f"{ZERO}.offload_param.device", f"{PREFIX}OFFLOAD_PARAM_DEVICE"),
+    "offload_optimizer_nvme_path": (f"{ZERO}.offload_optimizer.nvme_path", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH"),
+    "offload_param_nvme_path": (f"{ZERO}.offload_param.nvme_path", f"{PREFIX}OFFLOAD_PARAM_NVME_PATH"),
+    "zero3_save_16bit_model": (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        f"{PREFIX}ZERO3_SAVE_16BIT_MODEL",
+    ),
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": None,
+    "offload_param_nvme_path": None,
+    "zero3_save_16bit_model": False,
+}
+# Short names that a plain mapping may use: a switch, a device, or DeepSpeed's own section.
+_SHORT = {"offload_optimizer": "offload_optimizer_device", "offload_param": "offload_param_device"}
+
+
+@final
+@dataclass(slots=True)
+class DeepSpeedConfig(BackendConfig):
+    """How DeepSpeed trains.
+
+    Each value is decided by the first of: a field that was given, its environment variable, DeepSpeed's configuration
+    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable and a configuration that say
+    different things are refused, naming both; ``explain`` tells where every value came from.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's own configuration: a mapping, a path, JSON, or JSON in base64.
+        gradient_accumulation_steps: micro-batches of one optimizer step; "auto": what the Accelerator says.
+        gradient_clipping: norm that every step's gradients are clipped to; "auto": by ``clip_grad_norm_`` only.
+        zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        is_train_batch_min: of several loaders the smallest batch, not the largest, is what DeepSpeed reports.
+        offload_optimizer_device: where optimizer states live: "none", "cpu" or "nvme".
+        offload_param_device: where parameters live at stage 3: "none", "cpu" or "nvme".
+        offload_optimizer_nvme_path: folder for optimizer states on "nvme".
+        offload_param_nvme_path: folder for parameters on "nvme".
+        zero3_init_flag: let ``zero3_init`` partition a model while it is built; stage 3 only, where it is the default.
+        zero3_save_16bit_model: weights are handed out as the model computes with them (16 bits, say), and not as the
+            fp32 copies that the optimizer keeps.
+        transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
+        enable_msamp: MS-AMP is not supported; True is refused.
+        msamp_opt_level: taken and ignored, as MS-AMP is off.
+
+    Raises:
+        ConfigError: a value that cannot be, an unknown key, or two sources that contradict each other.
+    """
+
+    backend = "deepspeed"
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: Any = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: Any = None
+    offload_param_device: Any = None
+    offload_optimizer_nvme_path: Any = None
+    offload_param_nvme_path: Any = None
+    zero3_init_flag: Any = None
+    zero3_save_16bit_model: Any = None
+    transformer_moe_cls_names: Any = None
+    enable_msamp: Any = None
+    msamp_opt_level: Any = None
+    origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
+        """The options themselves, or made of a mapping of fields, of DeepSpeed's own keys, or of both.
+
+        ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's sections.
+        """
+        if not isinstance(values, Mapping):
+            return super(DeepSpeedConfig, cls).build(values)
+        known = {one.name for one in fields(cls) if one.init}
+        given: dict[str, Any] = {}
+        document: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in known:
+                given[name] = value
+            elif name in _SHORT:
+                _shortened(name, value, given, document)
+            elif name in TOP_KEYS:
+                document[name] = value
+            else:
+                raise ConfigError(
+                    f"{cls.__name__} has no field {name!r}, and DeepSpeed no such key"
+                    f"{near(str(name), [*known, *_SHORT, *TOP_KEYS])}"
+                )
+        if document:
+            if "hf_ds_config" in given:
+                raise ConfigError(
+                    f"hf_ds_config was given, and DeepSpeed's {', '.join(document)} beside it; put them into it"
+                )
+            given["hf_ds_config"] = document
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        env = os.environ
+        source = self.hf_ds_config
+        if source is None:
+            named = env.get(f"{PREFIX}CONFIG_FILE", "none")
+            source = None if named in ("", "none") else named
+        if source is None or isinstance(source, HfDeepSpeedConfig):
+            self.hf_ds_config = source or HfDeepSpeedConfig({})
+        else:
+            self.hf_ds_config = HfDeepSpeedConfig(source)
+        document = self.hf_ds_config.config
+        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        check_keys(document, where)
+        for name, (key, variable) in _KEYS.items():
+            self._decide(name, key, variable, where, env)
+        self._check(env)
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _decide(self, name: str, key: str, variable: str, where: str, env: Mapping[str, str]) -> None:
+        """Settles one value, in the field and in the document."""
+        document = self.hf_ds_config.config
+        written = find(document, key)
+        found, origin = getattr(self, name), f"deepspeed_plugin {name}"
+        if _unset(found):
+            found, origin = env.get(variable), f"environment {variable}"
+        chosen = None if _unset(found) else _read(name, found, origin)
+        stated = None if _unset(written) else _read(name, written, f"{where} {key}")
+        if chosen is not None and stated is not None and chosen != stated:
+            raise ConfigError(
+                f"{origin} says {chosen!r}, and {where} says {key} = {stated!r}; make them agree, or let the "
+                f"configuration say {AUTO!r}"
+            )
+        if chosen is None and stated is not None:
+            chosen, origin = stated, f"{where} {key}"
+        if chosen is None:
+            chosen, origin = _DEFAULTS[name], "default"
+        setattr(self, name, None if chosen == AUTO else chosen)
+        self.origins[key] = origin
+        section = key.rpartition(".")[0]
+        if chosen is not None and (chosen != "none" or find(document, section) is not None):
+            put(document, key, chosen)
+
+    def _check(self, env: Mapping[str, str]) -> None:
+        for kind, least in (("optimizer", 1), ("param", 3)):
+            device = getattr(self, f"offload_{kind}_device")
+            path = getattr(self, f"offload_{kind}_nvme_path")
+            if device != "none" and self.zero_stage < least:
+                raise ConfigError(
+                    f"offload_{kind}_device={device!r} ({self.origins[f'{ZERO}.offload_{kind}.device']}) needs "
+                    f"zero_stage {least} or more, and it is {self.zero_stage} ({self.origins[f'{ZERO}.stage']})"
+                )
+            if device == "nvme" and path is None:
+                raise ConfigError(f"offload_{kind}_device='nvme' needs offload_{kind}_nvme_path, a folder on that disk")
+        if self.enable_msamp or (
+            self.enable_msamp is None and env.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"
+        ):
+            raise ConfigError("enable_msamp: MS-AMP is not supported with DeepSpeed; nearest: mixed_precision='bf16'")
+        flag = self.zero3_init_flag
+        if flag is None:
+            flag = env.get(f"{PREFIX}ZERO3_INIT")
+        asked = self.zero_stage == 3 if flag is None else as_flag("zero3_init_flag", flag)
+        if asked and self.zero_stage != 3:
+            raise ConfigError(
+                f"zero3_init_flag is True, and zero_stage is {self.zero_stage} ({self.origins[f'{ZERO}.stage']}); only "
+                "stage 3 partitions parameters"
+            )
+        self.zero3_init_flag = asked
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration with the fields in it; values that only preparing settles are ``"auto"``."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    def implied(self) -> Mapping[str, Implied]:
+        """What these options say about the Accelerator's own settings: accumulation and precision."""
+        found: dict[str, Implied] = {}
+        if self.gradient_accumulation_steps is not None:
+            found["gradient_accumulation_steps"] = Implied(
+                self.gradient_accumulation_steps, self.origins["gradient_accumulation_steps"]
+            )
+        document = self.deepspeed_config
+        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        on = [
+            (name, key)
+            for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+            if find(document, f"{key}.enabled") is True
+        ]
+        if len(on) > 1:
+            raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
+        if on:
+            found["mixed_precision"] = Implied(on[0][0], f"{where} {on[0][1]}.enabled")
+        elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
+            off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
+            if off == {"bf16", "fp16"}:
+                found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
+        return found
+
+    def explain(self) -> tuple[tuple[str, Any, str], ...]:
+        """Every key of DeepSpeed's configuration with its value and where that came from."""
+        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        rows = [
+            (key, value, self.origins.get(key, "until prepare" if value == AUTO else where))
+            for key, value in leaves(self.deepspeed_config)
+        ]
+        return tuple(sorted(rows))
+
+    # What Transformers' integration calls
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the key says "auto"."""
+        return bool(self.hf_ds_config.get_value(ds_key_long) == AUTO)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value at a dotted key."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fills an "auto" from ``kwargs`` (by the same dotted key), or notes that the two say different things.
+
+        Raises:
+            ConfigError: it says "auto", and ``kwargs`` has no such key.
+        """
+        node, last = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        if node.get(last) == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to "
+                    "correct value) in the DeepSpeed config file or pass it in kwargs."
+                )
+            node[last] = kwargs[ds_key_long]
+            self.origins[ds_key_long] = "filled in"
+        elif must_match and ds_key_long in kwargs and node.get(last) is not None:
+            if node[last] != kwargs[ds_key_long] and mismatches is not None:
+                mismatches.append(f"- ds {ds_key_long}={node[last]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """``fill_match`` for every key of the configuration.
+
+        Raises:
+            ConfigError: lists every value that contradicts ``kwargs``.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for key, _ in list(leaves(self.deepspeed_config if config is None else config, prefix)):
+            if key in kwargs or self.is_auto(key):
+                self.fill_match(key, found, must_match, **kwargs)
+        if found and mismatches is None:
+            raise ConfigError(
+                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n" + "\n".join(found)
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Enables the precision's section.
+
+        Raises:
+            ConfigError: the configuration enables the other one.
+        """
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
+        if other is None:
+            return
+        if find(self.deepspeed_config, f"{other}.enabled") is True:
+            raise ConfigError(
+                f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the DeepSpeed "
+                "config file."
+            )
+        put(self.deepspeed_config, f"{mixed_precision}.enabled", True)
+        self.origins[f"{mixed_precision}.enabled"] = "mixed_precision"
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models may be partitioned while they are built."""
+        return bool(self.zero3_init_flag)
+
+
+DeepSpeedPlugin = DeepSpeedConfig
+
+
+def _unset(value: object) -> bool:
+    return value is None or value == AUTO or value == ""
+
+
+def _shortened(name: str, value: Any, given: dict[str, Any], document: dict[str, Any]) -> None:
+    """Puts a short name where it belongs: a field, or DeepSpeed's section."""
+    if isinstance(value, Mapping):
+        put(document, f"{ZERO}.{name}", dict(value))
+    else:
+        given[_SHORT[name]] = {True: "cpu", False: "none", None: "none"}.get(value, value)
+
+
+def _read(name: str, value: Any, origin: str) -> Any:
+    """A value as its field's type.
+
+    Raises:
+        ConfigError: it cannot be read as one, with what can.
+    """
+    if name == "zero_stage":
+        number = as_number(f"zero_stage ({origin})", value)
+        if number not in STAGES:
+            nearest = min(STAGES, key=lambda stage: abs(stage - number))
+            raise ConfigError(f"zero_stage is {value!r} ({origin}); expected 0, 1, 2 or 3; nearest: {nearest}")
+        return number
+    if name == "gradient_accumulation_steps":
+        number = as_number(f"gradient_accumulation_steps ({origin})", value)
+        if number < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {value!r} ({origin}); expected 1 or more")
+        return number
+    if name == "gradient_clipping":
+        try:
+            norm = float(value)
+        except (TypeError, ValueError):
+            norm = -1.0
+        if norm < 0:
+            raise ConfigError(f"gradient_clipping is {value!r} ({origin}); expected a norm, 0 for none, or 'auto'")
+        return norm
+    if name == "zero3_save_16bit_model":
+        return as_flag(f"zero3_save_16bit_model ({origin})", value)
+    if name.endswith("_device"):
+        device = str(getattr(value, "value", value)).lower()
+        if device not in OFFLOAD:
+            raise ConfigError(f"{name} is {value!r} ({origin}); expected none, cpu or nvme{near(device, OFFLOAD)}")
+        return device
+    return None if str(value).lower() == "none" else str(value)

@@ -1,0 +1,225 @@
+"""Makes an engine of a model, and keeps what belongs to it together."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.deepspeed_gradients import Gradients, gradients_of
+from accel_backends.deepspeed_library import library, local_rank, open_communication, use_device
+from accel_backends.deepspeed_parts import Parts, parts_of
+from accel_backends.deepspeed_states import put_whole, shape_of
+from accel_backends.names import WRAPS, named_parameters
+from accel_precision.policy import PrecisionPolicy
+from accel_state.errors import BackendError, PrepareError
+from accel_state.nested import map_leaves
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """One engine and what is known about it.
+
+    Attributes:
+        engine: DeepSpeed's engine, which is the prepared model.
+        optimizer: the one inside, whose groups schedulers change.
+        gradients: what has been accumulated; None for an engine that does not train.
+        parts: where weights and states are; None where the optimizer updates the parameters themselves.
+        groups: names of each group's parameters.
+        clip: the norm that the configuration clips to, 0 for none, and where it says so.
+        handles: hooks on the model.
+        outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
+    """
+
+    engine: Any
+    optimizer: Optimizer | None
+    gradients: Gradients | None
+    parts: Parts | None
+    groups: tuple[tuple[str, ...], ...]
+    clip: tuple[float, str]
+    handles: list[RemovableHandle] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Takes the engine apart; the user's module stays."""
+        for handle in self.handles:
+            handle.remove()
+        self.engine.destroy()
+        self.engine.__dict__.pop(WRAPS, None)
+
+
+def start_engine(
+    session: "Session", model: nn.Module, optimizer: Optimizer | Callable[..., Any] | None, config: Mapping[str, Any]
+) -> Any:
+    """DeepSpeed's engine of a model; collective. The model is on its device, and changed in place.
+
+    Raises:
+        PrepareError: DeepSpeed refuses, in its words.
+    """
+    deepspeed = library()
+    use_device(session)
+    open_communication(session)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with local_rank(session):
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=trainable if optimizer is None else None,
+                config=dict(config),
+                dist_init_required=False,
+            )
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        raise PrepareError(f"DeepSpeed cannot prepare this {type(model).__name__}: {error}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("deepspeed"):
+            raise PrepareError(f"DeepSpeed cannot prepare this {type(model).__name__}: {error}") from error
+        raise
+    engine.__dict__[WRAPS] = "module"
+    return engine
+
+
+def take_engine(
+    engine: Any, groups: tuple[tuple[str, ...], ...], policy: PrecisionPolicy, clip: tuple[float, str]
+) -> Prepared:
+    """Finds everything about a new engine and hooks it up."""
+    trains = engine.basic_optimizer is not None
+    gradients = gradients_of(engine) if trains else None
+    parts = parts_of(engine) if trains else None
+    if trains:
+        engine.set_gradient_accumulation_boundary(False)
+        engine.lr_scheduler = None  # the user's loop moves schedules
+    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
+    prepared.handles += _dtype_hooks(engine, policy)
+    if trains:
+        prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
+    return prepared
+
+
+def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
+    """Puts rank 0's fp32 values into the optimizer's copies, which DeepSpeed makes of already rounded weights."""
+    import torch.distributed as dist
+
+    parts = prepared.parts
+    if parts is None:
+        return
+    for name, parameter in named_parameters(prepared.engine).items():
+        if name in values and parts.holds(parameter):
+            value = values[name].to(prepared.engine.device)
+            if session.world_size > 1:
+                dist.broadcast(value, 0)
+            put_whole(parts, parameter, value.view(shape_of(parameter)))
+
+
+def forget_first_step(prepared: Prepared) -> None:
+    """Undoes the step with zero gradients that DeepSpeed takes at stage 0 in 16 bits to fill the optimizer's states.
+
+    It would count as a step, and decay the weights.
+    """
+    if hasattr(prepared.engine.optimizer, "fp16_groups") and prepared.optimizer is not None:
+        prepared.optimizer.state.clear()
+
+
+def engine_of_graph(candidates: list[Prepared], loss: torch.Tensor) -> list[Prepared]:
+    """The engines whose outputs a loss was computed from, in the order of ``candidates``."""
+    wanted = {id(node): prepared for prepared in candidates for node in prepared.outputs}
+    found: list[Prepared] = []
+    seen: set[int] = set()
+    stack = [loss.grad_fn]
+    while stack and len(found) < len(candidates):
+        node = stack.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        owner = wanted.get(id(node))
+        if owner is not None and owner not in found:
+            found.append(owner)
+        stack += [below for below, _ in node.next_functions]
+    return [prepared for prepared in candidates if prepared in found]
+
+
+def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    """One backward through one engine or several that a loss goes through.
+
+    Raises:
+        BackendError: several engines that scale the loss, each by a factor of its own.
+    """
+    first, *others = engines
+    assert first.gradients is not None
+    if not others:
+        first.gradients.backward(lambda: first.engine.backward(loss, retain_graph, False))
+        return
+    scaled = [one for one in engines if one.engine.fp16_enabled()]
+    if scaled:
+        raise BackendError(
+            f"a loss that goes through {len(engines)} engines in fp16, each with a loss scale of its own; nearest: "
+            "mixed_precision='bf16'"
+        )
+    _through(others, lambda: run_backward([first], loss, retain_graph=retain_graph))
+
+
+def _through(others: list[Prepared], run: Callable[[], None]) -> None:
+    """Lets engines besides the first take part in its backward, as each does in its own."""
+    if not others:
+        run()
+        return
+    one, *rest = others
+    assert one.gradients is not None
+    engine = one.engine
+
+    def inside() -> None:
+        engine._running_engine_backward_count += 1
+        engine._running_engine_backward = True
+        try:
+            _through(rest, run)
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward_count -= 1
+            engine._running_engine_backward = engine._running_engine_backward_count > 0
+
+    one.gradients.backward(inside)
+
+
+@final
+class _Remember:
+    """Notes the graph nodes of an engine's outputs."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._outputs = prepared.outputs
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                self._outputs.append(leaf.grad_fn)
+            return leaf
+
+        if torch.is_grad_enabled():
+            map_leaves(note, output)
+
+
+def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:
+    """Inputs of the model in the dtype it computes in, outputs in that of the policy."""
+    compute, output = policy.compute, policy.output
+    if not policy.autocast or compute is None:
+        return []
+
+    def convert(dtype: torch.dtype, data: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return map_leaves(one, data)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return convert(compute, args), convert(compute, kwargs)
+
+    handles = [engine.module.register_forward_pre_hook(before, with_kwargs=True)]
+    if output is not None:
+        handles.append(engine.module.register_forward_hook(lambda module, args, result: convert(output, result)))
+    return handles

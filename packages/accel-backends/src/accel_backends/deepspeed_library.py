@@ -1,0 +1,183 @@
+"""DeepSpeed itself: whether it is installed, which device it uses, its process groups, and its compiled operations."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.environment import patch_environment
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+EXTRA = "accel-backends[deepspeed]"
+# A kernel for inference that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
+_SHM = "deepspeed_shm_comm"
+_STALE_AFTER = 600.0
+
+
+def installed() -> bool:
+    """Whether DeepSpeed can be imported, without importing it."""
+    return find_spec("deepspeed") is not None
+
+
+def library() -> ModuleType:
+    """The package ``deepspeed``, imported now and not before.
+
+    Raises:
+        BackendError: it is not installed, or cannot be imported.
+    """
+    if not installed():
+        raise BackendError(
+            f"strategy 'deepspeed' needs the package deepspeed, which is not installed: install {EXTRA}; nearest "
+            "without it: strategy='fsdp', which shards the same"
+        )
+    try:
+        import deepspeed
+    except Exception as error:
+        raise BackendError(f"deepspeed is installed and cannot be imported: {error}") from error
+    module: ModuleType = deepspeed
+    return module
+
+
+def use_device(session: "Session") -> None:
+    """Makes DeepSpeed use the session's type of device.
+
+    Raises:
+        BackendError: DeepSpeed was told to use another.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    wanted, found = session.device.type, get_accelerator().device_name()
+    if wanted == found:
+        return
+    if wanted == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+        return
+    raise BackendError(
+        f"this process trains on {wanted}, and DeepSpeed chose {found}"
+        + (f" because DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}" if "DS_ACCELERATOR" in os.environ else "")
+        + f"; set DS_ACCELERATOR={wanted}"
+    )
+
+
+def open_communication(session: "Session") -> None:
+    """Lets DeepSpeed adopt the default process group; what it kept of an earlier one is dropped first."""
+    import torch.distributed as dist
+    from deepspeed import comm, ops
+    from deepspeed.comm import comm as state
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    world = dist.group.WORLD
+    if state.cdb is not None and getattr(state.cdb, "accel_world", None) is world:
+        return
+    close_communication()
+    ops.__compatible_ops__[_SHM] = False
+    with local_rank(session):
+        comm.init_distributed(
+            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=session.timeout
+        )
+    state.cdb.accel_world = world
+
+
+def close_communication() -> None:
+    """Makes DeepSpeed forget the process group and the groups it made of it; the group itself stays open."""
+    from deepspeed.comm import comm as state
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(None)
+    state.cdb = None
+
+
+@contextmanager
+def local_rank(session: "Session") -> Iterator[None]:
+    """Within it, the variable from which DeepSpeed reads the local rank is set."""
+    with patch_environment(LOCAL_RANK=str(session.local_rank)):
+        yield
+
+
+# ------------------------------------------------------------------------------------------- compiled operations
+
+
+def compiler_problem() -> str | None:
+    """Why DeepSpeed's operations cannot be compiled here; None if they can."""
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        return "there is no C++ compiler on PATH"
+    from torch.utils.cpp_extension import is_ninja_available
+
+    return None if is_ninja_available() else "there is no ninja on PATH"
+
+
+def extensions_folder() -> Path:
+    """Where compiled operations are kept: ``TORCH_EXTENSIONS_DIR``, or torch's default."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else Path(_get_build_directory("x", verbose=False)).parent
+
+
+def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:
+    """Removes the lock that a killed build left in ``folder``, for which every later one would wait for ever.
+
+    Returns whether there was one older than ``older_than`` seconds.
+    """
+    lock = folder / "lock"
+    try:
+        stale = time.time() - lock.stat().st_mtime > older_than
+    except OSError:
+        return False
+    if stale:
+        lock.unlink(missing_ok=True)
+    return stale
+
+
+def build_operation(name: str) -> Any:
+    """Compiles and loads one operation (``CPUAdamBuilder``, say), or loads it where that was done before.
+
+    A minute or two on one core the first time.
+
+    Raises:
+        BackendError: it cannot be compiled here.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(name)
+    if builder is None:
+        raise BackendError(f"DeepSpeed has no operation {name} for {get_accelerator().device_name()}")
+    folder = extensions_folder() / builder.name
+    if drop_stale_lock(folder):
+        logging.getLogger(__name__).warning("removed the lock that a killed build had left in %s", folder)
+    problem = None if (folder / f"{builder.name}.so").exists() else compiler_problem()
+    if problem is not None:
+        raise BackendError(
+            f"DeepSpeed's operation {builder.name} has to be compiled, and {problem}; install a compiler and ninja, or "
+            "use an optimizer that is not DeepSpeed's ('zero_force_ds_cpu_optimizer': false)"
+        )
+    try:
+        return builder.load()
+    except (RuntimeError, ImportError, OSError) as error:
+        raise BackendError(f"DeepSpeed's operation {builder.name} cannot be compiled: {error}") from error
+
+
+def fp16_supported() -> bool:
+    """Whether DeepSpeed computes in fp16 on its device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
+def barrier() -> None:
+    """Waits for all ranks, if there is a group."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

@@ -1,0 +1,43 @@
+"""Mixtures of experts: parameters of experts in groups of their own, and layers that stage 3 gathers as a whole."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.deepspeed_json import near
+from accel_state.errors import PrepareError
+
+
+def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """The optimizer, its groups split where they mix experts, whose gradients other ranks share, with the rest."""
+    if not any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters()):
+        return optimizer
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    for position, group in enumerate(optimizer.param_groups):
+        group.setdefault("name", f"group {position}")
+    groups: Any = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    return optimizer
+
+
+def mark_leaf_modules(model: nn.Module, names: object) -> None:
+    """Lets stage 3 gather the modules of these classes as a whole: which experts run differs between ranks.
+
+    Raises:
+        PrepareError: the model has no module of such a class.
+    """
+    if not names:
+        return
+    wanted = [one.strip() for one in str(names).split(",")] if isinstance(names, str) else list(names)  # type: ignore[call-overload]
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in wanted:
+        if name not in classes:
+            raise PrepareError(
+                f"transformer_moe_cls_names has {name!r}, and {type(model).__name__} no module of such a class"
+                f"{near(name, classes)}"
+            )
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, [classes[name] for name in wanted])

@@ -1,0 +1,210 @@
+"""Which part of each parameter a rank's optimizer updates, and the tensors it keeps for it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank keeps of one parameter.
+
+    Attributes:
+        start: first element of the flattened parameter that is here.
+        size: number of elements that are here; 0: none.
+        flat: the optimizer's tensor that they lie in, which is the key of the optimizer's state.
+        offset: where they start in it.
+    """
+
+    start: int
+    size: int
+    flat: torch.Tensor | None
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in a tensor of the shape of ``flat``: its weights, or a state of them."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.size)
+
+
+class Parts(ABC):
+    """Finds the parts of an engine's parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.state: Any = engine.basic_optimizer.state
+
+    @contextmanager
+    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
+        """The part, its tensors in memory meanwhile; they are written back if ``changed``."""
+        yield self.part(parameter)
+
+    @abstractmethod
+    def part(self, parameter: nn.Parameter) -> Part:
+        """Where the parameter's elements are."""
+
+    @abstractmethod
+    def flats(self) -> list[torch.Tensor]:
+        """The optimizer's tensors."""
+
+    @abstractmethod
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer updates the parameter at all (on whatever rank)."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Makes the weights that the model computes with those of the optimizer; collective."""
+
+    def group(self, parameter: nn.Parameter) -> Any:
+        """The ranks that the parts are spread over."""
+        return getattr(self.optimizer, "dp_process_group", None)
+
+
+@final
+class CopiedParts(Parts):
+    """Stage 0 in 16 bits: every rank has fp32 copies of all parameters, one by one or flattened by group."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._found: dict[int, Part] = {}
+        flat_groups = getattr(self.optimizer, "fp32_groups_flat", None)
+        for index, group in enumerate(self.optimizer.fp16_groups):
+            offset = 0
+            for position, parameter in enumerate(group):
+                size = parameter.numel()
+                flat = flat_groups[index] if flat_groups is not None else self.optimizer.fp32_groups[index][position]
+                self._found[id(parameter)] = Part(0, size, flat, offset if flat_groups is not None else 0)
+                offset += size
+
+    def part(self, parameter: nn.Parameter) -> Part:
+        """All of it."""
+        return self._found[id(parameter)]
+
+    def flats(self) -> list[torch.Tensor]:
+        """The copies."""
+        return list({id(part.flat): part.flat for part in self._found.values() if part.flat is not None}.values())
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether there is a copy."""
+        return id(parameter) in self._found
+
+    def refresh(self) -> None:
+        """Copies back."""
+        for group in self.optimizer.fp16_groups:
+            for parameter in group:
+                part = self.part(parameter)
+                assert part.flat is not None
+                parameter.data.view(-1).copy_(part.of(part.flat))
+
+
+@final
+class PartitionedParts(Parts):
+    """Stages 1 and 2: each group is flattened and cut into as many pieces as there are ranks, wherever that cuts."""
+
+    def part(self, parameter: nn.Parameter) -> Part:
+        """What of it is in this rank's piece."""
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return Part(0, 0, None, 0)
+        here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+        flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return Part(here.start, here.numel, flat, there.start)
+
+    def flats(self) -> list[torch.Tensor]:
+        """This rank's piece of each group."""
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether it is in a group."""
+        return hasattr(parameter, "_hp_mapping")
+
+    def group(self, parameter: nn.Parameter) -> Any:
+        """The ranks that its group is spread over: experts have their own."""
+        return getattr(parameter, "_dp_group", self.optimizer.dp_process_group)
+
+    def refresh(self) -> None:
+        """Every rank copies its piece, and all get all pieces."""
+        self.optimizer.update_lp_params()
+
+
+@final
+class ShardedParts(Parts):
+    """Stage 3: each parameter is cut into as many equal pieces as there are ranks, the last one padded."""
+
+    @contextmanager
+    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
+        """The part; from the disk and back if it lives there."""
+        optimizer = self.optimizer
+        index = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield self.part(parameter)
+        finally:
+            if swapped and changed:
+                optimizer._optimizer_states_and_gradient_swap_out(index)
+            elif swapped:
+                optimizer._release_swap_buffers(index)
+
+    def part(self, parameter: nn.Parameter) -> Part:
+        """This rank's piece, without the padding."""
+        optimizer = self.optimizer
+        index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = size * optimizer._get_param_partition_rank(parameter)
+        total: int = parameter.ds_numel  # type: ignore[attr-defined]
+        flat = optimizer.fp32_partitioned_groups_flat[index]
+        return Part(min(start, total), max(0, min(size, total - start)), flat, offset)
+
+    def flats(self) -> list[torch.Tensor]:
+        """This rank's pieces, of as many parameters together as DeepSpeed updates at once."""
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether DeepSpeed updates it."""
+        return hasattr(parameter, "ds_id") and self.optimizer.get_param_id(parameter) in self.optimizer.grad_position
+
+    def group(self, parameter: nn.Parameter) -> Any:
+        """The ranks that it is spread over."""
+        return self.optimizer._get_param_partition_group(parameter)
+
+    def refresh(self) -> None:
+        """Copies pieces to where forward gathers them from."""
+        optimizer = self.optimizer
+        for index, _ in enumerate(optimizer.fp16_groups):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if swapped:
+                optimizer._release_swap_buffers(index)
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent, has_been_updated=False)
+            persistent[0].all_gather(persistent)
+
+
+def parts_of(engine: Any) -> Parts | None:
+    """The parts of an engine's parameters; None where its optimizer updates the parameters themselves (stage 0, fp32).
+
+    Raises:
+        BackendError: an optimizer that keeps them in a way that is not known here.
+    """
+    optimizer = engine.optimizer
+    if optimizer is engine.basic_optimizer:
+        return None
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return ShardedParts(engine)
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return PartitionedParts(engine)
+    if hasattr(optimizer, "fp16_groups"):
+        return CopiedParts(engine)
+    raise BackendError(f"states of DeepSpeed's {type(optimizer).__name__} are not known here")

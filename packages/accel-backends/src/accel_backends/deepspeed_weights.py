@@ -1,0 +1,45 @@
+"""Whole parameters of an engine, to be looked at or changed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from accel_backends.deepspeed_engine import Prepared
+from accel_backends.deepspeed_states import put_whole
+from accel_backends.names import named_parameters
+
+
+@contextmanager
+def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
+    """Within it, parameters are whole on every rank, in the dtype that the model computes with; collective.
+
+    What is changed reaches the optimizer's fp32 copies; every rank has to make the same changes. What is not changed
+    keeps the bits that those have more.
+    """
+    parameters = list(named_parameters(prepared.engine).values())
+    sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
+    if sharded:
+        from deepspeed.zero import GatheredParameters
+
+        gathering = GatheredParameters(parameters, modifier_rank=0 if writeback else None)
+    else:
+        gathering = nullcontext()
+    with gathering, torch.no_grad():
+        before = [parameter.detach().clone() for parameter in parameters]
+        with torch.enable_grad():
+            yield
+        if writeback:
+            _carry_over(prepared, parameters, before)
+        else:
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+
+
+def _carry_over(prepared: Prepared, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
+    parts = prepared.parts
+    if parts is None:
+        return
+    for parameter, value in zip(parameters, before, strict=True):
+        if parts.holds(parameter) and not torch.equal(parameter.detach(), value):
+            put_whole(parts, parameter, parameter.detach().float())
