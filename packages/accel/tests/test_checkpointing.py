@@ -1,5 +1,6 @@
 """What ``save_state`` saved, ``load_state`` puts back: bit for bit, on any number of processes, or it says why not."""
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from accel_state.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    CollectiveError,
     ConfigError,
     DataStateError,
 )
@@ -455,3 +457,88 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     second.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(CheckpointMismatchError, match="SGD has dampening, momentum"):
         second.load_state(tmp_path / "a")
+
+
+class Fussy:
+    """A registered object that refuses what it is given, on the ranks that are told to."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses, self.value = refuses, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses and state["value"] == 7:
+            raise ValueError("not this one")
+        self.value = state["value"]
+
+
+def touched(seed: int, *, other: str = "", refuses: bool = False) -> tuple[Accelerator, list[object], Fussy]:
+    """A run that has trained a little; ``other`` says in what it differs from the one that is saved."""
+    torch.manual_seed(seed)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = {
+        "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+        "groups": lambda: torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}]),
+    }.get(other, lambda: torch.optim.Adam(model.parameters()))()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    if other == "scheduler":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    first, last, loader = Fussy(refuses=False), Fussy(refuses=refuses), DataLoader(Numbered(8), batch_size=2)
+    objects = list(accelerator.prepare(model, optimizer, schedule, loader))
+    accelerator.register_for_checkpointing(first, last)
+    for _, rows in objects[3]:
+        accelerator.backward(objects[0](rows.float()).sum())
+        objects[1].step()
+        objects[2].step()
+        objects[1].zero_grad()
+    first.value = last.value = seed
+    return accelerator, objects, first
+
+
+def everything(accelerator: Accelerator) -> dict[str, object]:
+    return {name: part.state_dict() for name, part in accelerator._train_state().items()}
+
+
+def assert_untouched(before: object, after: object) -> None:
+    if isinstance(before, dict):
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert_untouched(value, after[key])
+    elif isinstance(before, torch.Tensor):
+        assert torch.equal(before, after)
+    else:
+        assert before == after
+
+
+DIFFERENT = {
+    "optimizer": "SGD has dampening, momentum",
+    "groups": "its groups of parameters differ",
+    "scheduler": "here it has gamma, step_size, and there T_max, eta_min",
+    "refuses": "not this one",
+}
+
+
+@pytest.mark.parametrize("other", DIFFERENT)
+def test_a_load_that_fails_leaves_everything_as_it_was(tmp_path: Path, other: str) -> None:
+    saving, _, _ = touched(7)
+    saving.save_state(tmp_path / "a")
+    loading, _, first = touched(3, other=other, refuses=other == "refuses")
+    before = copy.deepcopy(everything(loading))
+    with pytest.raises(ValueError, match=DIFFERENT[other]):
+        loading.load_state(tmp_path / "a")
+    assert_untouched(before, everything(loading))
+    assert first.value == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_load_that_fails_on_one_rank_leaves_all_as_they_were(tmp_path: Path, rank: int) -> None:
+    saving, _, _ = touched(7)
+    saving.save_state(tmp_path / "a")
+    loading, _, _ = touched(3, refuses=rank == 1)
+    before = copy.deepcopy(everything(loading))
+    with pytest.raises((ValueError, CollectiveError), match="not this one"):
+        loading.load_state(tmp_path / "a")
+    assert_untouched(before, everything(loading))

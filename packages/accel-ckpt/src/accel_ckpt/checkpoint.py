@@ -128,6 +128,10 @@ class Checkpoint:
 
         return decode(self._tree(TREE, name), known)
 
+    def facts(self, name: str) -> Tree:
+        """The tree ``name`` with its tensors on the meta device: shapes and dtypes; nothing but JSON is read."""
+        return decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
+
     def read_tensor(self, key: str) -> torch.Tensor:
         """One tensor of the manifest, whole, on the CPU."""
         return self._reader.read([(key, None)])[0]
@@ -138,8 +142,7 @@ class Checkpoint:
 
     def compare(self, name: str, like: Tree) -> Difference:
         """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
-        saved = decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
-        return compare(leaves(saved), leaves(like))
+        return compare(leaves(self.facts(name)), leaves(like))
 
     def verify(self, *, group: "ProcessGroup | None" = None) -> None:
         """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.

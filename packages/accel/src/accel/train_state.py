@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
-from accel_backends.states import STATE
+from accel.belonging import check_model, check_optimizer
+from accel_backends.states import STATE, with_aliases
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ class ModelState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self.backend.load_model_state(self.model, state, strict=self.strict)
 
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
+        held = {id(value): key for key, value in own.items()}
+        aliases = {key: held[id(value)] for key, value in with_aliases(self.model, own).items()}
+        check_model(name, own, aliases, saved, strict=self.strict)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,10 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.load_optimizer_state(self.optimizer, self.models, state)
+
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
+        check_optimizer(name, type(self.optimizer).__name__, own, saved)
 
     def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
         """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""

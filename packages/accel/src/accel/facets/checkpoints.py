@@ -18,6 +18,7 @@ from accel import open_window
 from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
+from accel.restoring import restore
 from accel.scheduler import PreparedScheduler
 from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_state.errors import CheckpointError, ConfigError
@@ -156,8 +157,7 @@ class CheckpointFacet(ABC):
 
         Raises:
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
-                Other parts, data or models are found out before anything is loaded; another optimizer or schedule
-                after the models were.
+                What does not fit is found out before anything has changed.
         """
         self._wait_for_save()
         with self._find(input_dir) as checkpoint:
@@ -166,32 +166,18 @@ class CheckpointFacet(ABC):
         return Path(checkpoint.path)
 
     def _restore(self, checkpoint: "Checkpoint", *, strict: bool) -> None:
-        """Loads every part; nothing is touched unless the names of all parts fit."""
+        """Loads every part, or none."""
         models = list(self._models)
         for hook in list(self._load_hooks.values()):
             hook(models, str(checkpoint.path))
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
-        state = self._train_state(strict=strict)
-        ignored = {name for name, part in state.items() if isinstance(part, ModelState) and part.model in dropped}
-        state.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
-        # Loaders first: that the data is not what it was is found out by loading, while models are as before.
-        loaders = [name for name, part in state.items() if isinstance(part, LoaderState)]
-        for name in (*loaders, *(name for name in state if name not in ignored and name not in loaders)):
-            state[name].load_state_dict(self._read(checkpoint, name, state[name]))
+        parts = self._train_state(strict=strict)
+        ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
+        restore(checkpoint, parts, self.session, ignored=ignored)
         self._restore_local(checkpoint)
         noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
         for name, companion in self._companions.items():
             companion.load(noted.get(name))
-
-    def _read(self, checkpoint: "Checkpoint", name: str, part: Stateful) -> Any:
-        """The saved state of one part: tensors where those of the part are, everything else as it is."""
-        like = part.state_dict() if isinstance(part, ModelState | OptimizerState) else None
-        place = part.placement() if isinstance(part, OptimizerState) else None
-        state = checkpoint.read(name, like=like, strict=False, place=place)
-        if isinstance(part, LoaderState) and checkpoint.world_size == self.session.world_size:
-            own = checkpoint.read_local(name, self.session.rank)
-            return state if own is None else {**state, LoaderState.PRIVATE: own}
-        return state
 
     def _train_state(self, *, strict: bool = True) -> TrainState:
         state = TrainState()
