@@ -1,15 +1,14 @@
 """Options that several commands share, those of the table of settings among them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import rich_click as click
 
-from accel.config.model import DOCUMENT_VARIABLE, AccelConfig, settings
-from accel.config.resolve import resolve_config
+from accel.config.model import AccelConfig, settings
+from accel.config.resolve import resolve_config, without_launcher
 from accel.config.setting import Setting, metavar
-from accel_state.errors import ConfigError
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -32,18 +31,6 @@ def config_from(flags: dict[str, Any], file: str | None) -> AccelConfig:
     inside a process that another launcher started, and that one's number of processes is not meant for it.
     """
     return resolve_config({}, without_launcher(os.environ), file, flags=flags)
-
-
-def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what ``accel launch`` has put there for the process that this is."""
-    document = env.get(DOCUMENT_VARIABLE)
-    if not document:
-        return dict(env)
-    try:
-        written = resolve_config({}, {DOCUMENT_VARIABLE: document}).variables()
-    except ConfigError:
-        written = {}  # of a newer launcher, or of none
-    return {name: value for name, value in env.items() if name != DOCUMENT_VARIABLE and written.get(name) != value}
 
 
 def _option(row: Setting) -> Callable[[Fn], Fn]:

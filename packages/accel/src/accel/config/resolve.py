@@ -76,6 +76,18 @@ def resolve_config(
     return AccelConfig(**values, origins=origins)  # type: ignore[arg-type]
 
 
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` without what ``accel launch`` has put there for the process that this is."""
+    document = env.get(DOCUMENT_VARIABLE)
+    if not document:
+        return dict(env)
+    try:
+        written = resolve_config({}, {DOCUMENT_VARIABLE: document}).variables()
+    except ConfigError:
+        written = {}  # of a newer launcher, or of none
+    return {name: value for name, value in env.items() if name != DOCUMENT_VARIABLE and written.get(name) != value}
+
+
 _EXCLUSIVE = (("cpu", "multi_gpu", "tpu"), ("use_fsdp", "use_deepspeed", "use_megatron_lm"))
 
 

@@ -1,9 +1,12 @@
 """Which settings contradict each other, or ask for what this version cannot do."""
 
+from importlib.util import find_spec
+
 from accel.config.model import PRECEDENCE, AccelConfig, settings
 from accel_state.errors import LaunchError
 
 _STRATEGIES = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
+_LIBRARIES = {"use_deepspeed": "deepspeed"}
 _STARTERS = ("slurm", "hostfile", "mpirun_hostfile", "deepspeed_hostfile", "tpu_cluster")
 
 
@@ -54,7 +57,7 @@ def _check_needs(config: AccelConfig) -> None:
         origin, name = config.origin(row.name), needed.partition("=")[0]
         switch = config.origin(name)
         # What is only in the environment may be meant for a plugin that the script makes.
-        if origin.source == "env" or not row.is_on(getattr(config, row.name)):
+        if origin.source == "env" or getattr(config, row.name) == row.default:
             continue
         weaker = PRECEDENCE.index(origin.source) > PRECEDENCE.index(switch.source)
         if weaker or (origin.source == switch.source == "file"):
@@ -70,11 +73,17 @@ def _check_strategy(config: AccelConfig) -> None:
             continue
         if config.backend is not None and not config.backend.startswith(name):
             raise LaunchError(f"{switch} and backend={config.backend} contradict each other; drop one of them")
-        from importlib.metadata import entry_points
+        if find_spec(f"accel_backends.{name}") is None:
+            from importlib.metadata import entry_points
 
-        installed = sorted({entry.name for entry in entry_points(group="accel.backends")})
-        if name not in installed:
-            raise LaunchError(f"{switch}: no backend {name!r} is installed; there are: {', '.join(installed)}")
+            others = sorted({entry.name for entry in entry_points(group="accel.backends")})
+            if name not in others:
+                raise LaunchError(f"{switch}: no backend {name!r} is installed; there are: {', '.join(others)}")
+        library = _LIBRARIES.get(switch)
+        if library is not None and find_spec(library) is None:
+            raise LaunchError(
+                f"{switch} needs the library {library!r}, which is not installed here: pip install {library}"
+            )
 
 
 def _check_machines(config: AccelConfig) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from accel.config.model import DOCUMENT_VARIABLE, AccelConfig
+from accel.config.resolve import without_launcher
 from accel.launch.checks import check_settings, machine_range
 from accel.launch.host import HostFacts
 from accel_state.errors import LaunchError
@@ -25,12 +26,20 @@ _WORKER = "accel.launch.worker"
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: what it executes, and what its environment has beyond the launcher's own."""
+    """One process: what it executes, and what its environment has beyond the launcher's own.
+
+    ``unset`` are variables that an outer launcher wrote for the launcher, and that are not meant for this process.
+    """
 
     rank: int
     local_rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    unset: tuple[str, ...] = ()
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment, on top of the launcher's."""
+        return {name: value for name, value in base.items() if name not in self.unset} | dict(self.env)
 
 
 @final
@@ -100,6 +109,7 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
     direct = total == 1 and not supervised
     argv = _direct_argv(config, program, host) if direct else _worker_argv(config, program, host)
     shared = _shared_env(config, host, local=local, env=env)
+    unset = tuple(sorted(set(env) - set(without_launcher(env)) - {DOCUMENT_VARIABLE}))
     processes = []
     for local_rank in range(local):
         rank = config.machine_rank * local + local_rank
@@ -118,7 +128,7 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
         # Machines agree on a port of their own for each attempt; the given one is where the launchers meet.
         if port and many == 1:
             place["MASTER_PORT"] = str(port)
-        processes.append(ProcessPlan(rank, local_rank, argv, place | shared))
+        processes.append(ProcessPlan(rank, local_rank, argv, place | shared, unset))
     return LaunchPlan(config, tuple(processes), total, address, port, direct, num_machines=many, min_machines=few)
 
 

@@ -33,7 +33,7 @@ def _become(plan: LaunchPlan) -> None:
     (process,) = plan.processes
     # The reservation ends here: the one process may open a group on the port, or never use it.
     with reserved_port(plan.main_port) as port:
-        env = {**os.environ, **process.env, "MASTER_PORT": str(port)}
+        env = {**process.environment(os.environ), "MASTER_PORT": str(port)}
     sys.stdout.flush()
     sys.stderr.flush()
     try:

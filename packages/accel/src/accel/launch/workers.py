@@ -52,7 +52,7 @@ class Workers:
             LaunchError: where the system refuses another process.
         """
         for process in processes:
-            env = {**os.environ, **process.env, **attempt}
+            env = {**process.environment(os.environ), **attempt}
             env[ERROR_FILE_VARIABLE] = str(self._error_file(process.rank))
             env[LAUNCHER_VARIABLE] = str(os.getpid())
             out, err = (None, None) if self._output is None else self._output.pipes(process.local_rank)

@@ -1,0 +1,489 @@
+"""Launches on clusters: what is written and planned, and real runs over Slurm, mpirun, SSH and network namespaces."""
+
+import getpass
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from accel.config import resolve_config
+from accel.launch.hostfile import Machine, filtered, parse_hostfile, read_hostfile
+from accel.launch.mpi import plan_mpi
+from accel.launch.slurm import plan_slurm
+from accel.launch.ssh import plan_ssh
+from accel.launch.starting import prepare
+from accel_state.errors import LaunchError
+
+LAUNCH = [sys.executable, "-m", "accel", "launch", "--cpu"]
+MEET = """
+import os, sys, time
+import torch
+from accel import Accelerator
+accelerator = Accelerator()
+total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0])).item()
+place = f"rank {accelerator.process_index} of {accelerator.num_processes}"
+sys.stdout.write(f"{place}: {total} {accelerator.mixed_precision}\\n")
+sys.stdout.flush()
+accelerator.end_training()
+"""
+ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "TORCHELASTIC", "SLURM", "OMPI"))}
+    return own | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
+
+
+def run(
+    folder: Path, *argv: str, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *argv], cwd=folder, env=clean_env(env), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def wait_until(done: object, what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def met(text: str, precision: str = "no") -> bool:
+    lines = {line for line in text.splitlines() if line.startswith("rank ")}
+    return {f"rank {rank} of 2: 3.0 {precision}" for rank in range(2)} <= lines
+
+
+# ------------------------------------------------------------------------------------------------------- hostfiles
+
+
+@pytest.mark.parametrize(
+    ("text", "machines"),
+    [
+        ("a slots=4\nb slots=2 # the old one\n\n# none\n", [Machine("a", 4), Machine("b", 2)]),
+        ("a:8\nb:8\n", [Machine("a", 8), Machine("b", 8)]),
+        ("a\nb slots=3 max_slots=9", [Machine("a"), Machine("b", 3)]),
+    ],
+)
+def test_hostfiles_of_deepspeed_open_mpi_and_mpich_are_read(text: str, machines: list[Machine]) -> None:
+    assert list(parse_hostfile(text)) == machines
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a slots=4\na slots=2", "f:2: a is listed twice"),
+        ("a slots=many", r"f:1: cannot read 'slots=many'"),
+        ("a slots=0", "f:1: a has 0 slots"),
+        ("# nothing\n", "lists no machine"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(text: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        parse_hostfile(text, "f")
+
+
+def test_a_missing_hostfile_is_an_error() -> None:
+    with pytest.raises(LaunchError, match=r"absent.*No such file"):
+        read_hostfile("absent")
+
+
+MACHINES = (Machine("a", 4), Machine("b", 2))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        (None, None, list(MACHINES)),
+        ("a", None, [Machine("a", 4)]),
+        ("a:0,2@b", None, [Machine("a", 2, (0, 2)), Machine("b", 2)]),
+        (None, "b", [Machine("a", 4)]),
+        (None, "a:1", [Machine("a", 3, (0, 2, 3)), Machine("b", 2)]),
+    ],
+)
+def test_filters_choose_machines_and_slots(include: str | None, exclude: str | None, left: list[Machine]) -> None:
+    assert list(filtered(MACHINES, include, exclude)) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "words"),
+    [
+        ("c", None, "names 'c'"),
+        ("a:9", None, "of a, which has 4"),
+        (None, "a@b", "leaves no machine"),
+        ("a", "b", "exclude each"),
+    ],
+)
+def test_filters_that_fit_nothing_are_refused(include: str | None, exclude: str | None, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        filtered(MACHINES, include, exclude)
+
+
+# ----------------------------------------------------------------------------------------------------------- plans
+
+
+def test_mpirun_gets_hosts_counts_and_variables_in_its_own_words() -> None:
+    config = resolve_config({"mixed_precision": "bf16", "mpirun_args": "--bind-to socket", "main_process_port": 9}, {})
+    env = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret"}
+    plans = {
+        flavour: plan_mpi(config, ["a.py", "x"], MACHINES, hostfile="hosts", flavour=flavour, env=env)  # type: ignore[arg-type]
+        for flavour in ("openmpi", "hydra")
+    }
+    argv = plans["openmpi"].argv
+    assert argv[:9] == ("mpirun", "--hostfile", "hosts", "-n", "6", "--npernode", "3", "--bind-to", "socket")
+    assert argv[-3:] == (sys.executable, "a.py", "x")
+    handed = [argv[place + 1] for place, word in enumerate(argv) if word == "-x"]
+    assert set(handed) == {"NCCL_DEBUG", "ACCEL_CONFIG", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT"}
+    assert plans["hydra"].argv[:7] == ("mpirun", "-f", "hosts", "-n", "6", "-ppn", "3")
+    assert "-genv" in plans["hydra"].argv
+    assert "secret" not in str(plans["hydra"])
+
+
+def test_ssh_starts_this_launch_again_on_every_machine() -> None:
+    config = resolve_config({"mixed_precision": "bf16", "hostfile": "h", "ssh_args": "-p 2222", "max_restarts": 3}, {})
+    plan = plan_ssh(config, ["a.py", "--lr", "1 2"], (Machine("a", 2), Machine("b", 2)), folder="/x y", env={})
+    assert [name for name, _ in plan.machines] == ["a", "b"]
+    argv = plan.machines[1][1]
+    assert argv[:7] == ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-p", "2222")
+    remote = argv[-1]
+    assert remote.startswith("cd '/x y' && exec env ")
+    for words in (
+        "--mixed_precision bf16",
+        "--max_restarts 3",
+        "--num_machines 2 --machine_rank 1",
+        "--main_process_ip a --main_process_port 29500",
+        "--num_processes 4",
+        "--end_with_stdin a.py --lr '1 2'",
+    ):
+        assert words in remote
+    assert "hostfile" not in remote
+
+
+def test_machines_with_different_numbers_of_slots_are_refused() -> None:
+    with pytest.raises(LaunchError, match="a 4, b 2"):
+        plan_ssh(resolve_config({}, {}), ["a.py"], MACHINES, folder="/", env={})
+
+
+def test_deepspeeds_hostfile_starts_machines_or_tells_this_one_its_place(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    given = {"use_deepspeed": True, "deepspeed_hostfile": str(tmp_path / "hosts"), "cpu": True}
+    pytest.importorskip("deepspeed")
+    over_ssh = prepare(resolve_config(given, {}), [str(script)], {}).plan.to_json()
+    assert [machine["name"] for machine in over_ssh["machines"]] == ["a", "b"]  # type: ignore[attr-defined]
+    by_hand = given | {"deepspeed_multinode_launcher": "standard", "machine_rank": 1}
+    here = prepare(resolve_config(by_hand, {}), [str(script)], {}).plan.to_json()
+    assert here["machine"] == {"rank": 1, "of": 2, "at_least": 2}
+    assert [process["rank"] for process in here["processes"]] == [2, 3]  # type: ignore[attr-defined]
+
+
+def test_an_sbatch_script_has_the_options_and_one_launcher_per_machine() -> None:
+    flags = {"nnodes": "2", "num_processes": 16, "slurm_args": "--partition=gpu --time 1:00", "mixed_precision": "bf16"}
+    script = plan_slurm(resolve_config({}, {}, flags=flags), ["train.py", "--name", "it's"]).script
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for option in ("--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time 1:00"):
+        assert f"#SBATCH {option}" in lines
+    assert "--num_processes 16" in lines[-1]
+    assert "--nnodes" not in lines[-1]
+    syntax = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert (syntax.returncode, syntax.stderr) == (0, "")
+
+
+def test_a_range_of_machines_becomes_one_of_slurm() -> None:
+    assert "#SBATCH --nodes=1-4" in plan_slurm(resolve_config({"nnodes": "1:4"}, {}), ["a.py"]).script
+
+
+def test_what_is_no_option_of_sbatch_is_refused() -> None:
+    with pytest.raises(LaunchError, match="begin with 'gpu'"):
+        plan_slurm(resolve_config({"slurm_args": "gpu --time=1"}, {}), ["a.py"])
+
+
+def test_a_dry_run_submits_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run(tmp_path, "--slurm", "--nnodes", "2", "--dry_run", "train.py", env={"PATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
+
+
+def test_without_slurm_the_script_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run(tmp_path, "--slurm", "train.py", env={"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "cannot run sbatch" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "words"),
+    [
+        ([], {"PJRT_DEVICE": "TPU", "XLA_USE_BF16": "1"}, ["train.py"]),
+        (["--downcast_bf16"], {"XLA_DOWNCAST_BF16": "1"}, ["train.py"]),
+        (
+            ["--tpu_cluster", "--tpu_name", "pod", "--tpu_zone", "z", "--env", "A=1"],
+            {},
+            ["gcloud", "pod", "export A=1"],
+        ),
+    ],
+)
+def test_a_launch_on_tpus_is_planned(
+    argv: list[str], variables: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    options = [word for word in LAUNCH if word != "--cpu"] + ["--tpu", "--mixed_precision", "bf16", *argv]
+    done = subprocess.run(
+        [*options, "--dry_run", "--json", "train.py"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True
+    )
+    made = json.loads(done.stdout)
+    assert variables.items() <= made["env"].items()
+    for word in words:
+        assert word in " ".join(made["argv"])
+
+
+# ------------------------------------------------------------------------------------------------------- real runs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+def test_processes_meet_under_mpirun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    more = "--oversubscribe" + (" --allow-run-as-root" if ROOT else "")
+    argv = ["--mpirun_hostfile", "hosts", "--mpirun_args", more, "--mixed_precision", "bf16", "train.py"]
+    done = run(tmp_path, *argv)
+    assert done.returncode == 0, done.stderr
+    assert met(done.stdout, "bf16"), done.stdout
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """Arguments of ssh that reach a server of our own on this machine."""
+    server = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not Path(server).exists() or shutil.which("ssh-keygen") is None:
+        pytest.skip("needs sshd")
+    if not ROOT:
+        pytest.skip("needs root: an sshd of one's own cannot log others in")
+    folder = tmp_path / "sshd"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    port = free_port()
+    (folder / "config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
+        f"PidFile {folder}/pid\nStrictModes no\nUsePAM no\nPermitRootLogin yes\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    process = subprocess.Popen([server, "-D", "-f", str(folder / "config"), "-E", str(folder / "log")])
+    try:
+        wait_until(lambda: (folder / "pid").exists(), "sshd did not start")
+        yield (
+            f"-p {port} -i {folder}/user -l {getpass.getuser()} -o StrictHostKeyChecking=no "
+            "-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        )
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+@pytest.mark.slow
+def test_machines_of_a_hostfile_form_one_job_over_ssh(sshd: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    argv = ["--hostfile", "hosts", "--ssh_args", sshd, "--main_process_port", str(free_port())]
+    done = run(tmp_path, *argv, "--mixed_precision", "bf16", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert met(done.stdout, "bf16"), done.stdout
+
+
+@pytest.mark.parametrize("how", ["signal", "kill"])
+def test_the_end_of_the_starting_machine_ends_the_others(how: str, sshd: str, tmp_path: Path) -> None:
+    script = "import os, time\nopen(f'pid_{os.getpid()}', 'w').close()\ntime.sleep(120)\n"
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    argv = ["--hostfile", "hosts", "--ssh_args", sshd, "--grace_period", "1", "train.py"]
+    process = subprocess.Popen(
+        [*LAUNCH, *argv],
+        cwd=tmp_path,
+        env=clean_env(),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None,
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("pid_*"))) == 2, "the processes did not start")
+        process.send_signal(signal.SIGTERM if how == "signal" else signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    pids = [int(path.name.removeprefix("pid_")) for path in tmp_path.glob("pid_*")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "processes stayed behind")
+    if how == "signal":
+        assert process.returncode == 143
+        assert "SIGTERM" in said
+
+
+SLURM = """\
+ClusterName=t
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.sock
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SlurmctldPort={control}
+SlurmdPort={daemon}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/control.pid
+SlurmdPidFile={folder}/daemon.pid
+SlurmctldLogFile={folder}/control.log
+SlurmdLogFile={folder}/daemon.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=1000 State=UNKNOWN
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables under which sbatch reaches a Slurm of our own: munged, slurmctld and slurmd, without systemd."""
+    tools = {name: shutil.which(name) or f"/usr/sbin/{name}" for name in ("munged", "slurmctld", "slurmd")}
+    missing = [name for name, path in tools.items() if not Path(path).exists()]
+    if missing or shutil.which("sbatch") is None or not ROOT:
+        pytest.skip("needs Slurm and munge, as root")
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o400)
+    config = folder / "slurm.conf"
+    config.write_text(
+        SLURM.format(
+            host=socket.gethostname().partition(".")[0],
+            folder=folder,
+            control=free_port(),
+            daemon=free_port(),
+            cores=os.cpu_count(),
+        )
+    )
+    env = {"SLURM_CONF": str(config)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *argv: str) -> None:
+        log = (folder / f"{name}.out").open("wb")
+        started.append(subprocess.Popen([tools[name], *argv], env=clean_env(env), stdout=log, stderr=log))
+
+    try:
+        files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
+        files["seed-file"] = "munge.seed"
+        start("munged", "--foreground", "--force", *(f"--{key}={folder / file}" for key, file in files.items()))
+        wait_until((folder / "munge.sock").exists, "munged did not start")
+        start("slurmctld", "-D", "-f", str(config))
+        start("slurmd", "-D", "-f", str(config))
+
+        def idle() -> bool:
+            asked = ["sinfo", "--noheader", "--format=%T"]
+            return "idle" in subprocess.run(asked, env=clean_env(env), capture_output=True, text=True).stdout
+
+        wait_until(idle, f"Slurm has no idle node; its logs are in {folder}")
+        yield env
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_runs_to_its_end(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    argv = ["--slurm", "--num_processes", "2", "--mixed_precision", "bf16", "--slurm_args", "--output=job.log --wait"]
+    done = run(tmp_path, *argv, "train.py", env=slurm)
+    log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
+    assert done.returncode == 0, done.stderr + log
+    assert "Submitted batch job" in done.stdout
+    assert met(log, "bf16"), log
+    assert (tmp_path / "accel_train.sbatch").exists()
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[tuple[str, str, str]]]:
+    """Two network namespaces that reach each other: name, address and interface of each."""
+    if shutil.which("ip") is None or not ROOT:
+        pytest.skip("needs iproute2, as root")
+    mark = f"{os.getpid() % 100000}"
+    sides = [
+        (f"accel{mark}{side}", f"10.{int(mark) % 200 + 20}.7.{n}", f"ve{mark}{side}")
+        for n, side in ((1, "a"), (2, "b"))
+    ]
+
+    def ip(*argv: str) -> None:
+        subprocess.run(["ip", *argv], check=True, capture_output=True, text=True)
+
+    try:
+        try:
+            for name, _, _ in sides:
+                ip("netns", "add", name)
+            ip("link", "add", sides[0][2], "type", "veth", "peer", "name", sides[1][2])
+            for name, address, interface in sides:
+                ip("link", "set", interface, "netns", name)
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
+                ip("-n", name, "link", "set", interface, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield sides
+    finally:
+        for name, _, interface in sides:
+            subprocess.run(["ip", "-n", name, "link", "del", interface], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_machines_in_networks_of_their_own_form_one_job(
+    elastic: bool, two_networks: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    address = two_networks[0][1]
+    many = ["--rdzv_backend", "c10d", "--nnodes", "2"] if elastic else ["--num_machines", "2"]
+    shared = [*many, "--num_processes", "2", "--main_process_ip", address, "--main_process_port", "29500"]
+    made = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *LAUNCH, *shared, "--machine_rank", str(rank), "train.py"],
+            cwd=tmp_path,
+            env=clean_env({"GLOO_SOCKET_IFNAME": interface}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (name, _, interface) in enumerate(two_networks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in made]
+    finally:
+        for process in made:
+            process.kill()
+    assert [process.returncode for process in made] == [0, 0], outputs
+    assert met("".join(out for out, _ in outputs)), outputs
