@@ -16,6 +16,8 @@ _EXAMPLE = (
 )
 #: Sharding over the second number of ranks, in as many replicas as the first says: ``hsdp:2x2``.
 _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
+#: DeepSpeed's ZeRO at the stage that the number says: ``ds3:2``.
+_ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 
 
 @final
@@ -61,6 +63,8 @@ class Layout:
         if hybrid := _HYBRID.fullmatch(head):
             replicas, shards = map(int, hybrid.groups())
             head, words = f"fsdp:{replicas * shards}", [f"dp_replicate={replicas}", f"dp_shard={shards}", *words]
+        if zero := _ZERO.fullmatch(head):
+            head, words = f"deepspeed{zero[2]}", [f"zero_stage={zero[1]}", *words]
         backend, _, processes = head.partition(":")
         if not backend.isidentifier():
             raise ValueError(f"layout {text!r} names no backend; expected {_EXAMPLE}")

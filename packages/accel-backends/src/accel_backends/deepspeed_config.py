@@ -1,7 +1,7 @@
 """Options of DeepSpeed: the fields that users know, DeepSpeed's own JSON, and which of them decides what."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, final
 
@@ -48,6 +48,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "offload_param_nvme_path": None,
     "zero3_save_16bit_model": False,
 }
+_WORDS = {"true": True, "false": False}
 # Short names that a plain mapping may use: a switch, a device, or DeepSpeed's own section.
 _SHORT = {"offload_optimizer": "offload_optimizer_device", "offload_param": "offload_param_device"}
 
@@ -104,7 +105,8 @@ class DeepSpeedConfig(BackendConfig):
     def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
         """The options themselves, or made of a mapping of fields, of DeepSpeed's own keys, or of both.
 
-        ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's sections.
+        ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's
+        sections.
         """
         if not isinstance(values, Mapping):
             return super(DeepSpeedConfig, cls).build(values)
@@ -117,7 +119,7 @@ class DeepSpeedConfig(BackendConfig):
             elif name in _SHORT:
                 _shortened(name, value, given, document)
             elif name in TOP_KEYS:
-                document[name] = value
+                document[name] = _WORDS.get(value, value) if isinstance(value, str) else value
             else:
                 raise ConfigError(
                     f"{cls.__name__} has no field {name!r}, and DeepSpeed no such key"
@@ -329,6 +331,7 @@ def _shortened(name: str, value: Any, given: dict[str, Any], document: dict[str,
     if isinstance(value, Mapping):
         put(document, f"{ZERO}.{name}", dict(value))
     else:
+        value = _WORDS.get(value, value) if isinstance(value, str) else value
         given[_SHORT[name]] = {True: "cpu", False: "none", None: "none"}.get(value, value)
 
 
@@ -338,30 +341,49 @@ def _read(name: str, value: Any, origin: str) -> Any:
     Raises:
         ConfigError: it cannot be read as one, with what can.
     """
-    if name == "zero_stage":
-        number = as_number(f"zero_stage ({origin})", value)
-        if number not in STAGES:
-            nearest = min(STAGES, key=lambda stage: abs(stage - number))
-            raise ConfigError(f"zero_stage is {value!r} ({origin}); expected 0, 1, 2 or 3; nearest: {nearest}")
-        return number
-    if name == "gradient_accumulation_steps":
-        number = as_number(f"gradient_accumulation_steps ({origin})", value)
-        if number < 1:
-            raise ConfigError(f"gradient_accumulation_steps is {value!r} ({origin}); expected 1 or more")
-        return number
-    if name == "gradient_clipping":
-        try:
-            norm = float(value)
-        except (TypeError, ValueError):
-            norm = -1.0
-        if norm < 0:
-            raise ConfigError(f"gradient_clipping is {value!r} ({origin}); expected a norm, 0 for none, or 'auto'")
-        return norm
-    if name == "zero3_save_16bit_model":
-        return as_flag(f"zero3_save_16bit_model ({origin})", value)
-    if name.endswith("_device"):
-        device = str(getattr(value, "value", value)).lower()
-        if device not in OFFLOAD:
-            raise ConfigError(f"{name} is {value!r} ({origin}); expected none, cpu or nvme{near(device, OFFLOAD)}")
-        return device
+    reader = _READERS.get(name, _device if name.endswith("_device") else _path)
+    return reader(name, value, origin)
+
+
+def _stage(name: str, value: Any, origin: str) -> int:
+    number = as_number(f"{name} ({origin})", value)
+    if number not in STAGES:
+        nearest = min(STAGES, key=lambda stage: abs(stage - number))
+        raise ConfigError(f"{name} is {value!r} ({origin}); expected 0, 1, 2 or 3; nearest: {nearest}")
+    return number
+
+
+def _count(name: str, value: Any, origin: str) -> int:
+    number = as_number(f"{name} ({origin})", value)
+    if number < 1:
+        raise ConfigError(f"{name} is {value!r} ({origin}); expected 1 or more")
+    return number
+
+
+def _norm(name: str, value: Any, origin: str) -> float:
+    try:
+        norm = float(value)
+    except (TypeError, ValueError):
+        norm = -1.0
+    if norm < 0:
+        raise ConfigError(f"{name} is {value!r} ({origin}); expected a norm, 0 for none, or 'auto'")
+    return norm
+
+
+def _device(name: str, value: Any, origin: str) -> str:
+    device = str(getattr(value, "value", value)).lower()
+    if device not in OFFLOAD:
+        raise ConfigError(f"{name} is {value!r} ({origin}); expected none, cpu or nvme{near(device, OFFLOAD)}")
+    return device
+
+
+def _path(name: str, value: Any, origin: str) -> str | None:
     return None if str(value).lower() == "none" else str(value)
+
+
+_READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
+    "zero_stage": _stage,
+    "gradient_accumulation_steps": _count,
+    "gradient_clipping": _norm,
+    "zero3_save_16bit_model": lambda name, value, origin: as_flag(f"{name} ({origin})", value),
+}
