@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import GeneralTracker
-from accel.tracking.lane import Lane, QueueOptions
-from accel.tracking.own import TIME, RunLogTracker
+from accel.tracking.lane import STATE, Lane, QueueOptions
+from accel.tracking.own import OWN_ID, TIME, RunLogTracker
 from accel.tracking.spool import Entry, Spool
 from accel.tracking.values import snapshot
 
@@ -99,7 +99,9 @@ class RunTracking:
         for lane in self.lanes:
             saved = state[LANES].get(lane.name)
             if saved is not None:
-                lane.resume(saved, self._logged)
+                # Ours is the same run even if it had not begun to write when it was saved.
+                own = {STATE: {OWN_ID: self.run_id}} if lane is self._own else {}
+                lane.resume({**saved, **own}, self._logged)
 
     def finish(self) -> None:
         """Delivers what is left to every tracker at the same time, and closes them."""

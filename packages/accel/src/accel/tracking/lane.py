@@ -13,7 +13,7 @@ from accel.tracking.spool import Entry, Spool
 from accel.tracking.values import flatten, plain
 
 _LOG = logging.getLogger("accel.tracking")
-_BATCH = 256
+_BATCH, _LAST_ATTEMPTS = 256, 3
 STATE, MARKS, HELD = "state", "marks", "held"
 
 
@@ -116,7 +116,7 @@ class Lane:
             self.finish()
             self._reset()
         self._resumed = Continuation(saved[STATE], saved[MARKS])
-        self._marks = dict(saved[MARKS])
+        self._state, self._marks = dict(saved[STATE]), dict(saved[MARKS])
         self._fetch_spool()
         waiting = [*self._held, *map(Entry.from_json, saved[HELD])]
         self._held.clear()
@@ -136,6 +136,8 @@ class Lane:
         self._thread.join(self.options.patience)
         hanging = self._thread.is_alive()
         self._thread = None
+        if hanging:
+            self.problem = self.problem or TimeoutError(f"no answer in {self.options.patience:g} s")
         if self._held:
             self._write_spool(len(self._held))
         if self._spooled or self._lost or self._refused or hanging:
@@ -159,22 +161,23 @@ class Lane:
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while not self._ending:
             self._wake.wait(self.options.interval)
             self._wake.clear()
-            ending = self._ending
-            if ending or time.monotonic() >= self._next_attempt:
+            if not self._ending and time.monotonic() >= self._next_attempt:
                 self._work()
-            if ending:
+        for _ in range(_LAST_ATTEMPTS):
+            if self._work():
                 break
+            time.sleep(min(self.options.interval, self.options.pause))
         if self._started.is_set():
             try:
                 self.tracker.finish()
             except Exception as error:
                 self._trouble(error)
 
-    def _work(self) -> None:
-        """Delivers everything that is there, oldest first, or as much as goes."""
+    def _work(self) -> bool:
+        """Delivers everything that is there, oldest first; False if something is left."""
         try:
             if not self._started.is_set():
                 self._begin()
@@ -183,13 +186,24 @@ class Lane:
             if self._failures >= self.options.attempts and len(self._held) > 1:
                 self._pass_over_first()
             while self._held:
-                self._deliver_batch(min(len(self._held), _BATCH))
+                try:
+                    self._deliver_batch(min(len(self._held), _BATCH))
+                except (TypeError, ValueError) as error:
+                    self._set_aside_first(error)
         except Exception as error:
             self._trouble(error)
-        else:
-            if self._failures:
-                _LOG.warning("tracker %s works again", self.name)
+            return False
+        if self._failures:
+            _LOG.warning("tracker %s works again", self.name)
             self._failures, self._next_attempt, self._told = 0, 0.0, False
+        return True
+
+    def _set_aside_first(self, error: Exception) -> None:
+        """The tracker refuses this entry for itself, so that trying again is no use."""
+        with self._lock:
+            self._held.popleft()
+        self._refused += 1
+        self._tell(error, "refused a value")
 
     def _begin(self) -> None:
         if self._resumed is not None:
@@ -257,25 +271,20 @@ class Lane:
                 self._marks[name] = max(entry.step, self._marks.get(name, entry.step))
 
     def _trouble(self, error: Exception) -> None:
-        self.problem = error
-        refused = self._started.is_set() and bool(self._held) and isinstance(error, TypeError | ValueError)
-        if refused:
-            with self._lock:
-                self._held.popleft()
-            self._refused += 1
-            self._wake.set()
-        else:
-            self._failures += 1
-            self._next_attempt = time.monotonic() + min(self.options.pause, self.options.interval * 2**self._failures)
-        if not self._told:
-            self._told = True
-            what = "refused a value" if refused else "cannot be reached; it is tried again, and training goes on"
-            _LOG.warning("tracker %s %s: %s: %s", self.name, what, type(error).__name__, error)
+        self._failures += 1
+        self._next_attempt = time.monotonic() + min(self.options.pause, self.options.interval * 2**self._failures)
+        self._tell(error, "cannot be reached; it is tried again, and training goes on")
         too_many = len(self._held) - self.options.held
         if too_many > 0:
             with self._lock:
                 self._write_spool(too_many)
         self._failed_once.set()
+
+    def _tell(self, error: Exception, what: str) -> None:
+        self.problem = error
+        if not self._told:
+            self._told = True
+            _LOG.warning("tracker %s %s: %s: %s", self.name, what, type(error).__name__, error)
 
     def _write_spool(self, count: int) -> int:
         """Moves the oldest entries to the spool; returns how many could be kept, the others are lost."""

@@ -13,7 +13,7 @@ from accel.tracking.base import Continuation, GeneralTracker
 from accel.tracking.values import as_json, flatten
 
 TABLE, JOURNAL = "metrics.csv", "run.jsonl"
-STEP = "step"
+STEP, OWN_ID = "step", "run_id"
 KIND, TIME, VALUES = "kind", "time", "values"
 BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "configured", "ended"
 
@@ -57,10 +57,10 @@ class RunLogTracker(GeneralTracker):
         self.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.folder.name}
+        return {OWN_ID: self.folder.name}
 
     def resume(self, run: Continuation) -> None:
-        self.folder = self.folder.parent / str(run.state.get("run_id", self.folder.name))
+        self.folder = self.folder.parent / str(run.state[OWN_ID])
         self._marks = run.marks
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

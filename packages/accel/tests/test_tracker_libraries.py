@@ -1,0 +1,188 @@
+"""Every tracker against its real library, offline, read back from the files that the library wrote.
+
+Each library is imported in a process of its own: they patch what they find. Aim's files could not be read back in any
+way that was tried, so its test shows no more than that it accepts everything.
+"""
+
+import json
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_testing.launching import run_command
+
+SCRIPT = """
+import sys
+import numpy as np
+import torch
+from accel import Accelerator
+
+name, folder, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
+accelerator = Accelerator(cpu=True, log_with=name, project_dir=folder)
+accelerator.init_trackers("project", {"lr": 0.1, "net": {"width": 8}}, {name: options})
+image = (np.random.default_rng(0).random((1, 8, 8, 3)) * 255).astype("uint8")
+for step in range(3):
+    accelerator.log({"loss": torch.tensor(1 / (step + 1)), "eval_acc": step / 4}, step=step)
+if name == "tensorboard":
+    image = torch.from_numpy(image).permute(0, 3, 1, 2)
+accelerator.log_images({"samples": (image[0], "caption") if name == "aim" else image}, step=2)
+accelerator.log_table("table", columns=["a", "b"], data=[[1, 2], [3, 4]], step=2)
+accelerator.log_artifact(__file__)
+lane = accelerator._tracking.lane_of(name)
+own = accelerator.get_tracker(name, unwrap=True)
+assert own is not None
+accelerator.end_training()
+print("STATE", lane.state_dict()["state"], "REFUSED", lane._refused, "PROBLEM", lane.problem)
+assert lane.problem is None, lane.problem
+"""
+LOSSES = [1.0, 0.5, 1 / 3]
+POINTS = [(step, pytest.approx(loss)) for step, loss in enumerate(LOSSES)]
+
+
+def tracked(name: str, folder: Path, options: str = "{}", **env: str) -> str:
+    """What the script printed, after all was taken without trouble."""
+    _need(name)
+    script = folder / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    done = run_command([sys.executable, script, name, folder, options], cwd=folder, env=env, timeout=180)
+    return done.check().output
+
+
+def _need(name: str) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed; hatch run trackers:test has it")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    tracked("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "project"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(LOSSES)
+    assert [event.step for event in events.Scalars("eval_acc")] == [0, 1, 2]
+    assert [event.step for event in events.Images("samples")] == [2]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    (written,) = tmp_path.glob("project/*/hparams.yml")
+    assert "width: 8" in written.read_text()
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    tracked("mlflow", tmp_path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/m.db")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/m.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [
+        (step, pytest.approx(loss)) for step, loss in enumerate(LOSSES)
+    ]
+    assert run.data.params == {"lr": "0.1", "net.width": "8"}
+    assert run.info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {"samples", "script.py", "table.json"}
+
+
+def test_wandb(tmp_path: Path) -> None:
+    tracked("wandb", tmp_path, repr({"dir": str(tmp_path)}), WANDB_MODE="offline", WANDB_SILENT="true")
+    (log,) = tmp_path.glob("wandb/offline-run*/run-*.wandb")
+    history, config = wandb_records(log)
+    assert [row["loss"] for row in history if "loss" in row] == pytest.approx(LOSSES)
+    assert [row["_step"] for row in history if "loss" in row] == [0, 1, 2]
+    assert config["lr"] == 0.1
+    assert config["net"] == {"width": 8}
+    assert list(tmp_path.glob("wandb/offline-run*/files/media/images/*.png"))
+    assert list(tmp_path.glob("wandb/offline-run*/files/media/table/*.json"))
+
+
+def wandb_records(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """History and configuration in an offline log: LevelDB's format, 7 bytes of header, blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    history, config = [], {}
+    for data in _leveldb_records(path.read_bytes()[7:], 7):
+        record = messages.Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            history.append(row)
+        updates = record.run.config.update if kind == "run" else record.config.update if kind == "config" else ()
+        for item in updates:
+            config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return history, config
+
+
+def _leveldb_records(data: bytes, offset: int) -> Iterator[bytes]:
+    position, parts = 0, b""
+    while position + 7 <= len(data):
+        left = 32768 - (position + offset) % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if length == 0 and kind == 0:
+            return
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_comet(tmp_path: Path) -> None:
+    tracked("comet_ml", tmp_path, "{'online': False}", COMET_OFFLINE_DIRECTORY=str(tmp_path), COMET_MODE="create")
+    (archive,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(archive) as files:
+        messages = [json.loads(line) for line in files.read("messages.json").decode().splitlines()]
+    metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+    losses = [(metric["step"], float(metric["metricValue"])) for metric in metrics if metric["metricName"] == "loss"]
+    assert losses == POINTS
+    assert "0.1" in json.dumps([message["payload"] for message in messages if message["type"] == "parameter_msg"])
+
+
+def test_clearml(tmp_path: Path) -> None:
+    options = "{'auto_connect_frameworks': False, 'auto_resource_monitoring': False, 'auto_connect_streams': False}"
+    tracked("clearml", tmp_path, options, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path), HOME=str(tmp_path))
+    (written,) = tmp_path.rglob("metrics.jsonl")
+    lines = [entry for line in written.read_text().splitlines() for entry in json.loads(line)]
+    losses = [(entry["iter"], entry["value"]) for entry in lines if entry.get("metric") == "loss"]
+    assert losses == POINTS
+    assert {entry["variant"] for entry in lines if entry.get("metric") == "acc"} == {"eval"}
+
+
+def test_dvclive(tmp_path: Path) -> None:
+    tracked("dvclive", tmp_path, "{'save_dvc_exp': False, 'dvcyaml': None, 'report': None}")
+    rows = (tmp_path / "dvclive" / "plots" / "metrics" / "loss.tsv").read_text().splitlines()[1:]
+    assert [float(row.split()[-1]) for row in rows] == pytest.approx(LOSSES)
+    assert [int(row.split()[-2]) for row in rows] == [0, 1, 2]
+    assert "width: 8" in (tmp_path / "dvclive" / "params.yaml").read_text()
+    assert list((tmp_path / "dvclive" / "plots" / "images").rglob("*.png"))
+
+
+def test_swanlab(tmp_path: Path) -> None:
+    """Scalars are in a binary file of SwanLab's that is not read here; configuration and image are."""
+    tracked("swanlab", tmp_path, repr({"mode": "offline", "logdir": str(tmp_path / "sl")}), HOME=str(tmp_path))
+    assert any("width" in path.read_text() for path in (tmp_path / "sl").rglob("config.yaml"))
+    assert list((tmp_path / "sl").rglob("*.png"))
+
+
+def test_trackio(tmp_path: Path) -> None:
+    import sqlite3
+
+    tracked("trackio", tmp_path, "{'embed': False}", TRACKIO_DIR=str(tmp_path / "tio"), HF_HUB_OFFLINE="1")
+    (database,) = (tmp_path / "tio").rglob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select step, metrics from metrics order by step, id").fetchall()
+    losses = [(step, json.loads(text)["loss"]) for step, text in rows if "loss" in json.loads(text)]
+    assert losses == POINTS
+    assert list((tmp_path / "tio").rglob("*.png"))
+
+
+def test_aim(tmp_path: Path) -> None:
+    assert "run_hash" in tracked("aim", tmp_path)

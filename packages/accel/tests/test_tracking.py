@@ -1,0 +1,484 @@
+"""What is logged reaches every tracker once and in order, is true of all ranks, and never holds up or ends the run."""
+
+import csv
+import io
+import json
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import Accelerator
+from accel.tracking import (
+    GeneralTracker,
+    IncompleteTrackerError,
+    QueueOptions,
+    RunLogTracker,
+    TrackingError,
+    filter_trackers,
+    register_tracker_class,
+)
+from accel.tracking.base import Continuation
+from accel.tracking.lane import Lane
+from accel.tracking.reducing import reduction_of
+from accel.tracking.spool import Entry, Spool
+from accel.tracking.values import as_json, flatten, numbers, plain, snapshot
+from accel_state.errors import ConfigError
+from accel_testing.compare import assert_close_state
+from accel_testing.faults import limited_file_size
+
+QUICK = QueueOptions(interval=0.01, patience=30, pause=0.05)
+
+
+class Kept(GeneralTracker):
+    """Keeps what it is given; fails as often as it is told to."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self, failures: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.failures = failures or {}
+        self.entries: list[tuple[int | None, dict[str, Any]]] = []
+        self.options: list[dict[str, Any]] = []
+        self.configuration: dict[str, Any] | None = None
+        self.resumed: Continuation | None = None
+        self.threads: set[str] = set()
+        self.finished = False
+
+    def _maybe_fail(self, where: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.failures.get(where, 0) > 0:
+            self.failures[where] -= 1
+            raise ConnectionError(f"no answer in {where}")
+
+    @property
+    def tracker(self) -> Any:
+        return self.entries
+
+    def start(self) -> None:
+        self._maybe_fail("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.configuration = values
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        self._maybe_fail("log")
+        if "poison" in values:
+            raise ConnectionError("this entry never goes")
+        if "bad" in values:
+            raise ValueError("not a value")
+        self.entries.append((step, values))
+        self.options.append(kwargs)
+
+    def resume(self, run: Continuation) -> None:
+        self.resumed = run
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": "kept-1"}
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """The table of the one run in ``folder``."""
+    (path,) = folder.glob("*/*/metrics.csv")
+    return list(csv.DictReader(path.open(newline="")))
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*/*/run.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
+    running = torch.tensor([1.0, 2.0])
+    taken = snapshot({"loss": torch.tensor(3.0, requires_grad=True), "all": running})
+    running += 5
+    assert plain(taken) == {"loss": 3.0, "all": [1.0, 2.0]}
+
+
+@settings(max_examples=40)
+@given(st.recursive(st.floats() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+def test_anything_nested_becomes_json(value: Any) -> None:
+    json.dumps(as_json(value), allow_nan=False)
+
+
+@given(
+    st.dictionaries(st.text("ab", min_size=1), st.dictionaries(st.text("cd", min_size=1), st.integers(), min_size=1))
+)
+def test_flat_names_lead_back_to_the_values(nested: dict[str, dict[str, int]]) -> None:
+    flat = dict(flatten(nested, "|"))
+    assert flat == {f"{outer}|{inner}": value for outer, items in nested.items() for inner, value in items.items()}
+
+
+def test_numbers_leave_text_out() -> None:
+    assert numbers({"a": {"b": 1, "c": "x"}, "d": 0.5, "e": True}) == {"a/b": 1, "d": 0.5, "e": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("loss", "mean"), ("eval/acc", "max"), ("tokens", "sum"), ("other", "last")]
+)
+def test_the_first_pattern_that_fits_says_how_ranks_become_one(name: str, expected: str) -> None:
+    assert reduction_of(name, {"loss": "mean", "eval/*": "max", "tok*": "sum"}) == expected
+
+
+# ------------------------------------------------------------------------------------------------------- on two ranks
+
+
+@pytest.mark.ranks(2)
+def test_what_is_logged_is_true_of_all_ranks(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p", reductions={"loss": "mean", "tokens": "sum", "slow*": "max", "fast*": "min"})
+    values = {
+        "loss": torch.tensor(1.0 + rank),
+        "tokens": 10 * (rank + 1),
+        "slowest": rank,
+        "fastest": rank,
+        "own": rank,
+    }
+    accelerator.log(values, step=1)
+    accelerator.log({"other": rank + 1.0}, step=2, reduce="sum")
+    accelerator.end_training()
+    if rank == 0:
+        first, second = rows_of(tmp_path)
+        logged = {name: float(value) for name, value in first.items() if value}
+        assert logged == {"step": 1, "loss": 1.5, "tokens": 30, "slowest": 1, "fastest": 0, "own": 0}
+        assert float(second["other"]) == 3.0
+
+
+@pytest.mark.ranks(2)
+def test_other_ranks_have_no_trackers_and_pay_nothing(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    threads = threading.active_count()
+    for step in range(3):
+        accelerator.log({"loss": 1.0}, step=step)
+    assert bool(accelerator.trackers) == (rank == 0)
+    assert rank == 0 or threading.active_count() == threads
+    blank = accelerator.get_tracker("accel")
+    blank.log({"loss": 2.0}, step=4) if rank else None
+    assert rank == 0 or (isinstance(blank, GeneralTracker) and blank.tracker is None)
+    accelerator.end_training()
+    if rank == 0:
+        assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------- the own log
+
+
+def test_a_run_without_trackers_has_its_own_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("mine", {"lr": 0.1, "net": {"width": 8}})
+    accelerator.log({"loss": 0.5})
+    accelerator.log({"loss": 0.25, "eval": {"acc": 1.0}})
+    accelerator.end_training()
+    assert [(row["step"], row["loss"], row["eval/acc"]) for row in rows_of(tmp_path / "runs")] == [
+        ("0", "0.5", ""),
+        ("1", "0.25", "1.0"),
+    ]
+    kinds = [event["kind"] for event in events_of(tmp_path / "runs")]
+    assert kinds == ["begun", "configured", "logged", "logged", "ended"]
+
+
+def test_values_of_one_step_share_a_row(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0}, step=3)
+    accelerator.log({"acc": 0.5}, step=3)
+    accelerator.log({"loss": 0.9}, step=4)
+    accelerator.end_training()
+    assert rows_of(tmp_path) == [
+        {"step": "3", "loss": "1.0", "acc": "0.5"},
+        {"step": "4", "loss": "0.9", "acc": ""},
+    ]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), min_size=1)), max_size=12
+    ),
+    st.integers(-1, 20),
+)
+def test_a_table_cut_at_a_mark_holds_exactly_what_came_before(
+    tmp_path_factory: pytest.TempPathFactory, gaps: list[tuple[int, dict[str, float]]], mark: int
+) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    log = RunLogTracker("p", folder, "r")
+    log.start()
+    step, expected = 0, {}
+    for gap, values in gaps:
+        step += gap
+        log.log(values, step)
+        kept = {name: value for name, value in values.items() if step <= mark}
+        if kept:
+            expected.setdefault(step, {}).update(kept)
+    log.finish()
+    again = RunLogTracker("p", folder, "other")
+    again.resume(Continuation({"run_id": "r"}, dict.fromkeys("abc", mark)))
+    again.start()
+    again.finish()
+    rows = rows_of(folder)
+    found = {int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows}
+    assert found == expected
+    assert list(found) == sorted(found)
+
+
+# ------------------------------------------------------------------------------------------ failing and slow trackers
+
+
+def deliver(tracker: Kept, entries: list[dict[str, Any]], spool: Spool | None = None) -> Lane:
+    lane = Lane(tracker, QUICK, lambda: spool)
+    for step, values in enumerate(entries):
+        lane.put(Entry("log", values, step, {}))
+    lane.finish()
+    return lane
+
+
+@pytest.mark.parametrize("where", ["start", "log"])
+def test_a_tracker_that_fails_for_a_while_gets_everything_once_and_in_order(where: str) -> None:
+    tracker = Kept({where: 3})
+    lane = Lane(tracker, QUICK)
+    for step in range(20):
+        lane.put(Entry("log", {"loss": float(step)}, step, {}))
+    until = time.monotonic() + 30
+    while len(tracker.entries) < 20 and time.monotonic() < until:
+        time.sleep(0.01)
+    lane.finish()
+    assert [step for step, _ in tracker.entries] == list(range(20))
+    assert threading.current_thread().name not in tracker.threads
+
+
+def test_trouble_is_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        deliver(Kept({"log": 10_000}), [{"loss": 1.0}] * 50, Spool(tmp_path / "u.jsonl"))
+    told = [record.message for record in caplog.records if record.name == "accel.tracking"]
+    assert len(told) == 2
+    assert "kept cannot be reached" in told[0]
+    assert str(tmp_path / "u.jsonl") in told[1]
+
+
+def test_what_a_dead_tracker_could_not_be_given_waits_in_a_file(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "undelivered.jsonl")
+    deliver(Kept({"start": 10_000}), [{"loss": torch.tensor(0.5)}, {"loss": math.inf}], spool)
+    waiting = spool.take()
+    assert [(entry.values, entry.step) for entry in waiting] == [({"loss": 0.5}, 0), ({"loss": "inf"}, 1)]
+    assert not spool.path.exists()
+
+
+def test_a_value_that_is_refused_does_not_stop_the_others() -> None:
+    tracker = Kept()
+    deliver(tracker, [{"a": 1}, {"bad": 1}, {"b": 1}])
+    assert [values for _, values in tracker.entries] == [{"a": 1}, {"b": 1}]
+
+
+def test_an_entry_that_never_goes_is_passed_over() -> None:
+    tracker = Kept()
+    lane = Lane(tracker, QUICK)
+    for values in ({"poison": 1}, {"a": 1}, {"b": 1}):
+        lane.put(Entry("log", values, None, {}))
+    until = time.monotonic() + 30
+    while len(tracker.entries) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    lane.finish()
+    assert [values for _, values in tracker.entries] == [{"a": 1}, {"b": 1}]
+
+
+def test_a_tracker_that_does_not_return_holds_nothing_up() -> None:
+    release = threading.Event()
+
+    class Hanging(Kept):
+        def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+            release.wait()
+
+    lane = Lane(Hanging(), QueueOptions(interval=0.01, patience=0.2, limit=5))
+    started = time.monotonic()
+    for step in range(10):
+        lane.put(Entry("log", {"loss": 1.0}, step, {}))
+    lane.finish()
+    assert time.monotonic() - started < 30
+    assert isinstance(lane.problem, TimeoutError)
+    release.set()
+
+
+def test_a_spool_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "s.jsonl")
+    spool.append([Entry("log", {"a": 1}, 1, {}), Entry("log", {"a": 2}, 2, {})])
+    text = spool.path.read_text()
+    spool.path.write_text(text[:-5])
+    assert [entry.step for entry in spool.take()] == [1]
+
+
+def trained(tmp_path: Path, trackers: Any, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=tmp_path)
+    model, optimizer = accelerator.prepare((net := torch.nn.Linear(4, 2)), torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.init_trackers("p", {"lr": 0.1}, queue=QueueOptions(interval=0.01, patience=5, pause=0.05), **options)
+    for step in range(10):
+        loss = model(torch.ones(3, 4) * step / 10).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss}, step=step)
+    accelerator.end_training()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Unmade(Kept):
+    name = "unmade"
+
+    def __init__(self, run_name: str) -> None:
+        raise OSError("no such service")
+
+
+def test_no_failure_of_a_tracker_changes_the_weights(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "none", None)
+    register_tracker_class(Unmade)
+    dead = Kept({"start": 10**9})
+    assert_close_state(trained(tmp_path / "dead", [dead, "unmade"]), expected, rtol=0)
+    assert len(rows_of(tmp_path / "dead")) == 10
+
+
+@pytest.mark.fault
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_does_not_change_the_weights(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "none", None)
+    with limited_file_size(64):
+        weights = trained(tmp_path / "full", "tensorboard")
+    assert_close_state(weights, expected, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------- custom trackers
+
+
+def test_a_tracker_of_ones_own_is_used_and_unwrapped(tmp_path: Path) -> None:
+    tracker = Kept()
+    accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=tmp_path)
+    accelerator.init_trackers("p", {"lr": 0.1}, queue=QUICK)
+    accelerator.log({"loss": 1.0}, step=0, log_kwargs={"kept": {"commit": True}})
+    assert accelerator.get_tracker("kept") is tracker
+    assert accelerator.get_tracker("kept", unwrap=True) is tracker.entries
+    with pytest.raises(ConfigError, match="kept"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    assert tracker.entries == [(0, {"loss": 1.0})]
+    assert tracker.options == [{"commit": True}]
+    assert tracker.configuration == {"lr": 0.1}
+    assert tracker.finished
+
+
+def test_an_incomplete_tracker_is_refused_with_what_it_lacks() -> None:
+    class Incomplete(GeneralTracker):
+        name = "incomplete"
+
+    with pytest.raises(IncompleteTrackerError, match="`requires_logging_directory`, `tracker`") as caught:
+        Incomplete()
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_its_own_object_of_a_tracker_that_does_not_start_is_an_error(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=[Kept({"start": 10**9})])
+    accelerator.init_trackers("p", queue=QueueOptions(interval=0.01, patience=1))
+    with pytest.raises(TrackingError, match="no answer in start"):
+        accelerator.get_tracker("kept", unwrap=True)
+    accelerator.end_training()
+
+
+def test_classes_are_registered_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Named(Kept):
+        name = "named"
+
+    register_tracker_class(Named)
+    assert filter_trackers("named") == ["named"]
+    with caplog.at_level(logging.WARNING):
+        register_tracker_class(Named)
+    assert "'named' is replaced" in caplog.text
+    for wrong in (int, type("Bare", (GeneralTracker,), {})):
+        with pytest.raises(ConfigError):
+            register_tracker_class(wrong)
+
+
+def test_names_are_checked_when_the_accelerator_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Unsupported logging capability: 'tensorbord'; did you mean 'tensorboard'"):
+        Accelerator(cpu=True, log_with="tensorbord")
+    with pytest.raises(ConfigError, match="requires a `logging_dir`"):
+        Accelerator(cpu=True, log_with="tensorboard")
+
+
+def test_making_a_tracker_opens_nothing(tmp_path: Path) -> None:
+    from accel.tracking import LOGGER_TYPE_TO_CLASS
+    from accel_state.session import Session
+
+    before = Session.current()
+    for tracker_class in LOGGER_TYPE_TO_CLASS.values():
+        tracker_class("p", tmp_path) if tracker_class.requires_logging_directory else tracker_class("p")
+    assert Session.current() is before
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------- through checkpoints
+
+
+def test_a_checkpoint_brings_what_was_not_delivered(tmp_path: Path) -> None:
+    never: ClassVar[Any] = QueueOptions(interval=10_000, patience=30)
+    first = Accelerator(cpu=True, log_with=[Kept()], project_dir=tmp_path)
+    first.init_trackers("p", queue=never)
+    for step in range(4):
+        first.log({"loss": float(step)}, step=step)
+    state = first.state_dict_of_trackers()
+    second_tracker = Kept()
+    second = Accelerator(cpu=True, log_with=[second_tracker], project_dir=tmp_path)
+    second.init_trackers("p", queue=QUICK)
+    second.continue_trackers(json.loads(json.dumps(state)))
+    second.log({"loss": 4.0}, step=4)
+    second.end_training()
+    assert [step for step, _ in second_tracker.entries] == [0, 1, 2, 3, 4]
+    assert second_tracker.resumed is not None
+    first.end_training()
+
+
+def test_a_checkpoint_of_an_untracked_run_loads_into_a_tracked_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    plain_run = Accelerator(cpu=True)
+    plain_run.prepare(model)
+    plain_run.save_state(tmp_path / "c")
+    tracked = Accelerator(cpu=True, project_dir=tmp_path)
+    tracked.init_trackers("p")
+    tracked.prepare(torch.nn.Linear(2, 1))
+    tracked.load_state(tmp_path / "c")
+    tracked.log({"loss": 1.0}, step=0)
+    tracked.save_state(tmp_path / "d")
+    tracked.end_training()
+    (folder,) = tmp_path.glob("p/*")
+    untracked = Accelerator(cpu=True)
+    untracked.prepare(torch.nn.Linear(2, 1))
+    untracked.load_state(tmp_path / "d")
+    assert untracked.state_dict_of_trackers()["run"] == folder.name
+
+
+def test_a_row_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    log = RunLogTracker("p", tmp_path, "r")
+    log.start()
+    log.log({"loss": 1.0}, 0)
+    log.finish()
+    table = tmp_path / "p" / "r" / "metrics.csv"
+    table.write_text(table.read_text() + "1,0.", newline="")
+    again = RunLogTracker("p", tmp_path, "x")
+    again.resume(Continuation({"run_id": "r"}, {"loss": 5}))
+    again.start()
+    again.log({"loss": 2.0}, 1)
+    again.finish()
+    assert list(csv.reader(io.StringIO(table.read_text()))) == [["step", "loss"], ["0", "1.0"], ["1", "2.0"]]
