@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "launch": ("accel.cli.launch:launch", "Start a training script on one or many processes."),
-    "config": ("accel.cli.config:config", "Show, check and write settings."),
+    "config": ("accel.cli.config:config", "Ask for, show, check and convert settings."),
     "ckpt": ("accel.cli.ckpt:ckpt", "List, check, compare, export and remove checkpoints."),
     "merge-weights": ("accel.cli.ckpt_export:merge_weights", "Write a saved model as plain safetensors."),
     "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),
+    "to-fsdp2": ("accel.cli.to_fsdp2:to_fsdp2", "Convert a file of Accelerate from FSDP1 to FSDP2."),
+    "completion": ("accel.cli.completion:completion", "Print a script that completes commands in a shell."),
 }
 """Our own commands: where each is, and the line about it in the list."""
 

@@ -20,6 +20,7 @@ SECTIONS = (
 )
 """Mappings of those files whose keys are settings; an entry of one may be written without the section's prefix."""
 
+KIND = "distributed_type"
 _ON_ACCELERATORS = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU")
 _STRATEGIES = MappingProxyType({"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "MEGATRON_LM": "use_megatron_lm"})
 _OFF = (None, "", "no", "false", "0", "none", "null", "{}", "[]")
@@ -57,7 +58,7 @@ def special(section: str, key: str, value: object, place: str) -> dict[str, obje
     text = str(value).strip().lower() if value is not None else None
     if name == "compute_environment":
         return _compute_environment(value, place)
-    if name == "distributed_type":
+    if name == KIND:
         return _distributed_type(value, place)
     if name in ("fp16", "bf16"):
         return {} if text in _OFF else {"mixed_precision": name}

@@ -139,15 +139,27 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[Candidate]:
 
 
 def _from_file(path: Path) -> Iterator[Candidate]:
-    seen: dict[str, str] = {}
+    found: dict[str, Candidate] = {}
+    implied: set[str] = set()
     for entry in read_entries(path, (*accelerate_files.SECTIONS, "ipex_config", "tp_config")):
         place = f"{path}:{entry.line}"
         for name, value in _meaning(entry, place).items():
-            if name in seen:
-                raise ConfigError(f"{place}: {name} is given twice, first on line {seen[name]}")
-            seen[name] = str(entry.line)
-            if value not in (None, [], {}):
-                yield Candidate(name, value, Origin("file", place))
+            new = Candidate(name, value, Origin("file", place))
+            if name in found and name not in implied and entry.key != accelerate_files.KIND:
+                first = found[name].origin.detail.rpartition(":")[2]
+                raise ConfigError(f"{place}: {name} is given twice, first on line {first}")
+            # distributed_type says the same as a switch of its own, which those files write as false beside it.
+            if name not in found or _is_true(value):
+                found[name] = new
+            if entry.key == accelerate_files.KIND:
+                implied.add(name)
+    for candidate in found.values():
+        if candidate.value is not None and not (candidate.value == [] and settings()[candidate.name].facts.listed):
+            yield candidate
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() == "true"
 
 
 def _meaning(entry: Entry, place: str) -> Mapping[str, object]:
