@@ -228,14 +228,16 @@ def test_a_shard_method_of_another_kind_is_not_asked():
 
 @pytest.mark.filterwarnings("default:every reader of")
 def test_read_amplification_is_said_once_with_its_numbers():
+    loader = prepared(Numbers(4), 0, 3, num_workers=2)
     with pytest.warns(RuntimeWarning, match=r"3 ranks x 2 workers = 6 times"):
-        loader = prepared(Numbers(4), 0, 3, num_workers=2)
+        listed(loader)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepared(Numbers(4), 1, 3, num_workers=2)
-        prepared(Numbers(4))
-        prepared(Shardable([1, 2]), 0, 2)
         listed(loader)
+        listed(prepared(Numbers(4), 1, 3, num_workers=2))
+        listed(prepared(Numbers(4)))
+        listed(prepared(Shardable([1, 2]), 0, 2))
+        listed(prepared(WorkerAware(4), num_workers=2))
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])

@@ -56,6 +56,8 @@ class Start:
     turn: int = 0
     whole: bool = False
     """The position was counted in an undivided stream: a dataset that divides itself must not now."""
+    base: int = 0
+    """Elements that were counted before the first one the dataset now gives."""
 
 
 @final
@@ -76,13 +78,15 @@ class StreamReader(IterableDataset[Delivered]):
         batched: bool,
         shared: bool,
         whole: bool = False,
+        every: int | None = None,
     ) -> None:
         """``batched``: the loader makes batches of samples. ``shared``: workers outlive an epoch (persistent).
 
-        ``whole``: hide from the dataset that workers read it, so that it never divides itself.
+        ``whole``: hide from the dataset that workers read it, so that it never divides itself. ``every``: batches after
+        which a reader notes the dataset's own state (None: as often as is cheap).
         """
         self.dataset, self.stride, self.collate, self.batched = dataset, stride, collate, batched
-        self.whole = whole
+        self.whole, self.every = whole, every
         self.start = Start()
         self.witness: _Witness | None = None
         # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
@@ -124,10 +128,12 @@ class StreamReader(IterableDataset[Delivered]):
             stream.load_state_dict(snapshot.state)
         # A generator only runs when it is asked: the first element tells whether the dataset looked at its worker.
         first = list(islice(iterator, 1))
-        splits = witness is not None and witness.asked and workers > 1
+        # One that goes on from a state of a divided stream need not look again.
+        divided = snapshot is not None and not start.whole
+        splits = witness is not None and workers > 1 and (witness.asked or divided)
         stride = self.stride if splits else replace(self.stride, worker=worker, workers=workers)
-        begun = snapshot.at if snapshot is not None else 0
-        camera = _Camera(stream)
+        begun = snapshot.at if snapshot is not None else start.base
+        camera = _Camera(stream, self.every)
         for part in parts(chain(first, iterator), stride, skip=position - begun):
             self._check(witness, splits)
             stop = begun + part.stop
@@ -250,15 +256,19 @@ class _Witness:
 
 @final
 class _Camera:
-    """Takes a snapshot as often as is cheap."""
+    """Takes a snapshot after every so many batches, or as often as is cheap."""
 
-    def __init__(self, stream: object) -> None:
+    def __init__(self, stream: object, every: int | None) -> None:
         self._stream: Any = stream if is_seekable(stream) else None
+        self._every, self._batches = every, 0
         self._next = 0.0
 
     def take(self, at: int) -> Snapshot | None:
+        if self._stream is None:
+            return None
+        self._batches += 1
         began = time.perf_counter()
-        if self._stream is None or began < self._next:
+        if self._batches % self._every if self._every else began < self._next:
             return None
         snapshot = Snapshot(at, self._stream.state_dict())
         ended = time.perf_counter()

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from accel_data.cursor import Cursor
+from accel_data.iterable_left import Left
 from accel_data.iterable_reader import Snapshot, Start
 from accel_data.iterable_traits import Mode
 from accel_data.source import Json
@@ -34,39 +35,60 @@ class Readers:
     workers: int
 
 
-def resume(
-    record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None, here: Readers
-) -> tuple[Start, Mode | None]:
-    """Where the readers begin for a saved position, and the mode in which it was counted (None: free to choose).
+class Resumed(NamedTuple):
+    """Where the readers begin, in which mode (None: free to choose), and how far the streams were read, if known."""
 
-    A position in a stream that all readers read alike holds for any number of ranks and workers. One in streams that
-    datasets cut themselves holds only where they are cut the same way again: raises ``DataStateError`` otherwise.
+    start: Start
+    mode: Mode | None = None
+    left: Left | None = None
+
+
+def resume(record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None, here: Readers) -> Resumed:
+    """From where a saved position is read on.
+
+    A position in a stream that all readers read alike holds for any number of ranks and workers. Streams that a dataset
+    cut itself are read on one by one by as many readers; by others they are read as one stream (``LeftStreams``).
+    Raises ``DataStateError`` where it is not known how far each was read.
     """
     if record.get(KIND_KEY, KIND) != KIND:
         raise DataStateError(f"the state is of a {record[KIND_KEY]!r} loader; this loader reads an iterable dataset")
     if not cursor.samples:
-        return Start(cursor.epoch), None
+        return Resumed(Start(cursor.epoch))
     mode, splits = record.get(MODE_KEY, "stride"), bool(record.get(SPLITS_KEY, False))
+    left = Left.from_record(record)
+    as_one = Start(cursor.epoch, (cursor.samples,), whole=True, base=0 if left is None else left.samples)
+    if mode == "left":
+        return Resumed(as_one, mode, left)
     mine = private if private is not None and _same_readers(private, here, splits) else None
     if mode == "stride" and not splits:
         # Every reader sees the same stream, so any rank's snapshot serves any other.
         known = [Snapshot(*entry) for entry in (private or {}).get(SNAPSHOTS_KEY, []) if entry is not None]
         usable = [snapshot for snapshot in known if snapshot.at <= cursor.samples]
         best = max(usable, key=lambda snapshot: snapshot.at, default=None)
-        return Start(cursor.epoch, (cursor.samples,), (best,), whole=True), "stride"
+        return Resumed(Start(cursor.epoch, (cursor.samples,), (best,), whole=True), mode)
     if mine is not None:
         snapshots = tuple(None if entry is None else Snapshot(*entry) for entry in mine[SNAPSHOTS_KEY])
         turn = mine[TURN_KEY] if splits else 0
-        return Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, turn, whole=not splits), mode
+        return Resumed(Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, turn, whole=not splits), mode, left)
+    if left is not None and _cut_alike(left, mode, here, splits):
+        positions = left.taken if mode == "stride" else left.of_shard(here.index)
+        return Resumed(Start(cursor.epoch, positions, turn=left.turn, whole=not splits), mode, left)
     level = record.get(LEVEL_KEY, True) and not cursor.samples % here.shards
     if record.get(SHARDS_KEY) == here.shards and not splits and level:
-        return Start(cursor.epoch, (cursor.samples // here.shards,), whole=True), mode
+        return Resumed(Start(cursor.epoch, (cursor.samples // here.shards,), whole=True), mode, left)
+    if left is not None:
+        return Resumed(as_one, "left", left)
     raise DataStateError(_cannot_resume(record, cursor, here, splits))
 
 
 def _same_readers(private: Mapping[str, Any], here: Readers, splits: bool) -> bool:
     same_shard = (private.get(SHARDS_KEY), private.get(INDEX_KEY)) == (here.shards, here.index)
     return same_shard and (not splits or private.get(WORKERS_KEY) == here.workers)
+
+
+def _cut_alike(left: Left, mode: Mode, here: Readers, splits: bool) -> bool:
+    """Whether these readers would have the same streams. Strided ones are the same for any number of ranks."""
+    return (mode == "stride" or left.shards == here.shards) and (not splits or left.workers == here.workers)
 
 
 def _cannot_resume(record: Mapping[str, Json], cursor: Cursor, here: Readers, splits: bool) -> str:

@@ -2,14 +2,15 @@
 
 import copy
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel_data.cursor import Cursor, Step
 from accel_data.iterable import Stride, check_split
 from accel_data.iterable_agree import Lockstep
-from accel_data.iterable_reader import Delivered, Snapshot, Start, StreamReader, WorkerInit
+from accel_data.iterable_left import LEFT_KEY, Left, LeftStreams
+from accel_data.iterable_pass import Note, StreamPass
+from accel_data.iterable_reader import Delivered, Start, StreamReader, WorkerInit
 from accel_data.iterable_resume import (
     INDEX_KEY,
     KIND,
@@ -24,6 +25,7 @@ from accel_data.iterable_resume import (
     TURN_KEY,
     WORKERS_KEY,
     Readers,
+    Resumed,
     resume,
 )
 from accel_data.iterable_traits import (
@@ -36,6 +38,7 @@ from accel_data.iterable_traits import (
 )
 from accel_data.options import LoaderOptions
 from accel_data.peers import connect
+from accel_data.skipping import let_go
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
@@ -84,30 +87,45 @@ class StreamSource(Source):
             already_sharded=options.already_sharded,
             exact=options.exact_streams,
         )
-        self._warn(self._reading)
-        self._start: Start | None = None
-        self._start_mode: Mode | None = None
+        self._warned = shard.index > 0
+        self._every = getattr(loader, "snapshot_every_n_steps", 1 if options.use_stateful_dataloader else None)
+        self._restored: tuple[Cursor, Resumed] | None = None
+        self._left: Left | None = None
         self._splits = False
-        self._use(self._reading.mode)
+        self._counted: Mode = self._reading.mode
+        self._use(self._reading.mode, None)
 
     @property
     def mode(self) -> Mode:
         """How the ranks share the dataset in the next pass."""
         return self._mode
 
-    def _warn(self, reading: Reading) -> None:
-        if reading.amplification > 1 and self._shard.index == 0:
-            name = type(self._dataset).__name__
-            shards, workers = self._here.shards, self._here.workers
-            warnings.warn(
-                amplification_warning(reading, name=name, shards=shards, workers=workers), RuntimeWarning, stacklevel=2
-            )
+    @property
+    def strided(self) -> bool:
+        """All readers read the same and each keeps its part."""
+        return self._mode in ("stride", "left")
 
-    def _use(self, mode: Mode) -> None:
+    def _warn(self) -> None:
+        """Says once what is read in vain; only reading tells whether workers divide the dataset."""
+        self._warned = True
+        workers = 1 if self._splits else max(self._here.workers, 1)
+        reading = self._reading
+        if self._mode == "left":
+            reading = Reading("left", "its shards were left inside this epoch by other readers")
+        if self.strided and self._here.shards * workers > 1:
+            name = type(self._dataset).__name__
+            text = amplification_warning(reading, name=name, shards=self._here.shards, workers=workers)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _use(self, mode: Mode, left: Left | None) -> None:
         """Puts a reader of this mode in the place of the dataset, in a copy of the user's loader."""
         loader, shard = self._loader, self._shard
-        strided = mode == "stride"
+        self._mode = mode
+        strided = self.strided
         dataset = shard_natively(self._dataset, shard.count, shard.index) if mode == "native" else self._dataset
+        if mode == "left":
+            assert left is not None
+            dataset = LeftStreams(dataset, left)
         stride = Stride(
             batch_size=self._batch_size,
             shards=shard.count if strided else 1,
@@ -115,7 +133,6 @@ class StreamSource(Source):
             drop_last=loader.drop_last,
             even=self.even_batches and shard.count > 1,
         )
-        self._mode = mode
         self._reader = StreamReader(
             dataset,
             stride,
@@ -123,6 +140,7 @@ class StreamSource(Source):
             batched=self._batched,
             shared=loader.persistent_workers,
             whole=self._exact,
+            every=self._every,
         )
         self._inner = _with(
             loader,
@@ -135,10 +153,12 @@ class StreamSource(Source):
         self.total_dataset_length = _size(self._dataset) if strided else None
 
     def begin(self, cursor: Cursor) -> Pass:
-        start, mode = self._start_for(cursor)
+        start, chosen, self._left = self._start_for(cursor)
+        mode = chosen or self._reading.mode
         even = self.even_batches and self._shard.count > 1
-        if mode != self._mode or even is not self._reader.stride.even:
-            self._use(mode)
+        if mode != self._mode or mode == "left" or even is not self._reader.stride.even:
+            self._use(mode, self._left)
+        self._counted = mode
         plain = start == Start(cursor.epoch)
         if not (plain and self._reader.start == Start(self._reader.start.epoch)):
             # Living workers know the epoch only; a position has to be handed to new ones.
@@ -146,7 +166,7 @@ class StreamSource(Source):
         self._reader.begin(start)
         if not cursor.samples:
             self._level = True
-        return StreamPass(self, cursor, start, self._agreement() if even and mode != "stride" else None)
+        return StreamPass(self, cursor, start, self._agreement() if even and mode in ("native", "given") else None)
 
     def _agreement(self) -> Lockstep | None:
         """With streams of their own, ranks must be told when another one ends. None without a process group."""
@@ -163,19 +183,18 @@ class StreamSource(Source):
         reader.begin(Start(self._reader.start.epoch))
         return next(iter(reader), None)
 
-    def _start_for(self, cursor: Cursor) -> tuple[Start, Mode]:
+    def _start_for(self, cursor: Cursor) -> Resumed:
         """The start that was restored, if it is this position's, or one found by counting."""
-        if self._start is not None and self._restored == cursor:
-            return self._start, self._start_mode or self._reading.mode
-        start, mode = resume(self.record(), cursor, None, self._here)
-        return start, mode or self._reading.mode
+        if self._restored is not None and self._restored[0] == cursor:
+            return self._restored[1]
+        return resume(self.record(), cursor, None, self._here)
 
     def length(self, cursor: Cursor) -> int | None:
         total = _size(self._reader.dataset)
         if total is None:
             return None
         stride = self._reader.stride
-        passed = cursor.samples if self._mode == "stride" else cursor.samples // self._shard.count
+        passed = cursor.samples if self.strided else cursor.samples // self._shard.count
         return -(-stride.length(max(total - passed, 0)) // stride.batch_size)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
@@ -186,7 +205,7 @@ class StreamSource(Source):
     def record(self) -> dict[str, Json]:
         record: dict[str, Json] = {
             KIND_KEY: KIND,
-            MODE_KEY: self._mode,
+            MODE_KEY: self._counted,
             SPLITS_KEY: self._splits,
             SHARDS_KEY: self._here.shards,
             WORKERS_KEY: self._here.workers,
@@ -194,6 +213,8 @@ class StreamSource(Source):
         }
         if self.total_dataset_length is not None:
             record[LENGTH_KEY] = self.total_dataset_length
+        if self._left is not None:
+            record[LEFT_KEY] = self._left.state_dict()
         return record
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
@@ -203,12 +224,15 @@ class StreamSource(Source):
                 f"the state is of an iterable dataset with {saved} samples; this one has {here}: give the dataset "
                 "of the saved run, or begin a new epoch with set_epoch"
             )
-        self._start, self._start_mode = resume(record, cursor, private, self._here)
-        self._restored = cursor
+        resumed = resume(record, cursor, private, self._here)
+        self._restored, self._left = (cursor, resumed), resumed.left
+        self._counted = resumed.mode or self._reading.mode
         self._splits, self._level = bool(record.get(SPLITS_KEY, False)), bool(record.get(LEVEL_KEY, True))
 
-    def private(self, note: "_Note") -> dict[str, Any] | None:
+    def private(self, note: Note) -> dict[str, Any] | None:
         """What this rank alone needs to go on behind ``note``; None when the number of samples says it all."""
+        if self._mode == "left":
+            return None
         exact = self._mode == "stride" and not note.splits
         if exact and not any(note.snapshots):
             return None
@@ -221,9 +245,11 @@ class StreamSource(Source):
             TURN_KEY: note.turn,
         }
 
-    def step(self, cursor: Cursor, note: "_Note") -> Step:
+    def step(self, cursor: Cursor, note: Note) -> Step:
         """The facts behind one delivered batch."""
         self._level = note.level
+        if self._mode != "left":
+            self._left = self._left_by(note)
         return Step(Cursor(cursor.epoch, note.samples), note.counts, private=self.private(note))
 
     def counts(self, group_real: int) -> tuple[int, ...] | None:
@@ -235,93 +261,27 @@ class StreamSource(Source):
         absent = 0 if stride.even else -1
         return tuple(min(cut, stride.batch_size) if cut > 0 else absent for cut in cuts)
 
+    def _left_by(self, note: Note) -> Left | None:
+        """How far each stream was read; None where one stream is read by all, or nobody knows."""
+        if note.taken is None:
+            return None
+        shards = self._shard.count if self._mode == "native" else 1
+        stride = self._reader.stride
+        return Left(shards, len(note.taken) // shards, stride.group_size, note.taken, note.turn_of_all, note.samples)
+
     def saw(self, item: Delivered) -> None:
         """Remembers what only reading tells: whether the dataset divides itself among workers."""
         self._splits = item.splits_itself
+        if not self._warned:
+            self._warn()
 
     def open(self) -> Iterator[Delivered]:
         """Starts the readers."""
         return iter(self._inner)
 
-
-class _Note(NamedTuple):
-    """What is known behind one batch."""
-
-    positions: tuple[int, ...]
-    snapshots: tuple[Snapshot | None, ...]
-    turn: int = 0
-    splits: bool = False
-    samples: int = 0
-    counts: tuple[int, ...] | None = None
-    level: bool = True
-
-
-@final
-class StreamPass(Pass):
-    """One walk over a stream."""
-
-    def __init__(self, source: StreamSource, cursor: Cursor, start: Start, lockstep: Lockstep | None) -> None:
-        self._source, self._cursor = source, cursor
-        workers = max(source._here.workers, 1)
-        self._positions = list(start.positions) if len(start.positions) > 1 else [start.positions[0]] * workers
-        self._snapshots = list(start.snapshots) if len(start.snapshots) > 1 else [start.snapshots[0]] * workers
-        self._note = _Note(
-            start.positions, start.snapshots, start.turn, source._splits, cursor.samples, level=source._level
-        )
-        self._notes = deque([(0, self._note)], maxlen=3)
-        self.length = source.length(cursor)
-        self.batches = self._read() if lockstep is None else self._read_together(lockstep)
-
-    def _read(self) -> Iterator[Any]:
-        source, shards = self._source, self._source._shard.count
-        last = 0
-        for number, item in enumerate(source.open(), 1):
-            note, last = self._advanced(item), item.part[1]
-            # Without a word from the others their streams are taken to be like this one.
-            samples = sum(self._positions[: len(note.positions)]) * (1 if source.mode == "stride" else shards)
-            self._keep(number, note._replace(samples=samples, counts=source.counts(last)))
-            yield item.batch
-        if source.mode == "stride" or shards == 1:
-            self.remainder = last % source._reader.stride.group_size
-
-    def _read_together(self, lockstep: Lockstep) -> Iterator[Any]:
-        source = self._source
-        size = source._reader.stride.batch_size
-        last = 0
-        for number, (item, is_new, counts) in enumerate(lockstep.run(source.open(), source.first), 1):
-            note = self._advanced(item) if is_new else self._note
-            real = tuple(max(count, 0) for count in counts)
-            full, last = min(counts) == size, sum(real)
-            self._keep(
-                number,
-                note._replace(
-                    samples=self._note.samples + last,
-                    counts=real if not full and source._batched else None,
-                    level=self._note.level and full,
-                ),
-            )
-            yield item.batch
-        self.remainder = last % source.total_batch_size
-
-    def _advanced(self, item: Delivered) -> _Note:
-        worker = item.worker if item.splits_itself else 0
-        self._positions[worker] = item.part[2]
-        if item.snapshot is not None:
-            self._snapshots[worker] = item.snapshot
-        self._source.saw(item)
-        used = slice(None) if item.splits_itself else slice(1)
-        turn = (item.worker + 1) % len(self._positions)
-        return _Note(tuple(self._positions[used]), tuple(self._snapshots[used]), turn, item.splits_itself)
-
-    def _keep(self, number: int, note: _Note) -> None:
-        self._note = note
-        self._notes.append((number, note))
-
-    def step(self, number: int) -> Step:
-        note = next(note for counted, note in self._notes if counted == number)
-        if number == 0:
-            return Step(self._cursor, private=self._source.private(note) if self._cursor.samples else None)
-        return self._source.step(self._cursor, note)
+    def shut(self) -> None:
+        """Ends the readers, unless they are to stay."""
+        let_go(self._inner)
 
 
 def _with(loader: "DataLoader[Any]", **changes: Any) -> "DataLoader[Any]":

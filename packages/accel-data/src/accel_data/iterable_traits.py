@@ -6,7 +6,8 @@ from typing import Any, Literal, final
 
 from accel_state.errors import ConfigError
 
-Mode = Literal["stride", "native", "given"]
+Mode = Literal["stride", "native", "given", "left"]
+"""Readers keep every so many elements of one stream; the dataset cuts itself; it was cut; "left": see ``Left``."""
 ALREADY_SHARDED = "already_sharded"
 """An attribute a dataset may set to say that it yields this rank's part only."""
 
@@ -85,7 +86,7 @@ def amplification_warning(reading: Reading, *, name: str, shards: int, workers: 
     """What is said once to a user whose readers all read everything."""
     return (
         f"every reader of {name} reads the whole stream and keeps its part, because {reading.reason}: {shards} rank"
-        f"{'s' * (shards > 1)} x {max(workers, 1)} worker{'s' * (workers > 1)} = {reading.amplification} times the "
+        f"{'s' * (shards > 1)} x {max(workers, 1)} worker{'s' * (workers > 1)} = {shards * max(workers, 1)} times the "
         "reading and decoding of one pass. Cheaper: give the dataset shard(num_shards, index); split it yourself and "
         "say already_sharded=True; or let one rank read for all with dispatch_batches=True"
     )

@@ -21,7 +21,7 @@ from accel_data.reading import (
     order_of,
 )
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
-from accel_data.skipping import iterated, swapped
+from accel_data.skipping import iterated, let_go, swapped
 from accel_data.source import Json, Pass, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -71,7 +71,7 @@ class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of a walk."""
 
     def __init__(self, dataloader: DataLoader[Any], walk: Walk, key: int) -> None:
-        self.batches, self._walk = iterated(dataloader, key), walk
+        self.batches, self._walk, self._dataloader = iterated(dataloader, key), walk, dataloader
         # A subclass may give more or fewer batches than its sampler.
         self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
 
@@ -84,6 +84,11 @@ class MapPass(Pass):
     def remainder(self) -> int:  # type: ignore[override]
         """As far as the walk knows."""
         return self._walk.remainder
+
+    def close(self) -> None:
+        """Ends the workers, unless they are to stay."""
+        super().close()
+        let_go(self._dataloader)
 
     def step(self, number: int) -> Step:
         """What the walk computes or has recorded."""

@@ -11,6 +11,7 @@ from accel_data.options import LoaderOptions
 from accel_data.placement import placer_for
 from accel_data.samplers import SkipBatchSampler
 from accel_data.select_source import Placement, select_source
+from accel_data.stateful_loader import require_torchdata
 from accel_state.errors import ConfigError
 from accel_state.parallelism import DataShard
 
@@ -48,7 +49,7 @@ def prepare_loader(
     assert not isinstance(dataloader, PreparedLoader)
     options = LoaderOptions() if options is None else options
     if options.use_stateful_dataloader:
-        _require_torchdata()
+        require_torchdata()
     placement = Placement(shard=shard, on_device=device is not None, group=session_group, slice_fn=slice_fn)
     source = select_source(dataloader, options, placement)
     # Without any accelerator in this process no tensor can be elsewhere than on the CPU.
@@ -57,16 +58,6 @@ def prepare_loader(
     if moves:
         placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
     return PreparedLoader(source, options=options, placer=placer, observer=observer)
-
-
-def _require_torchdata() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torchdata") is None:
-        raise ImportError(
-            "use_stateful_dataloader=True needs torchdata 0.8.0 or newer; without it prepared loaders still save and "
-            "load their position"
-        )
 
 
 def prepare_data_loader(  # noqa: PLR0913 (the signature is a contract)

@@ -19,6 +19,7 @@ from accel_data.keyed import derive_key
 from accel_data.orders import Order, Replacement, Sequential, Shuffled, Subset
 from accel_data.orders_special import SeededPermutation, Weighted
 from accel_data.samplers import OrderSampler, SeedableRandomSampler
+from accel_data.stateful_loader import torchs_class
 from accel_state.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def read_dataloader(dataloader: "DataLoader[Any]") -> Reading:
     size, drop_last = getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False))
     inner = getattr(batches, "sampler", None)
     size = size if isinstance(size, int) else None
-    return Reading(slot, batches, inner, size, drop_last, True, type(batches) is not BatchSampler)
+    return Reading(slot, batches, inner, size, drop_last, True, torchs_class(batches) is not BatchSampler)
 
 
 def order_of(sampler: Any) -> Order | None:
@@ -69,7 +70,7 @@ def order_of(sampler: Any) -> Order | None:
 
     A subclass may do anything, so only the classes themselves are replaced.
     """
-    make = _ORDERS.get(type(sampler))
+    make = _ORDERS.get(torchs_class(sampler))
     return None if make is None else make(sampler)
 
 

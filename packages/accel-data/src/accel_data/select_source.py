@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from accel_data.options import LoaderOptions
 from accel_data.reading import Reading, drawn_seed, own_seed, read_dataloader, seedable
 from accel_data.source import Source
+from accel_data.stateful_loader import stateful, torchs_class
 from accel_data.walks import sized
 from accel_state.errors import ConfigError, DataError
 from accel_state.parallelism import DataShard
@@ -78,11 +79,13 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
                 f"global_batch_size and sharding compute positions, which {type(dataloader.dataset).__name__} does not "
                 "have: they need a dataset with __getitem__ and __len__"
             )
+        if options.use_stateful_dataloader:
+            dataloader = stateful(dataloader)
         return StreamSource(dataloader, placement.shard, options, group=placement.group)
     from accel_data.map_source import MapSource
 
     reading = read_dataloader(dataloader)
-    if options.use_seedable_sampler and type(reading.sampler) is RandomSampler:
+    if options.use_seedable_sampler and torchs_class(reading.sampler) is RandomSampler:
         reading = replace(reading, sampler=seedable(reading.sampler, options.data_seed))
     source = MapSource(dataloader, placement.shard, reading=reading, options=options)
     source.seed = _agreed(_own_seed(reading, options), sized(dataloader.dataset), options, placement)

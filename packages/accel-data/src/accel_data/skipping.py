@@ -39,6 +39,12 @@ def iterated(dataloader: "DataLoader[Any]", key: int) -> Iterator[Any]:
         vars(dataloader)["generator"] = before
 
 
+def let_go(dataloader: "DataLoader[Any]") -> None:
+    """Drops the iterator that a loader of torchdata's keeps after a pass, with its workers, unless they are to stay."""
+    if not dataloader.persistent_workers:
+        vars(dataloader)["_iterator"] = None
+
+
 @final
 class SkippedStream:
     """A loader without its first ``skip_batches`` batches, which it reads and forgets: it knows no positions."""

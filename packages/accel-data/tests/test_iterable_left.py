@@ -1,0 +1,161 @@
+"""Streams a dataset cut for some readers are read on by any others: nothing is lost, nothing comes twice."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accel_data import LoaderOptions, prepare_loader
+from accel_data.iterable_left import Left, LeftStreams
+from accel_state.errors import DataStateError
+from accel_state.parallelism import DataShard
+
+pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
+
+
+class Files(IterableDataset):
+    """Files of different lengths, dealt out to ranks and, with ``divides``, to workers."""
+
+    def __init__(self, files, divides=True):
+        self.files, self.divides = files, divides
+        self.num_shards = len(files)
+
+    def shard(self, num_shards, index):
+        return Files(self.files[index::num_shards], self.divides)
+
+    def __iter__(self):
+        info = get_worker_info() if self.divides else None
+        mine = self.files if info is None else self.files[info.id :: info.num_workers]
+        return (element for file in mine for element in file)
+
+
+def files_of(sizes):
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [list(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def prepared(dataset, rank, ranks, *, batch_size=2, even=False, **kwargs):
+    options = LoaderOptions(dispatch_batches=False, even_batches=even)
+    return prepare_loader(DataLoader(dataset, batch_size=batch_size, **kwargs), DataShard(rank, ranks), options=options)
+
+
+def real(loader, batch, rank):
+    counts = loader.real_counts
+    return batch.tolist()[: len(batch) if counts is None else max(counts[rank], 0)]
+
+
+def test_what_is_left_comes_in_the_order_of_those_who_left_it():
+    left = Left(shards=2, workers=1, chunk=2, taken=(2, 2), turn=0, samples=4)
+    assert list(LeftStreams(Files(files_of([5, 3, 4, 1])), left)) == [2, 3, 7, 12, 4, 8, 9, 10, 11]
+    left = Left(shards=1, workers=2, chunk=2, taken=(2, 0), turn=1, samples=2)
+    assert list(LeftStreams(Files(files_of([4, 3, 2])), left)) == [4, 5, 2, 3, 6, 7, 8]
+
+
+def test_nobody_is_a_worker_afterwards():
+    iterator = iter(LeftStreams(Files(files_of([4, 3])), Left(1, 2, 2, (0, 0), 0, 0)))
+    next(iterator)
+    assert get_worker_info() is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.lists(st.integers(0, 9), min_size=5, max_size=9))
+def test_any_chain_of_numbers_of_ranks_reads_a_sharded_dataset_once(data, sizes):
+    files = files_of(sizes)
+    seen, state = [], None
+    for leg in range(4):
+        ranks, batch = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+        loaders = [prepared(Files(files), rank, ranks, batch_size=batch) for rank in range(ranks)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+                assert loader.state_dict()["source"].get("left") == state["source"].get("left")
+        steps = data.draw(st.integers(0, 4)) if leg < 3 else None
+        passes = [iter(loader) for loader in loaders]
+        taken = 0
+        while steps is None or taken < steps:
+            batches = [next(one, None) for one in passes]
+            if all(batch is None for batch in batches):
+                break
+            taken += 1
+            for rank, batch in enumerate(batches):
+                seen += [] if batch is None else real(loaders[rank], batch, rank)
+        states = [loader.state_dict() for loader in loaders]
+        state = json.loads(json.dumps(next((one for one in states if one["epoch"] == 0), states[0])))
+        if state["epoch"]:
+            break
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (2, 1), (1, 2)])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_dataset_that_divides_itself_is_read_on_by_other_workers(before, after, steps):
+    files = files_of([5, 3, 4, 6])
+    loader = prepared(Files(files), 0, 1, num_workers=before)
+    passing = iter(loader)
+    seen = [index for _ in range(steps) for index in next(passing).tolist()]
+    state = loader.state_dict()
+    state.pop("private", None)
+    other = prepared(Files(files), 0, 1, num_workers=after)
+    other.load_state_dict(state)
+    seen += [index for batch in other for index in batch.tolist()]
+    assert sorted(seen) == list(range(18))
+    whole = sorted(index for batch in other for index in batch.tolist())
+    assert whole == list(range(18))
+
+
+def test_streams_divided_by_the_function_that_starts_workers_cannot_be_read_by_others():
+    class Range(IterableDataset):
+        start, step = 0, 1
+
+        def __iter__(self):
+            return iter(range(self.start, 12, self.step))
+
+    def init(worker):
+        info = get_worker_info()
+        info.dataset.start, info.dataset.step = info.id, info.num_workers
+
+    loader = prepared(Range(), 0, 1, num_workers=2, worker_init_fn=init)
+    next(iter(loader))
+    other = prepared(Range(), 0, 1, worker_init_fn=init)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(DataStateError, match="worker_init_fn"):
+        next(iter(other))
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_others_go_on(rank, ranks, steps, workers, others):
+    """Ranks with a group know how far each other's streams were read; whoever goes on needs one rank's state only."""
+    files = files_of([5, 9, 1, 7, 3, 8])
+    loader = prepared(Files(files), rank, ranks, even=True, num_workers=workers)
+    passing = iter(loader)
+    seen = [real(loader, next(passing), rank) for _ in range(steps)]
+    state = json.loads(json.dumps({**loader.state_dict(), "private": None}))
+    passing.close()
+    assert all(other == state for other in gathered(state))
+    seen = [index for part in gathered(seen) for batch in part for index in batch]
+    for other in range(others):
+        loader = prepared(Files(files), other, others, even=True, batch_size=3)
+        loader.load_state_dict(state)
+        seen += [index for batch in loader for index in real(loader, batch, other)]
+    assert sorted(seen) == list(range(33))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("steps", "workers", "others"), [(1, 0, 3), (6, 0, 4), (3, 2, 1), (7, 2, 3), (4, 3, 3)])
+def test_other_numbers_of_ranks_go_on_from_two(rank, world_size, steps, workers, others):
+    check_others_go_on(rank, world_size, steps, workers, others)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("steps", "workers", "others"), [(2, 0, 2), (5, 0, 1), (2, 1, 3)])
+def test_other_numbers_of_ranks_go_on_from_four(rank, world_size, steps, workers, others):
+    check_others_go_on(rank, world_size, steps, workers, others)
