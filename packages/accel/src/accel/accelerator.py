@@ -12,8 +12,10 @@ from torch import nn
 from accel import accumulation
 from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
+from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
 from accel.facets.gradients import GradientFacet
+from accel.facets.observing import ObservingFacet, RunProgress
 from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet
@@ -21,7 +23,7 @@ from accel.facets.tracking import TrackingFacet
 from accel.facets.weights import WeightsFacet
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
-from accel.preparation import kind_of
+from accel.preparation import batch_sizes, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup import Parts, dynamo_of, open_parts
 from accel.train_state import Companion, Stateful
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel.tracking.registry import LogWith
-    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel_backends import BackendConfig, DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
     from accel_precision import PrecisionPolicy
     from accel_state import ParallelismConfig
@@ -39,7 +41,16 @@ if TYPE_CHECKING:
 
 @final
 class Accelerator(
-    ProcessFacet, DataFacet, GradientFacet, SettingsFacet, PreemptionFacet, CheckpointFacet, WeightsFacet, TrackingFacet
+    ProcessFacet,
+    DataFacet,
+    GradientFacet,
+    SettingsFacet,
+    PreemptionFacet,
+    CheckpointFacet,
+    WeightsFacet,
+    TrackingFacet,
+    ObservingFacet,
+    ChoosingFacet,
 ):
     """Runs an ordinary PyTorch training loop on whatever it was launched on.
 
@@ -65,8 +76,10 @@ class Accelerator(
         dynamo_backend: compile prepared models with this torch.compile backend.
         dynamo_plugin: compilation in detail.
         parallelism_config: degrees of data, tensor, context and pipeline parallelism.
-        strategy: name of the backend, or its configuration; None chooses by topology and device.
+        strategy: name of the backend, or its configuration; None chooses by topology and device, ``"auto"`` when the
+            first model is prepared, by what it needs (see ``planner.AutoStrategy``).
         fsdp_plugin: shard parameters, gradients and optimizer states, as these options say.
+        deepspeed_plugin: train with DeepSpeed, as these options, a mapping of them or DeepSpeed's own keys say.
         scheduler_steps: ``"per_step"`` moves a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 
@@ -96,6 +109,7 @@ class Accelerator(
         *,
         strategy: "str | BackendConfig | None" = None,
         fsdp_plugin: "FullyShardedDataParallelPlugin | Mapping[str, Any] | None" = None,
+        deepspeed_plugin: "DeepSpeedPlugin | Mapping[str, Any] | None" = None,
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
@@ -114,18 +128,23 @@ class Accelerator(
             parallelism=parallelism_config,
             project=project_config,
             fsdp=fsdp_plugin,
+            deepspeed=deepspeed_plugin,
         )
         self.config = parts.config
         self.session = parts.session
         self.policy = parts.policy
         self.backend = parts.backend
-        self.choice = parts.choice
+        self.choice, self._undecided = parts.choice, parts.undecided
         self.parallelism_config = parts.parallelism
         self.data_shard = parts.parallelism.data_shard(parts.session.topology)
         self.dataloader_config = parts.loading
         self.project_configuration = parts.project
         self._choose_trackers(log_with)
-        self._companions = {"trackers": Companion(self.state_dict_of_trackers, self.continue_trackers)}
+        self._progress_of_run, self._told_stragglers = RunProgress.start(), set()
+        self._companions = {
+            "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
+            "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
+        }
         self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin, parts.config)
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
@@ -225,6 +244,8 @@ class Accelerator(
         }
         if not any(where.values()):
             return
+        if self._undecided is not None and training:
+            self._decide(results, kinds, split_batches=self.split_batches)
         bundle = self.backend.prepare(
             Bundle(
                 models=[results[position] for position in where["model"]],
@@ -232,6 +253,7 @@ class Accelerator(
                 schedulers=[results[position] for position in where["scheduler"]],
                 place=tuple(self._places(placement[position]) for position in where["model"]),
                 training=training,
+                batch_sizes=batch_sizes(results, kinds, 1 / self.data_shard.count if self.split_batches else 1),
             )
         )
         for position, prepared in zip(where["model"], bundle.models, strict=True):

@@ -1,0 +1,127 @@
+"""An Accelerator's side towards whoever watches the run: meters, progress, profiles, explanations."""
+
+import sys
+import time
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel.meters.health import LossWatch
+    from accel.meters.meter import Meter
+    from accel.meters.phases import PhaseClock
+    from accel.meters.progress import Progress
+    from accel_backends import Backend
+
+
+@final
+@dataclass(slots=True)
+class RunProgress:
+    """How far a run has come, over restarts: what goes into a checkpoint to know what a crash has cost.
+
+    Attributes:
+        began: when the run was first started, in seconds since 1970.
+        resumed: when this process began to work at it.
+        productive: seconds of earlier processes that went into what was saved.
+        steps: optimizer steps that count.
+    """
+
+    began: float
+    resumed: float
+    productive: float = 0.0
+    steps: int = 0
+
+    @classmethod
+    def start(cls) -> "RunProgress":
+        """A run that begins now."""
+        now = time.time()
+        return cls(now, now)
+
+    def goodput(self, now: float) -> float:
+        """Part of the time since the first start that went into steps that count."""
+        return (self.productive + now - self.resumed) / max(now - self.began, 1e-9)
+
+    def save(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        now = time.time()
+        return asdict(RunProgress(self.began, now, self.productive + now - self.resumed, self.steps))
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Goes on from a checkpoint; what came after it is lost."""
+        if saved:
+            self.began, self.productive, self.steps = saved["began"], saved["productive"], saved["steps"]
+            self.resumed = time.time()
+
+
+class ObservingFacet(ABC):
+    """Opens what watches a run; nothing is watched unless it is asked for."""
+
+    session: Session
+    backend: "Backend"
+    _models: list[nn.Module]
+    _meter: "Meter | None" = None
+    _phases: "PhaseClock | None" = None
+    _progress_of_run: RunProgress
+    _told_stragglers: set[tuple[int, str]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where prepared models and batches live."""
+        return self.session.device.torch
+
+    def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
+        """Notes in the run's own log that something happened. Default: there is no log."""
+
+    def meter(
+        self,
+        *,
+        every: int = 10,
+        tokens: Callable[[Any], int] | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        watch_loss: "LossWatch | bool" = True,
+    ) -> "Meter":
+        """Measures speed, shares of time, memory and health, from now on; one meter at a time. On all ranks.
+
+        Args:
+            every: optimizer steps of one reading.
+            tokens: how many tokens a batch of this rank holds.
+            flops_per_sample: operations of one sample, forward and backward, as ``accel.meters.count_flops`` counts.
+            peak_flops: operations a second that one device could do; None: looked up by its name.
+            watch_loss: what is unusual for a loss; False: losses are not looked at (looking waits for the device).
+        """
+        from accel.meters.flops import peak_flops as looked_up
+        from accel.meters.health import LossWatch
+        from accel.meters.meter import Meter
+
+        if self._meter is not None:
+            self._meter.close()
+        watch = LossWatch() if watch_loss is True else watch_loss or None
+        self._meter = Meter(
+            self,
+            every=every,
+            tokens=tokens,
+            flops_per_sample=flops_per_sample,
+            peak=peak_flops or looked_up(self.device.type),
+            watch_loss=watch,
+        )
+        self._phases = self._meter.clock
+        return self._meter
+
+    def progress(self, loader: Any, *, description: str = "", seconds: float = 10.0, **options: Any) -> "Progress":
+        """The loader's batches with one line about the run on the main rank: a bar, or plain lines every few seconds.
+
+        Iterate it instead of the loader, on all ranks, and call its ``step(loss, lr=...)`` at the end of each step.
+        ``options`` are those of ``meter``; the meter is kept from one epoch to the next.
+        """
+        from accel.meters.progress import Progress
+
+        meter = self.meter(**options) if self._meter is None or options else self._meter
+        shown = self.session.is_main_process
+        return Progress(loader, meter, shown=shown, stream=sys.stderr, description=description, seconds=seconds)

@@ -1,0 +1,62 @@
+"""Whether a loss is what losses were, and if not, what is known of where it came from."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A loss that is not a number, or far from those before it.
+
+    Attributes:
+        kind: ``"nonfinite"`` or ``"spike"``.
+        step: the optimizer step at which it was seen.
+        loss: its value.
+        usual: the median of the losses before.
+        parameters: which gradients hold nan or inf, as far as looked at; empty if none.
+        epoch: of the samples.
+        samples: first and one past the last position, in that epoch's order, of the samples of the step, all ranks'.
+    """
+
+    kind: Literal["nonfinite", "spike"]
+    step: int
+    loss: float
+    usual: float
+    parameters: str = ""
+    epoch: int | None = None
+    samples: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        what = f"loss {self.loss:.4g} at step {self.step}, usually {self.usual:.4g}"
+        where = f"; samples {self.samples[0]} to {self.samples[1] - 1} of epoch {self.epoch}" if self.samples else ""
+        return what + where + (f"; not finite: {self.parameters}" if self.parameters else "")
+
+
+@final
+class LossWatch:
+    """Compares each loss with the last ``window``: a spike is ``times`` the usual distance from their median.
+
+    The usual distance is the median of the distances from the median, which a few outliers do not move. Nothing is a
+    spike before ``window // 4`` losses have been seen, and what was one does not count for the next.
+    """
+
+    def __init__(self, window: int = 64, times: float = 10.0) -> None:
+        self._recent: deque[float] = deque(maxlen=window)
+        self._times = times
+
+    def check(self, loss: float) -> tuple[Literal["nonfinite", "spike"], float] | None:
+        """What is wrong with this loss, with the usual one; None if nothing is."""
+        recent = self._recent
+        usual = median(recent) if recent else math.nan
+        if not math.isfinite(loss):
+            return "nonfinite", usual
+        if recent.maxlen is not None and len(recent) >= max(4, recent.maxlen // 4):
+            distance = median(abs(one - usual) for one in recent)
+            if loss - usual > self._times * max(distance, 1e-3 * abs(usual)):
+                return "spike", usual
+        recent.append(loss)
+        return None

@@ -1,0 +1,235 @@
+"""What the meters say is so: shares add up, the rank and phase that hold others up are named, bad losses are placed."""
+
+import io
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from accel import Accelerator
+from accel.facets.observing import RunProgress
+from accel.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
+from accel.meters.progress import clock_text
+
+
+class Slow(Dataset):
+    """Samples of which each takes a while on one rank, and one of which is not a number."""
+
+    def __init__(self, count: int = 24, seconds: float = 0.0, bad: int | None = None) -> None:
+        self.count, self.seconds, self.bad = count, seconds, bad
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return torch.full((4,), math.nan if index == self.bad else 0.1)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(PHASES), st.floats(0, 1e3)), max_size=30))
+def test_phases_add_up_to_the_time_that_has_passed(moves: list[tuple[str, float]]) -> None:
+    now = 5.0
+
+    def clock() -> float:
+        return now
+
+    phases = PhaseClock(clock)
+    expected = dict.fromkeys(PHASES, 0.0)
+    current = "compute"
+    for phase, seconds in moves:
+        expected[current] += seconds
+        now += seconds
+        assert phases.enter(phase) == current
+        current = phase
+    assert phases.read() == pytest.approx(expected)
+    assert sum(phases.read().values()) == pytest.approx(now - 5.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ([{"data": 0.1, "compute": 1.0}, {"data": 2.1, "compute": 1.0}], [(1, "data")]),
+        (
+            [{"data": 0.1, "compute": 3.0}, {"data": 0.1, "compute": 1.0}, {"data": 0.1, "compute": 1.1}],
+            [(0, "compute")],
+        ),
+        ([{"data": 0.1, "communication": 9.0}, {"data": 0.1, "communication": 0.0}], []),
+        ([{"data": 0.10}, {"data": 0.101}], []),
+        ([{"data": 5.0}], []),
+    ],
+)
+def test_a_straggler_is_named_with_its_phase(table: list[dict[str, float]], expected: list[tuple[int, str]]) -> None:
+    assert [(one.rank, one.phase) for one in find_stragglers(table, steps=10)] == expected
+
+
+@pytest.mark.ranks(2)
+def test_a_slow_data_path_is_attributed_to_its_rank_and_the_shares_fill_the_time(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    loader = DataLoader(Slow(12, 0.2 if rank == 1 else 0.0), batch_size=1)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), loader)
+    meter = accelerator.meter(every=6)
+    started = time.perf_counter()
+    meter.clock.read()
+    before = dict(meter.clock.seconds)
+    for batch in meter.watch(loader):
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        meter.step(loss)
+    wall = time.perf_counter() - started
+    seconds = meter.clock.read()
+    assert sum(seconds.values()) - sum(before.values()) == pytest.approx(wall, rel=0.03)
+    straggler = meter.stragglers[0]  # the worst; beside others at work on this machine there may be more
+    assert (straggler.rank, straggler.phase) == (1, "data")
+    assert 0.18 < straggler.seconds - straggler.usual < 0.6
+    assert "rank 1 takes" in str(straggler)
+    assert meter.last is not None
+    assert sum(meter.last.shares.values()) == pytest.approx(1.0)
+    # The other rank waits for it where gradients are exchanged.
+    assert meter.last.shares["data" if rank else "communication"] > 0.4
+    accelerator.end_training()
+    if rank == 0:
+        (log,) = tmp_path.glob("p/*/run.jsonl")
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [(e["rank"], e["phase"]) for e in events if e["kind"] == "straggler"][0] == (1, "data")
+
+
+def test_a_save_is_not_computing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(4, 1))
+    meter = accelerator.meter()
+    accelerator.save_state(tmp_path / "c")
+    assert meter.clock.read()["save"] > 0
+
+
+def test_a_loss_that_is_no_number_is_placed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(24, bad=13), batch_size=4))
+    meter = accelerator.meter()
+    for batch in meter.watch(loader):
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        meter.step(loss)
+    (trouble,) = meter.troubles
+    assert (trouble.kind, trouble.step, trouble.epoch, trouble.samples) == ("nonfinite", 4, 0, (12, 16))
+    assert "weight" in trouble.parameters
+    assert "samples 12 to 15 of epoch 0" in caplog.text
+
+
+def test_the_last_batch_of_an_epoch_is_placed_too() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(8, bad=7), batch_size=4))
+    meter = accelerator.meter(every=2)
+    for _ in range(2):
+        for batch in meter.watch(loader):
+            meter.step(model(batch).square().mean())
+    assert [(one.epoch, one.samples) for one in meter.troubles] == [(0, (4, 8)), (1, (4, 8))]
+    assert meter.last is not None
+    assert meter.steps == 4
+
+
+def test_a_spike_stands_out_and_does_not_become_usual() -> None:
+    watch = LossWatch(window=16)
+    losses = [2.0 + 0.01 * math.sin(step) for step in range(20)]
+    assert all(watch.check(loss) is None for loss in losses)
+    for _ in range(3):
+        found = watch.check(9.0)
+        assert found is not None
+        assert found[0] == "spike"
+        assert found[1] == pytest.approx(2.0, abs=0.02)
+    assert watch.check(1.0) is None
+
+
+@given(st.lists(st.floats(0.5, 1.5), min_size=1, max_size=100))
+@settings(max_examples=30)
+def test_losses_of_one_size_are_no_spikes(losses: list[float]) -> None:
+    watch = LossWatch(times=2000.0)
+    assert all(watch.check(loss) is None for loss in losses)
+
+
+def test_speed_counts_samples_tokens_and_operations() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(4, 8, bias=False)
+    flops = count_flops(lambda: net(torch.ones(1, 4)).sum())
+    assert flops == 2 * 4 * 8 * 2  # forward, and the gradient of the weight; that of the input is not needed
+    net.zero_grad()
+    model, loader = accelerator.prepare(net, DataLoader(Slow(24), batch_size=4))
+    meter = accelerator.meter(every=6, tokens=lambda batch: batch.numel(), flops_per_sample=flops, peak_flops=1e9)
+    for batch in meter.watch(loader):
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        reading = meter.step(loss)
+    assert reading is not None
+    seconds = reading.seconds_per_step * 6
+    assert reading.samples_per_second == pytest.approx(24 / seconds)
+    assert reading.tokens_per_second == pytest.approx(96 / seconds)
+    assert reading.mfu == pytest.approx(24 * flops / seconds / 1e9)
+    assert reading.loss is not None
+    assert reading.memory > 0
+    assert reading.goodput == pytest.approx(1.0)
+    assert set(reading.flat()) >= {"meter/samples_per_second", "meter/share_data", "meter/mfu"}
+
+
+def test_goodput_counts_what_a_crash_has_cost() -> None:
+    now = time.time()
+    first = RunProgress(began=now - 100, resumed=now - 100, steps=50)
+    saved = first.save()
+    later = RunProgress.start()
+    later.load({**saved, "began": now - 200})
+    assert later.steps == 50
+    assert later.goodput(time.time()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_steps_and_goodput_come_with_the_checkpoint(tmp_path: Path) -> None:
+    first = Accelerator(cpu=True)
+    first.prepare(nn.Linear(2, 1))
+    meter = first.meter()
+    for _ in range(7):
+        meter.step()
+    first.save_state(tmp_path / "c")
+    second = Accelerator(cpu=True)
+    second.prepare(nn.Linear(2, 1))
+    second.load_state(tmp_path / "c")
+    assert second.meter().steps == 7
+
+
+def test_without_a_terminal_progress_is_plain_lines() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(12), batch_size=4))
+    written = io.StringIO()
+    bar = Progress(loader, accelerator.meter(every=3), shown=True, stream=written, description="train", seconds=0)
+    assert len(bar) == 3
+    for batch in bar:
+        bar.step(model(batch).square().mean(), lr=0.1)
+    lines = written.getvalue().splitlines()
+    assert "\r" not in written.getvalue()
+    assert lines[-1].startswith("train: 3/3 in 0:0")
+    for part in ("lr 0.1", "loss ", "samples/s", "MiB"):
+        assert part in lines[-1]
+
+
+@pytest.mark.ranks(2)
+def test_only_the_main_rank_shows_progress(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(8), batch_size=2))
+    for batch in (bar := accelerator.progress(loader, seconds=0)):
+        accelerator.backward(model(batch).square().mean())
+        bar.step()
+    assert ("/2 in" in written.getvalue()) == (rank == 0)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3723, "1:02:03")])
+def test_times_are_readable(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
