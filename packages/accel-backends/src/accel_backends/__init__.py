@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from accel_backends.ddp import DDPBackend as DDPBackend
     from accel_backends.ddp import DDPConfig as DDPConfig
     from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_backends.deepspeed import DeepSpeedBackend as DeepSpeedBackend
+    from accel_backends.deepspeed_config import DeepSpeedConfig as DeepSpeedConfig
+    from accel_backends.deepspeed_config import DeepSpeedPlugin as DeepSpeedPlugin
+    from accel_backends.deepspeed_dummies import DummyOptim as DummyOptim
+    from accel_backends.deepspeed_dummies import DummyScheduler as DummyScheduler
+    from accel_backends.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel_backends.deepspeed_optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
     from accel_backends.fsdp import FSDPBackend as FSDPBackend
     from accel_backends.fsdp1 import FSDP1Backend as FSDP1Backend
     from accel_backends.fsdp_config import FSDPConfig as FSDPConfig
@@ -54,11 +61,17 @@ _HOMES = {
     "DDPBackend": "ddp",
     "DDPCommunicationHookType": "hooks",
     "DDPConfig": "ddp",
+    "DeepSpeedBackend": "deepspeed",
+    "DeepSpeedConfig": "deepspeed_config",
+    "DeepSpeedPlugin": "deepspeed_config",
     "DistributedDataParallelKwargs": "ddp",
+    "DummyOptim": "deepspeed_dummies",
+    "DummyScheduler": "deepspeed_dummies",
     "FSDP1Backend": "fsdp1",
     "FSDPBackend": "fsdp",
     "FSDPConfig": "fsdp_config",
     "FullyShardedDataParallelPlugin": "fsdp_config",
+    "HfDeepSpeedConfig": "deepspeed_json",
     "ModelFacts": "select",
     "SingleBackend": "single",
     "SingleConfig": "config",
@@ -76,6 +89,7 @@ _HOMES = {
     "load_backend": "registry",
     "load_model_state": "states",
     "load_optimizer_state": "states",
+    "map_pytorch_optim_to_deepspeed": "deepspeed_optimizers",
     "model_state": "states",
     "named_parameters": "names",
     "optimizer_state": "states",

@@ -78,6 +78,8 @@ class DeepSpeedConfig(BackendConfig):
         transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: taken and ignored, as MS-AMP is off.
+        sources: where fields were given, by their names, for messages; where not said: the plugin itself.
+        origins: where each key of the configuration came from, filled in here and by prepare.
 
     Raises:
         ConfigError: a value that cannot be, an unknown key, or two sources that contradict each other.
@@ -99,6 +101,7 @@ class DeepSpeedConfig(BackendConfig):
     transformer_moe_cls_names: Any = None
     enable_msamp: Any = None
     msamp_opt_level: Any = None
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -155,7 +158,7 @@ class DeepSpeedConfig(BackendConfig):
         """Settles one value, in the field and in the document."""
         document = self.hf_ds_config.config
         written = find(document, key)
-        found, origin = getattr(self, name), f"deepspeed_plugin {name}"
+        found, origin = getattr(self, name), self.sources.get(name, f"deepspeed_plugin {name}")
         if _unset(found):
             found, origin = env.get(variable), f"environment {variable}"
         chosen = None if _unset(found) else _read(name, found, origin)
@@ -212,10 +215,9 @@ class DeepSpeedConfig(BackendConfig):
     def implied(self) -> Mapping[str, Implied]:
         """What these options say about the Accelerator's own settings: accumulation and precision."""
         found: dict[str, Implied] = {}
-        if self.gradient_accumulation_steps is not None:
-            found["gradient_accumulation_steps"] = Implied(
-                self.gradient_accumulation_steps, self.origins["gradient_accumulation_steps"]
-            )
+        origin = self.origins["gradient_accumulation_steps"]
+        if self.gradient_accumulation_steps is not None and not origin.startswith("environment"):
+            found["gradient_accumulation_steps"] = Implied(self.gradient_accumulation_steps, origin)
         document = self.deepspeed_config
         where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
         on = [

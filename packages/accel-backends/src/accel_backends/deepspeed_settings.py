@@ -110,6 +110,11 @@ def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:
     name = dtype_name(policy.compute) if policy.compute is not None else "no"
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
+    if name in ("bf16", "fp16") and find(config, f"{name}.enabled") is False:
+        raise ConfigError(
+            f"mixed_precision is {policy.name!r}, and the DeepSpeed config says {name}.enabled = false; make them "
+            f"agree, or let the config say {AUTO!r}"
+        )
     for section in ("bf16", "fp16"):
         fill(f"{section}.enabled", section == name, f"precision {policy.name}", absent=section == name)
     if name not in ("bf16", "fp16"):

@@ -15,6 +15,18 @@ _FSDP_FIELDS = {
     "fsdp_offload_params": "cpu_offload",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
 }
+_DEEPSPEED_FIELDS = {
+    "deepspeed_config_file": "hf_ds_config",
+    "zero_stage": "zero_stage",
+    "offload_optimizer_device": "offload_optimizer_device",
+    "offload_param_device": "offload_param_device",
+    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
+    "offload_param_nvme_path": "offload_param_nvme_path",
+    "gradient_clipping": "gradient_clipping",
+    "zero3_init_flag": "zero3_init_flag",
+    "zero3_save_16bit_model": "zero3_save_16bit_model",
+    "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
+}
 _DEGREES = "parallelism_config_"
 
 
@@ -24,6 +36,15 @@ def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
         return None
     given = (name for name in settings() if name.startswith("fsdp_") and config.is_given(name))
     return {_FSDP_FIELDS.get(name, name.removeprefix("fsdp_")): getattr(config, name) for name in given}
+
+
+def deepspeed_options(config: AccelConfig) -> dict[str, Any] | None:
+    """Options of DeepSpeed that somebody gave, and where, where it is on; None where it is off."""
+    if not config.use_deepspeed:
+        return None
+    given = {name: field for name, field in _DEEPSPEED_FIELDS.items() if config.is_given(name)}
+    options: dict[str, Any] = {field: getattr(config, name) for name, field in given.items()}
+    return {**options, "sources": {field: f"{config.origin(name)} ({name})" for name, field in given.items()}}
 
 
 def degrees_of(config: AccelConfig) -> ParallelismConfig | None:

@@ -1,7 +1,8 @@
 """What kind of object was given to ``prepare``."""
 
+from collections.abc import Sequence
 from functools import singledispatch
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -52,3 +53,9 @@ def _(item: PreparedOptimizer) -> Kind:
 @kind_of.register
 def _(item: PreparedScheduler) -> Kind:
     return "prepared"
+
+
+def batch_sizes(items: Sequence[Any], kinds: Sequence[str], share: float) -> tuple[int, ...]:
+    """Samples of a micro-batch of each loader among ``items`` that says, of whose batches a process gets ``share``."""
+    given = [getattr(item, "batch_size", None) for item, kind in zip(items, kinds, strict=True) if kind == "loader"]
+    return tuple(max(1, int(size * share)) for size in given if isinstance(size, int))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
-from accel.from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options
+from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
-from accel.strategy import asked_strategy, fitting
+from accel.planner.auto import Undecided, waiting
+from accel.strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_precision import PrecisionPolicy
@@ -19,7 +20,7 @@ from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_backends import Backend, FSDPConfig, TorchDynamoPlugin
+    from accel_backends import Backend, DeepSpeedConfig, FSDPConfig, TorchDynamoPlugin
 
 
 @final
@@ -37,6 +38,7 @@ class Parts:
     accumulation: GradientAccumulationPlugin
     loading: LoaderOptions
     project: ProjectConfiguration
+    undecided: Undecided | None = None
 
 
 def open_parts(
@@ -48,6 +50,7 @@ def open_parts(
     parallelism: ParallelismConfig | None,
     project: ProjectConfiguration | None,
     fsdp: "FSDPConfig | Mapping[str, Any] | None" = None,
+    deepspeed: "DeepSpeedConfig | Mapping[str, Any] | None" = None,
 ) -> Parts:
     """Resolves the configuration, opens the session and the backend; nothing is opened if a setting cannot work.
 
@@ -57,7 +60,17 @@ def open_parts(
     """
     sorted_handlers = sort_handlers(handlers)
     config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
-    accumulating = accumulation_of(call["gradient_accumulation_steps"], accumulation, config)
+    engine = asked_deepspeed(
+        call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend,
+        deepspeed_options(config) if deepspeed is None and fsdp is None and call["backend"] is None else deepspeed,
+        fsdp,
+    )
+    implied = engine.implied() if engine is not None else {}
+    config = agreed(config, implied)
+    steps = call["gradient_accumulation_steps"]
+    if steps is None and "gradient_accumulation_steps" in implied:
+        steps = implied["gradient_accumulation_steps"].value
+    accumulating = accumulation_of(steps, accumulation, config)
     process_group = sorted_handlers.process_group
     with ExitStack() as on_failure:
         session = on_failure.enter_context(
@@ -71,11 +84,13 @@ def open_parts(
             )
         )
         given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
+        auto = asked_auto(given, fsdp, deepspeed, parallelism)
+        given = given if auto is None else None
         if fsdp is None and call["backend"] is None:
             fsdp = fsdp_options(config)
         parallelism = parallelism or degrees_of(config)
         variables = {**os.environ, **config.variables()}
-        asked = asked_strategy(given, fsdp, parallelism, variables) or sorted_handlers.ddp
+        asked = engine or asked_strategy(given, fsdp, parallelism, variables) or sorted_handlers.ddp
         choice = select_backend(session.topology, session.device, asked)
         asked_policy = call["mixed_precision"]
         policy = PrecisionPolicy.parse(
@@ -83,22 +98,25 @@ def open_parts(
             device_type=session.device.type,
             fp8=sorted_handlers.fp8 or fp8_recipe(config, os.environ),  # type: ignore[arg-type]
         )
+
         backend_type = load_backend(choice.name)
-        backend = backend_type(
-            session,
-            policy,
-            options_of(asked, sorted_handlers.ddp, backend_type, alone=session.world_size == 1),
-            autocast=sorted_handlers.autocast,
-            scaler=sorted_handlers.scaler,
-        )
+
+        def open_backend(name: str, options: BackendConfig | None) -> "Backend":
+            return load_backend(name)(
+                session, policy, options, autocast=sorted_handlers.autocast, scaler=sorted_handlers.scaler
+            )
+
+        alone = session.world_size == 1
+        backend = open_backend(choice.name, options_of(asked, sorted_handlers.ddp, backend_type, alone=alone))
         parts = Parts(
             config=config,
             handlers=sorted_handlers,
             session=session,
             policy=policy,
             parallelism=fitting(parallelism, session.topology, backend),
-            choice=choice,
+            choice=choice if auto is None else waiting(choice),
             backend=backend,
+            undecided=None if auto is None else Undecided(auto, open_backend, sorted_handlers.ddp),
             accumulation=accumulating,
             loading=loading_of(*loading, num_nodes=session.topology.num_nodes),
             project=project_of(project, config.project_dir),

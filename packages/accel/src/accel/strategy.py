@@ -1,15 +1,17 @@
-"""Which strategy the arguments of an Accelerator ask for together, and whether their degrees fit it."""
+"""Which strategy the arguments of an Accelerator ask for together, and whether the rest fits it."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_backends.config import BackendConfig
+from accel.config import AccelConfig, Origin
+from accel.planner.auto import AutoStrategy, as_auto
+from accel_backends.config import BackendConfig, Implied
 from accel_state import ParallelismConfig, Topology
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_backends import Backend, FSDPConfig
+    from accel_backends import Backend, DeepSpeedConfig, FSDPConfig
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 _SHARDS = ("fsdp", "fsdp1")
@@ -48,6 +50,64 @@ def asked_strategy(
     else:
         config = cast(FSDPConfig, load_backend(strategy if isinstance(strategy, str) else "fsdp").options({}))
     return _with_degrees(config, degrees)
+
+
+def asked_deepspeed(
+    strategy: "BackendConfig | str | None", plugin: "DeepSpeedConfig | Mapping[str, Any] | None", others: object
+) -> "DeepSpeedConfig | None":
+    """DeepSpeed's options, where ``strategy`` or ``deepspeed_plugin`` asks for it; ``others`` is another plugin.
+
+    Raises:
+        ConfigError: something else is asked for beside it.
+    """
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "backend", None)
+    if plugin is None and name != "deepspeed":
+        return None
+    from accel_backends import DeepSpeedConfig
+
+    if others is not None:
+        raise ConfigError("deepspeed_plugin and fsdp_plugin were both given; leave one of them out")
+    if plugin is None:
+        return strategy if isinstance(strategy, DeepSpeedConfig) else DeepSpeedConfig()
+    if strategy is not None and (name != "deepspeed" or isinstance(strategy, DeepSpeedConfig)):
+        raise ConfigError(
+            f"strategy={name!r} and deepspeed_plugin, whose strategy is 'deepspeed', were both given; leave one of "
+            "them out"
+        )
+    return DeepSpeedConfig.build(plugin)
+
+
+def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
+    """The configuration with what a backend's options say about it, where nobody else says anything.
+
+    Raises:
+        ConfigError: somebody says something else; both are named.
+    """
+    for name, said in implied.items():
+        own = getattr(config, name)
+        if config.is_given(name) and own != said.value:
+            raise ConfigError(
+                f"{name} is {own!r} ({config.origin(name)}), and {said.origin} says {said.value!r}; make them agree"
+            )
+    missing = {name: said for name, said in implied.items() if not config.is_given(name)}
+    origins = {**config.origins, **{name: Origin("call", said.origin) for name, said in missing.items()}}
+    return dataclasses.replace(config, origins=origins, **{name: said.value for name, said in missing.items()})
+
+
+def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
+    """The options of ``strategy="auto"``, if that is asked for.
+
+    Raises:
+        ConfigError: something that the planner is to choose was given beside it.
+    """
+    auto = as_auto(strategy)
+    given = [type(other).__name__ for other in others if other is not None]
+    if auto is not None and given:
+        raise ConfigError(
+            f"strategy 'auto' chooses how a model is spread over processes, and {given[0]} says it already; leave one "
+            "of them out"
+        )
+    return auto
 
 
 def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:

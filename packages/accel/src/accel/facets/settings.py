@@ -11,7 +11,7 @@ from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
-    from accel_backends import Backend
+    from accel_backends import Backend, DeepSpeedPlugin
     from accel_data import LoaderOptions
     from accel_precision import PrecisionPolicy
     from accel_state import DistributedType, ParallelismConfig
@@ -64,6 +64,14 @@ class SettingsFacet(ABC):
     def scaler(self) -> Any:
         """The loss scaler, or None where the precision needs none."""
         return self.backend.scaler
+
+    @property
+    def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
+        """DeepSpeed's options, where it trains."""
+        from accel_backends import DeepSpeedPlugin
+
+        config = self.backend.config
+        return config if isinstance(config, DeepSpeedPlugin) else None
 
     @property
     def sync_gradients(self) -> bool:
