@@ -1,0 +1,60 @@
+"""An Accelerator that is told ``strategy="auto"``: its backend is chosen when it first sees a model."""
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel.planner.auto import Undecided
+    from accel_backends import Backend, Choice
+    from accel_precision import PrecisionPolicy
+    from accel_state import DataShard, ParallelismConfig
+
+
+class ChoosingFacet(ABC):
+    """Puts the chosen backend in the place of the one that a run without a model gets."""
+
+    session: Session
+    policy: "PrecisionPolicy"
+    backend: "Backend"
+    choice: "Choice"
+    parallelism_config: "ParallelismConfig"
+    data_shard: "DataShard"
+    _models: "list[nn.Module]"
+    _undecided: "Undecided | None"
+
+    def _decide(self, items: Sequence[Any], kinds: Sequence[str], *, split_batches: bool) -> None:
+        """Chooses by the model, the optimizer and the loader among ``items``; collective."""
+        from accel.planner.auto import checkpoint_blocks, decide, first_batch
+        from accel.strategy import fitting
+        from accel_backends import Choice
+
+        undecided = self._undecided
+        models = [item for item, kind in zip(items, kinds, strict=True) if kind == "model"]
+        if undecided is None or not any(p.requires_grad for model in models for p in model.parameters()):
+            return
+        loader = next((item for item, kind in zip(items, kinds, strict=True) if kind == "loader"), None)
+        wanted = undecided.strategy.sample is None and undecided.strategy.seq_length is None
+        share = self.data_shard.count if split_batches else 1
+        chosen = decide(
+            undecided.strategy,
+            self.session,
+            self.policy,
+            models=models,
+            optimizers=[item for item, kind in zip(items, kinds, strict=True) if kind == "optimizer"],
+            batch=first_batch(loader, share) if wanted and self.session.is_main_process else None,
+        )
+        candidate = chosen.candidate
+        if not self._models:
+            self.backend.close()
+        self.backend = undecided.open(candidate)
+        self.choice = Choice(candidate.backend, chosen.reasons)
+        self.parallelism_config = fitting(None, self.session.topology, self.backend)
+        if candidate.checkpointing and candidate.kind != "sharded":
+            for model in models:
+                checkpoint_blocks(model)
+        self._undecided = None

@@ -1,0 +1,68 @@
+"""Predicts memory, traffic and order of speed of every way to train a model, and chooses one.
+
+    from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel.planner.auto import AutoStrategy as AutoStrategy
+    from accel.planner.candidates import Candidate as Candidate
+    from accel.planner.candidates import candidates as candidates
+    from accel.planner.choosing import Decision as Decision
+    from accel.planner.choosing import choose as choose
+    from accel.planner.choosing import ranked as ranked
+    from accel.planner.errors import PlanError as PlanError
+    from accel.planner.hardware import Hardware as Hardware
+    from accel.planner.hardware import parse_size as parse_size
+    from accel.planner.measuring import Measured as Measured
+    from accel.planner.measuring import Run as Run
+    from accel.planner.measuring import measure as measure
+    from accel.planner.memory import MemoryPlan as MemoryPlan
+    from accel.planner.memory import Parts as Parts
+    from accel.planner.memory import plan_all as plan_all
+    from accel.planner.memory import plan_memory as plan_memory
+    from accel.planner.optimizers import OptimizerFacts as OptimizerFacts
+    from accel.planner.optimizers import optimizer_facts as optimizer_facts
+    from accel.planner.profile import ModelProfile as ModelProfile
+    from accel.planner.profiling import profile_model as profile_model
+    from accel.planner.samples import Batch as Batch
+    from accel.planner.traffic import Traffic as Traffic
+
+_HOMES = {
+    "AutoStrategy": "auto",
+    "Batch": "samples",
+    "Candidate": "candidates",
+    "Decision": "choosing",
+    "Hardware": "hardware",
+    "Measured": "measuring",
+    "MemoryPlan": "memory",
+    "ModelProfile": "profile",
+    "OptimizerFacts": "optimizers",
+    "Parts": "memory",
+    "PlanError": "errors",
+    "Run": "measuring",
+    "Traffic": "traffic",
+    "candidates": "candidates",
+    "choose": "choosing",
+    "measure": "measuring",
+    "optimizer_facts": "optimizers",
+    "parse_size": "hardware",
+    "plan_all": "memory",
+    "plan_memory": "memory",
+    "profile_model": "profiling",
+    "ranked": "choosing",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accel.planner' has no attribute {name!r}")
+    return getattr(import_module(f"accel.planner.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,97 @@
+"""Watches which memory tensors take and give back, op by op; works on real, fake and meta tensors."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@final
+class StorageWatch(TorchDispatchMode):
+    """Within it, every storage that an operation makes is noted when it comes and when it goes.
+
+    Storages are counted once, however many tensors view them; those of tensors given beforehand are not counted.
+
+    Attributes:
+        events: in order, (key, bytes) where one came, (key, -bytes) where it went, and (what, operations so far) for
+            whatever ``note`` was given.
+        live: bytes that are held now.
+        peak: most that were held at once.
+        flops: floating-point operations of what torch has a formula for.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = (), *, count_flops: bool = False) -> None:
+        super().__init__()
+        self.events: list[tuple[Any, int]] = []
+        self.live = 0
+        self.peak = 0
+        self.flops = 0
+        self._known = [tensor.untyped_storage() for tensor in known]  # held, so that no key is used again
+        self._keys = {storage._cdata: -1 for storage in self._known}
+        self._refs: dict[int, Any] = {}
+        self._made = 0
+        self._formulas: Any = None
+        if count_flops:
+            from torch.utils.flop_counter import flop_registry
+
+            self._formulas = flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, then looks at what came out."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+            elif isinstance(value, list | tuple):
+                for item in value:
+                    if isinstance(item, torch.Tensor):
+                        self._see(item)
+        if self._formulas is not None:
+            self._count(func, args, kwargs, result)
+        return result
+
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage in the order of making; -1 for one that was given or never seen."""
+        return self._keys.get(tensor.untyped_storage()._cdata, -1)
+
+    def note(self, what: object) -> None:
+        """Puts something among the events."""
+        self.events.append((what, self.flops))
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._keys:
+            return
+        self._made += 1
+        key, size = self._made, storage.nbytes()
+        self._keys[address] = key
+        self._refs[key] = weakref.ref(storage, lambda _: self._gone(key, address, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.events.append((key, size))
+
+    def _gone(self, key: int, address: int, size: int) -> None:
+        self._keys.pop(address, None)
+        self._refs.pop(key, None)
+        self.live -= size
+        self.events.append((key, -size))
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in self._formulas:
+            self.flops += int(self._formulas[packet](*args, **kwargs, out_val=result))
+        elif "_scaled_dot_product_flash_attention_for_cpu" in str(packet):
+            self.flops += _attention_flops(args, backward="backward" in str(packet))
+
+
+def _attention_flops(args: Any, *, backward: bool) -> int:
+    """Two products of (length x keys x size) in forward, five in backward, each two operations a number."""
+    query, key, value = args[1:4] if backward else args[:3]
+    batch, heads, length, size = query.shape
+    keys, out = key.shape[-2], value.shape[-1]
+    scores, mixes = 2 * batch * heads * length * keys * size, 2 * batch * heads * length * keys * out
+    return int(3 * scores + 2 * mixes if backward else scores + mixes)
