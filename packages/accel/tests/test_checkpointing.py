@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 from pathlib import Path
 
@@ -542,3 +543,53 @@ def test_a_load_that_fails_on_one_rank_leaves_all_as_they_were(tmp_path: Path, r
     with pytest.raises((ValueError, CollectiveError), match="not this one"):
         loading.load_state(tmp_path / "a")
     assert_untouched(before, everything(loading))
+
+
+# Places
+
+
+def test_checkpoints_of_a_project_may_lie_behind_a_url() -> None:
+    config = ProjectConfiguration("memory://accelerated", automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        saved = accelerator.save_state()
+    assert str(saved) == "memory://accelerated/checkpoints/checkpoint_1"
+    with torch.no_grad():
+        model.weight.zero_()
+    assert accelerator.load_state() == saved
+    assert model.weight.unique().tolist() == [2.0]
+    assert accelerator.load_state(str(saved)) == saved
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        accelerator.load_state("memory://accelerated/checkpoints/checkpoint_0")
+
+
+def test_a_series_that_is_there_is_continued_and_never_overwritten(tmp_path: Path) -> None:
+    for _ in range(2):  # the second is a run that did not load what the first has left
+        accelerator = Accelerator(cpu=True, project_config=project(tmp_path, None))
+        accelerator.prepare(nn.Linear(2, 2))
+        accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_leftovers_of_killed_saves_are_swept_by_the_next(tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints" / ".checkpoint_3.0123456789abcdef.staging"
+    leftover.mkdir(parents=True)
+    os.utime(leftover, (1e9, 1e9))
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path, None))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    assert not leftover.exists()
+
+
+def test_a_checkpoint_says_how_its_run_was_set_up(tmp_path: Path) -> None:
+    from accel_ckpt import open_checkpoint
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator.save_state(tmp_path / "a")
+    metadata = open_checkpoint(tmp_path / "a").metadata
+    assert metadata["config"]["values"]["gradient_accumulation_steps"] == 3
+    assert metadata["topology"]["world_size"] == 1
+    assert metadata["strategy"] == "single"

@@ -172,7 +172,7 @@ class AsyncSaver:
         try:
             attempt.finish(self._peers, lambda: iter(staged), threads=0)
             if series is not None and self._peers.rank == 0:
-                series.prune_alone()
+                series.alone().prune()
         except BaseException as caught:
             error = caught
             _LOG.warning("saving %s in the background failed: %s", attempt.target, caught)

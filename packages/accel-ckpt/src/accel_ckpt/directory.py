@@ -27,7 +27,8 @@ class CheckpointDirectory:
     """``checkpoint_0``, ``checkpoint_1``, ... in ``path``; ``retention`` decides which stay when a new one is there.
 
     Methods that act (``save``, ``latest``, ``prune``, ``sweep``, ``next_path``) are for all ranks of ``group``; rank 0
-    decides, so that ranks whose view of the file system lags behind do not disagree.
+    decides, so that ranks whose view of the file system lags behind do not disagree. With ``alone`` this process acts
+    by itself, though it is one of several.
     """
 
     def __init__(
@@ -36,19 +37,27 @@ class CheckpointDirectory:
         *,
         retention: Retention | None = None,
         group: "ProcessGroup | None" = None,
+        alone: bool = False,
     ) -> None:
         self.path = locate(path)
         self._storage = storage_of(self.path)
         self.retention = keep_all() if retention is None else retention
         self.group = group
+        self._alone = alone
+        self._peers = Peers(None) if alone else Peers.of(group)
 
     def entries(self) -> list[SavedCheckpoint]:
         """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
         return [SavedCheckpoint(number, path, _metadata(path)) for number, path in self._committed()]
 
-    def next_path(self) -> Location:
-        """Where the next checkpoint goes: one number above all that are taken."""
-        return Peers.of(self.group).first(f"numbering in {self.path}", self._next)
+    def alone(self) -> "CheckpointDirectory":
+        """The same series for this process by itself."""
+        return CheckpointDirectory(self.path, retention=self.retention, group=self.group, alone=True)
+
+    def next_path(self, *, at_least: int = 0) -> Location:
+        """Where the next checkpoint goes: one number above all that are taken, or ``at_least``."""
+        number = self._peers.first(f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()]) + 1)
+        return self.path / f"checkpoint_{number}"
 
     def save(
         self,
@@ -64,7 +73,15 @@ class CheckpointDirectory:
         """
         from accel_ckpt.saving import save
 
-        saved = save(self.next_path(), state, local=local, metadata=metadata, group=self.group, overwrite=False)
+        saved = save(
+            self.next_path(),
+            state,
+            local=local,
+            metadata=metadata,
+            group=self.group,
+            overwrite=False,
+            alone=self._alone,
+        )
         self.prune()
         return saved
 
@@ -73,7 +90,7 @@ class CheckpointDirectory:
 
         Damaged ones are passed over with a warning that says what is wrong with them.
         """
-        peers = Peers.of(self.group)
+        peers = self._peers
         for _, path in reversed(peers.first(f"looking into {self.path}", self._committed)):
             try:
                 return open_checkpoint(path, group=peers.group)
@@ -95,10 +112,9 @@ class CheckpointDirectory:
 
     def prune(self, *, thorough: bool = False) -> list[Location]:
         """Removes the ``surplus``."""
-        return Peers.of(self.group).first(f"pruning {self.path}", lambda: self.prune_alone(thorough=thorough))
+        return self._peers.first(f"pruning {self.path}", lambda: self._prune(thorough))
 
-    def prune_alone(self, *, thorough: bool = False) -> list[Location]:
-        """What ``prune`` does, without asking the other ranks; for one rank only."""
+    def _prune(self, thorough: bool) -> list[Location]:
         going = [entry.path for entry in self.surplus(thorough=thorough)]
         for path in going:
             self._storage.discard(path)
@@ -111,7 +127,7 @@ class CheckpointDirectory:
         unless given.
         """
         sweep = partial(self._storage.sweep, self.path, grace=grace)
-        return Peers.of(self.group).first(f"sweeping {self.path}", sweep)
+        return self._peers.first(f"sweeping {self.path}", sweep)
 
     def _numbers(self) -> list[int]:
         """Those that are taken, by committed checkpoints or not, in order."""
@@ -128,9 +144,6 @@ class CheckpointDirectory:
             return MANIFEST in self._storage.listing(place)
         except FileNotFoundError:  # another run has removed it
             return False
-
-    def _next(self) -> Location:
-        return self.path / f"checkpoint_{max(self._numbers(), default=-1) + 1}"
 
 
 def _is_whole(place: Location, thorough: bool) -> bool:

@@ -36,18 +36,20 @@ def save(
     group: "ProcessGroup | None" = None,
     overwrite: bool = True,
     digest: Digest = "crc32",
+    alone: bool = False,
 ) -> Checkpoint:
     """Saves named state trees under ``path``, which holds either all of them or what it held before.
 
     To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
     what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
-    by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts.
-    ``digest`` finds damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
+    by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts, and so
+    does its ``path``. With ``alone`` this process writes everything by itself, though it is one of several. ``digest``
+    finds damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
 
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
-    peers = Peers.of(group)
+    peers = Peers(None) if alone else Peers.of(group)
     attempt = Attempt.begin(peers, locate(path), state, local=local, metadata=metadata, overwrite=overwrite)
     attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
@@ -89,23 +91,24 @@ class Attempt:
         staging: Staged | None = None
         drafts: list[Draft] = []
 
-        def prepare() -> tuple[str, str]:
+        def prepare() -> tuple[str, str, str]:
             nonlocal staging
             draft = make_draft(state, local, metadata, peers)
             drafts.append(draft)
             if peers.rank == 0:
                 staging = storage.stage(target, overwrite=overwrite)
-            return draft.structure().digest(), str(staging.folder) if staging is not None else ""
+            return draft.structure().digest(), str(staging.folder) if staging is not None else "", str(target)
 
         try:
             told = peers.together(f"saving {target}", prepare)
             draft = drafts[0]
-            part = _plan(peers, target, draft, same=len({digest for digest, _ in told}) == 1)
+            part = _plan(peers, target, draft, same=len({digest for digest, *_ in told}) == 1)
         except BaseException:
             if staging is not None:
                 staging.drop()
             raise
-        return cls(target, storage, locate(told[0][1]), part, draft.metadata, staging)
+        _, folder, place = told[0]
+        return cls(locate(place), storage, locate(folder), part, draft.metadata, staging)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _PREFIX = "accel/attendance"
 _LOOK_EVERY = 0.005
+GRACE = 5.0
+"""Seconds for which the main rank waits for the others where it could do without them, once."""
+SHARDED_GRACE = 60.0
+"""Seconds for which it waits where it could not, before it says who is missing."""
 
 
 @final

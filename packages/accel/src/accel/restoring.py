@@ -1,14 +1,25 @@
 """Puts the parts of a checkpoint back: all of them on all ranks, or none and an error that says which does not fit."""
 
 import copy
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from accel import open_window
+from accel.clock import StepClock
 from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
 
 if TYPE_CHECKING:
+    from accel_backends import Backend
     from accel_ckpt import Checkpoint
     from accel_state.session import Session
+
+_LOG = logging.getLogger(__name__)
+RNG, SEED_KEY = "rng", "seed"
 
 
 def restore(checkpoint: "Checkpoint", parts: TrainState, session: "Session", *, ignored: Collection[str]) -> None:
@@ -39,6 +50,42 @@ def restore(checkpoint: "Checkpoint", parts: TrainState, session: "Session", *, 
     for name, part in large.items():
         place = part.placement() if isinstance(part, OptimizerState) else None
         part.load_state_dict(checkpoint.read(name, like=likes.pop(name), strict=False, place=place))
+
+
+def restore_local(
+    checkpoint: "Checkpoint",
+    session: "Session",
+    backend: "Backend",
+    models: Sequence[nn.Module],
+    clock: StepClock,
+) -> None:
+    """Random state of this rank, or one derived from the run's; gradients of a window that was open."""
+    from accel_state import rng
+
+    rank = session.rank
+    own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
+    if own is not None:
+        if "numpy" in own and find_spec("numpy") is not None:
+            import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
+        left = rng.set_rng_state(own, strict=False)
+        if left:
+            _LOG.warning(
+                "%s: the random state of %s is not restored: the saving process had another kind of device or did "
+                "not use it",
+                checkpoint.path,
+                ", ".join(left),
+            )
+    else:
+        rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
+    if clock.open:
+        open_window.restore(
+            backend,
+            models,
+            lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
+            saved_ranks=checkpoint.world_size,
+            rank=rank,
+            world_size=session.world_size,
+        )
 
 
 def _load_small(checkpoint: "Checkpoint", parts: dict[str, Stateful], session: "Session") -> None:

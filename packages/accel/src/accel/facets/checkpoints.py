@@ -1,26 +1,28 @@
 """An Accelerator's side towards checkpoints: what is saved under which name, where, and how it comes back."""
 
+import json
 import logging
 import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel import open_window
+from accel import attendance, open_window
+from accel.attendance import Attendance
 from accel.clock import StepClock
+from accel.config.model import AccelConfig
 from accel.handlers import ProjectConfiguration
+from accel.meters.phases import observed
 from accel.optimizer import PreparedOptimizer
-from accel.restoring import restore
+from accel.restoring import RNG, SEED_KEY, restore, restore_local
 from accel.scheduler import PreparedScheduler
 from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
+from accel_ckpt.storage import Location, locate
 from accel_state.errors import CheckpointError, ConfigError
 from accel_state.session import Session
 
@@ -32,8 +34,10 @@ _LOG = logging.getLogger(__name__)
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], object]
 LoadHook = Callable[[list[nn.Module], str], object]
-MODEL, RNG, FOLDER, LATEST = "model", "rng", "checkpoints", "latest"
-SEED_KEY, VERSION_KEY, USER_KEY, COMPANIONS_KEY = "seed", "accel", "user", "companions"
+MODEL, FOLDER, LATEST = "model", "checkpoints", "latest"
+VERSION_KEY, USER_KEY, COMPANIONS_KEY = "accel", "user", "companions"
+CONFIG_KEY, TOPOLOGY_KEY, STRATEGY_KEY = "config", "topology", "strategy"
+_TOPOLOGY = ("world_size", "local_world_size", "num_nodes", "launcher")
 
 
 class CheckpointFacet(ABC):
@@ -42,6 +46,7 @@ class CheckpointFacet(ABC):
     session: Session
     clock: StepClock
     backend: "Backend"
+    config: AccelConfig
     project_configuration: ProjectConfiguration
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
@@ -52,6 +57,9 @@ class CheckpointFacet(ABC):
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
     _saver: "AsyncSaver | None" = None
+    _attendance: Attendance | None = None
+    _warned_of_absence: bool = False
+    _swept: bool = False
     last_save: "SaveHandle | None" = None
     """The last asynchronous save: whether it is done, how long it held up the loop."""
 
@@ -76,18 +84,23 @@ class CheckpointFacet(ABC):
         self._load_hooks[handle.id] = hook
         return handle
 
+    @observed("saved")
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
-    ) -> Path:
+    ) -> Location:
         """Saves everything that must resume, and returns the folder, which exists only once it is complete.
 
         Models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered objects
         and the random state of every rank; ``metadata`` is the caller's own JSON. To be called on all processes. With
-        automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit.
+        automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit. Places
+        are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``).
+
+        Where every process holds all of the state, the main one alone may call too: it waits for the others the first
+        time, says that it saves without them, and their random state is not saved.
 
         With ``asynchronous`` the call returns once the values are copied, and they are written while training goes
         on: one save at a time, a failure is raised by the next call, and leaving waits (``last_save`` tells more).
@@ -98,26 +111,91 @@ class CheckpointFacet(ABC):
             ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given.
         """
         import accel_ckpt
-        from accel_state import rng
 
         self._wait_for_save()
-        if self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1:
-            raise ConfigError(
-                "save_on_each_node goes for save() and not for save_state: a checkpoint is one folder that all nodes "
-                "share; give one on a shared file system"
-            )
-        series = self._series()
-        if series is not None:
-            target = series.path / f"checkpoint_{self.project_configuration.iteration}"
-        elif output_dir is not None:
-            target = Path(output_dir).expanduser()
+        self._check_place(output_dir)
+        missing = self._missing()
+        alone = bool(missing)
+        if alone and not self.session.is_main_process:
+            series = self._series()
+            return series.path if series is not None else locate(output_dir or "")
+        series, target = self._place(output_dir, alone=alone)
+        self.backend.update_scaler(hold=self.clock.open)
+        if not alone:
+            self.backend.settle_buffers(self._models)
+        state, local = self._collect(target)
+        described = self._described(metadata)
+        if asynchronous and not alone:
+            if self._saver is None:
+                self._saver = accel_ckpt.AsyncSaver(group=self.session.group)
+            self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
+            target = self.last_save.path
         else:
+            group = self.session.group
+            target = accel_ckpt.save(target, state, local=local, metadata=described, group=group, alone=alone).path
+            if series is not None:
+                series.prune()
+        self._continue_numbering(target)
+        return target
+
+    def _missing(self) -> tuple[int, ...]:
+        """The ranks that did not come to this save, if those that did can do without them.
+
+        Raises:
+            CheckpointError: they cannot.
+        """
+        if self._attendance is None:
+            self._attendance = Attendance.of(self.session)
+            if self._attendance is None:
+                return ()
+        sharded = self.backend.capabilities.sharded
+        missing = self._attendance.missing(grace=attendance.SHARDED_GRACE if sharded else attendance.GRACE)
+        if not missing:
+            return ()
+        absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        if sharded or self.clock.open:
+            reason = f"each rank holds a part only ({self.backend.name})" if sharded else "a window is open"
+            raise CheckpointError(
+                f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
+                "processes, not under `if accelerator.is_main_process:`"
+            )
+        if not self._warned_of_absence:
+            self._warned_of_absence = True
+            _LOG.warning(
+                "%s did not come to save_state, so rank 0 saves alone: the random state of the others is not in the "
+                "checkpoint, and nothing is written in the background. Call it on all processes, not under "
+                "`if accelerator.is_main_process:`",
+                absent,
+            )
+        return missing
+
+    def _check_place(self, output_dir: str | os.PathLike[str] | None) -> None:
+        if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError(
                 "save_state needs a folder: give output_dir, or "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        self.backend.update_scaler(hold=self.clock.open)
-        self.backend.settle_buffers(self._models)
+
+    def _place(
+        self, output_dir: str | os.PathLike[str] | None, *, alone: bool
+    ) -> "tuple[CheckpointDirectory | None, Location]":
+        """Where to save: the next free number of the series, if there is one, else what was given."""
+        series = self._series()
+        if series is None:
+            assert output_dir is not None
+            return None, locate(output_dir)
+        if alone:
+            series = series.alone()
+        if not self._swept:
+            self._swept = True
+            for leftover in series.sweep():
+                _LOG.info("removed what a killed save had left: %s", leftover)
+        return series, series.next_path(at_least=self.project_configuration.iteration)
+
+    def _collect(self, target: Location) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the ranks have in common, and this one's own."""
+        from accel_state import rng
+
         parts = self._train_state()
         state = parts.collect()
         self._run_save_hooks(state, target)
@@ -126,29 +204,26 @@ class CheckpointFacet(ABC):
         local.update({name: own for name, own in positions.items() if own is not None})
         if self.clock.open:
             local[open_window.GRADIENTS] = open_window.collect(self.backend, self._models)
-        described = {
+        return state, local
+
+    def _described(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint says of the run that saved it."""
+        return {
             VERSION_KEY: _version(),
             SEED_KEY: _seed(),
             USER_KEY: dict(metadata or {}),
+            CONFIG_KEY: json.loads(self.config.to_document()),
+            TOPOLOGY_KEY: {name: getattr(self.session.topology, name) for name in _TOPOLOGY},
+            STRATEGY_KEY: self.backend.name,
             COMPANIONS_KEY: {name: one.save() for name, one in self._companions.items()},
         }
-        if asynchronous:
-            if self._saver is None:
-                self._saver = accel_ckpt.AsyncSaver(group=self.session.group)
-            self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
-        else:
-            accel_ckpt.save(target, state, local=local, metadata=described, group=self.session.group)
-            if series is not None:
-                series.prune()
-        if series is not None:
-            self.project_configuration.iteration += 1
-        return target
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
             self._saver.wait()
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Path:
+    @observed("loaded")
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Location:
         """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
 
         ``input_dir`` None or ``"latest"`` takes the newest intact checkpoint of the project's automatic ones. Ranks
@@ -163,7 +238,7 @@ class CheckpointFacet(ABC):
         with self._find(input_dir) as checkpoint:
             self._restore(checkpoint, strict=strict)
         self._continue_numbering(checkpoint.path)
-        return Path(checkpoint.path)
+        return checkpoint.path
 
     def _restore(self, checkpoint: "Checkpoint", *, strict: bool) -> None:
         """Loads every part, or none."""
@@ -174,7 +249,7 @@ class CheckpointFacet(ABC):
         parts = self._train_state(strict=strict)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
         restore(checkpoint, parts, self.session, ignored=ignored)
-        self._restore_local(checkpoint)
+        restore_local(checkpoint, self.session, self.backend, self._models, self.clock)
         noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
         for name, companion in self._companions.items():
             companion.load(noted.get(name))
@@ -189,7 +264,7 @@ class CheckpointFacet(ABC):
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
 
-    def _run_save_hooks(self, state: dict[str, Any], target: Path) -> None:
+    def _run_save_hooks(self, state: dict[str, Any], target: Location) -> None:
         """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
         if not self._save_hooks:
             return
@@ -202,35 +277,6 @@ class CheckpointFacet(ABC):
             if not any(one is other for other in kept):
                 del state[name]
 
-    def _restore_local(self, checkpoint: "Checkpoint") -> None:
-        """Random state of this rank, or one derived from the run's; gradients of a window that was open."""
-        from accel_state import rng
-
-        rank = self.session.rank
-        own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
-        if own is not None:
-            if "numpy" in own and find_spec("numpy") is not None:
-                import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
-            left = rng.set_rng_state(own, strict=False)
-            if left:
-                _LOG.warning(
-                    "%s: the random state of %s is not restored: the saving process had another kind of device or did "
-                    "not use it",
-                    checkpoint.path,
-                    ", ".join(left),
-                )
-        else:
-            rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
-        if self.clock.open:
-            open_window.restore(
-                self.backend,
-                self._models,
-                lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
-                saved_ranks=checkpoint.world_size,
-                rank=rank,
-                world_size=self.session.world_size,
-            )
-
     def _series(self) -> "CheckpointDirectory | None":
         """The project's automatic checkpoints, when it has them."""
         project = self.project_configuration
@@ -241,14 +287,14 @@ class CheckpointFacet(ABC):
         from accel_ckpt import CheckpointDirectory, keep_all, keep_last
 
         retention = keep_all() if project.total_limit is None else keep_last(project.total_limit)
-        return CheckpointDirectory(Path(project.project_dir) / FOLDER, retention=retention, group=self.session.group)
+        return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.session.group)
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> "Checkpoint":
         """Opens the checkpoint that ``input_dir`` names, or the newest intact one."""
         from accel_ckpt import open_checkpoint
 
         if input_dir is not None and os.fspath(input_dir) != LATEST:
-            return open_checkpoint(Path(input_dir).expanduser(), group=self.session.group)
+            return open_checkpoint(locate(input_dir), group=self.session.group)
         series = self._series()
         if series is None:
             raise ConfigError(
@@ -259,9 +305,9 @@ class CheckpointFacet(ABC):
             raise CheckpointError(f"there is no intact checkpoint in {series.path}")
         return latest
 
-    def _continue_numbering(self, path: Path) -> None:
-        """The next automatic checkpoint follows the one that was loaded."""
-        prefix, _, number = Path(path).name.rpartition("_")
+    def _continue_numbering(self, path: Location) -> None:
+        """The next automatic checkpoint follows the one that was saved or loaded."""
+        prefix, _, number = path.name.rpartition("_")
         if self.project_configuration.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
             self.project_configuration.iteration = int(number) + 1
 

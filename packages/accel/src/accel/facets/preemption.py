@@ -6,7 +6,6 @@ import sys
 import weakref
 from abc import ABC
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.handlers import ProjectConfiguration
@@ -16,6 +15,8 @@ from accel_state.session import Session
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+    from accel_ckpt.storage import Location
 
 _STORE = "accel/preemption"
 
@@ -65,7 +66,7 @@ class PreemptionFacet(ABC):
             )
         self._listen(notice, _Farewell(self, action, requeue=requeue), replace=True)
 
-    def resume(self) -> Path | None:
+    def resume(self) -> "Location | None":
         """Loads the newest intact checkpoint of the project, if it has any, and returns its folder.
 
         For a script that is started the same way the first time and every time after. To be called on all processes.
@@ -122,8 +123,8 @@ class PreemptionFacet(ABC):
 
     if TYPE_CHECKING:  # of the facet of checkpoints
 
-        def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Path: ...
-        def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> Path: ...
+        def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> "Location": ...
+        def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> "Location": ...
         def _series(self) -> Any: ...
 
 

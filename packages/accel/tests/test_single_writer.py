@@ -1,0 +1,157 @@
+"""``if accelerator.is_main_process: accelerator.save_state(...)`` saves where that is possible, and never hangs."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator, ProjectConfiguration, attendance
+from accel.attendance import Attendance
+from accel_ckpt import open_checkpoint
+from accel_state.errors import CheckpointError
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What is said aloud meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("accel").removeHandler(handler)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graces that a test can wait for."""
+    monkeypatch.setattr(attendance, "GRACE", 0.3)
+    monkeypatch.setattr(attendance, "SHARDED_GRACE", 0.3)
+
+
+def trained(folder: Path | None = None, **options: object) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    project = None if folder is None else ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project, **options)  # type: ignore[arg-type]
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 64)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator, model, optimizer
+
+
+@pytest.mark.ranks(2)
+def test_the_main_process_alone_saves_everything_it_holds(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
+    accelerator, model, _ = trained(tmp_path)
+    with warnings() as said:
+        for number in range(3):
+            if accelerator.is_main_process:
+                accelerator.save_state(metadata={"number": number})
+                monkeypatch.setattr(attendance, "GRACE", 1e6)  # the others are waited for once
+    assert sum("rank 1 did not come" in one for one in said) == (rank == 0)
+    accelerator.wait_for_everyone()
+    weight = model.module.weight.detach().clone()
+    with torch.no_grad():
+        model.module.weight.zero_()
+    assert accelerator.load_state().name == "checkpoint_2"
+    assert torch.equal(model.module.weight, weight)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+
+
+@pytest.mark.ranks(2)
+def test_all_processes_together_are_not_held_up(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+    accelerator, _, _ = trained()
+    accelerator.save_state(tmp_path / "a")
+    assert open_checkpoint(tmp_path / "a").world_size == 2
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.ranks(2)
+def test_a_process_that_comes_late_is_waited_for_from_then_on(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
+    accelerator, _, _ = trained()
+    if rank == 0:
+        accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    if rank == 1:
+        accelerator.save_state(tmp_path / "a")  # 300 ms and more too late: it is over, and nothing waits
+    accelerator.wait_for_everyone()
+    accelerator.save_state(tmp_path / "b")
+    accelerator.wait_for_everyone()
+    assert open_checkpoint(tmp_path / "a").world_size == 1
+    assert open_checkpoint(tmp_path / "b").world_size == 2
+
+
+@pytest.mark.ranks(2)
+def test_sharded_state_needs_everybody_and_says_who_is_missing(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
+    accelerator, _, _ = trained(strategy="fsdp")
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"rank 1 did not come to save_state.*holds a part only \(fsdp\)"):
+            accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    assert not (tmp_path / "a").exists()
+    accelerator.wait_for_everyone()
+    if rank == 1:
+        with pytest.raises(CheckpointError, match="rank 1 did not come"):
+            accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    accelerator.save_state(tmp_path / "a")
+    accelerator.load_state(tmp_path / "a")
+
+
+@pytest.mark.ranks(2)
+def test_an_open_window_needs_everybody(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+    accelerator, model, _ = trained(gradient_accumulation_steps=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 64)).sum())
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"rank 1 did not come.*a window is open"):
+            accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.ranks(2)
+def test_what_one_process_saved_alone_resumes_on_both(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
+    accelerator, _, optimizer = trained()
+    if rank == 0:
+        accelerator.save_state(tmp_path / "a", asynchronous=True)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(tmp_path / "a")
+    draws = accelerator.gather(torch.rand(1)).tolist()
+    assert draws[0] != draws[1], "random states of processes are their own"
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+@pytest.mark.ranks(2)
+def test_without_the_main_process_the_others_say_so(rank: int) -> None:
+    from accel_state.session import Session
+
+    with Session.open(cpu=True) as session:
+        found = Attendance.of(session)
+        assert found is not None
+        found._patience = timedelta(seconds=0.2)
+        if rank == 1:
+            with pytest.raises(CheckpointError, match="rank 1 came to save and rank 0 did not within"):
+                found.missing(grace=0)
+        session.wait_for_everyone()
