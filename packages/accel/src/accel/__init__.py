@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from accel.clock import StepClock as StepClock
     from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.handlers import ProjectConfiguration as ProjectConfiguration
+    from accel.launchers import debug_launcher as debug_launcher
+    from accel.launchers import notebook_launcher as notebook_launcher
     from accel.local_sgd import LocalSGD as LocalSGD
     from accel.optimizer import PreparedOptimizer as PreparedOptimizer
     from accel.scheduler import PreparedScheduler as PreparedScheduler
@@ -39,6 +41,7 @@ _EXPORTS = {
     "accel.accelerator": ("Accelerator",),
     "accel.clock": ("GradientAccumulationPlugin", "StepClock"),
     "accel.handlers": ("InitProcessGroupKwargs", "ProjectConfiguration"),
+    "accel.launchers": ("debug_launcher", "notebook_launcher"),
     "accel.local_sgd": ("LocalSGD",),
     "accel.optimizer": ("PreparedOptimizer",),
     "accel.scheduler": ("PreparedScheduler",),
@@ -62,7 +65,7 @@ _EXPORTS = {
 _PLACE_OF = {name: (module, name) for module, names in _EXPORTS.items() for name in names}
 _PLACE_OF["DataLoaderConfiguration"] = ("accel_data", "LoaderOptions")
 # Reachable as attributes without an import of their own, as users of these names are used to.
-_SUBMODULES = frozenset({"data_loader", "logging", "optimizer", "scheduler", "state", "utils"})
+_SUBMODULES = frozenset({"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "utils"})
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
 

@@ -1,0 +1,182 @@
+"""Starts a function on several processes from an interpreter: a notebook's cell, a console, a test."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.config import AccelConfig, resolve_config
+from accel.config.model import DOCUMENT_VARIABLE
+from accel.config.resolve import without_launcher
+from accel.config.setting import nearest
+from accel.notebook.cell import run_in_cell
+from accel.notebook.parcel import pack_call, unpack_results
+from accel.notebook.place import current_shell, find_place, has_tpu
+from accel_state.errors import ConfigError, LaunchError
+
+_RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
+_ANY_PORT = "29500"
+_WORKER = "accel.notebook.worker"
+
+
+def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = _ANY_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> list[Any]:
+    """Calls ``function(*args)`` in ``num_processes`` processes of this machine and returns what each returned, by rank.
+
+    The processes are new ones, so it does not matter what this interpreter has done before, on an accelerator for
+    instance, and nothing of it is shared: what the function uses is sent along. What they print appears in the cell.
+    An interrupt ends all of them. With one process the function is called right here.
+
+    Args:
+        function: defined in a cell, or importable; makes its own ``Accelerator``.
+        args: its arguments.
+        num_processes: on this machine; None: one per accelerator, or one on a machine without any.
+        mixed_precision: what an ``Accelerator`` in the function takes unless it is told otherwise.
+        use_port: where the machines meet; for one machine a free port is taken unless another than the default is
+            given.
+        master_addr: address of machine 0.
+        node_rank: which of ``num_nodes`` machines this is; the same cell runs on each.
+        num_nodes: machines of this job.
+        rdzv_backend: how the machines find each other; there is one way here, whatever torchrun's name it is given.
+        rdzv_endpoint: ``address:port`` instead of ``master_addr`` and ``use_port``.
+        rdzv_conf: ``timeout`` or ``join_timeout``, seconds to wait for the other machines.
+        rdzv_id: name of the job; machines that meet at one address are of one job, so it is not needed.
+        max_restarts: how often all are started again after one has failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: written before each line, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
+
+    Raises:
+        ConfigError: an argument that cannot work, such as an unknown precision.
+        LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
+    """
+    if rdzv_backend not in _RENDEZVOUS:
+        raise ConfigError(
+            f"rdzv_backend is {rdzv_backend!r}; expected one of {', '.join(_RENDEZVOUS)}"
+            f"{_did_you_mean(rdzv_backend, _RENDEZVOUS)}"
+        )
+    if num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise ConfigError(f"node_rank is {node_rank} of num_nodes {num_nodes}; expected 0 to {max(num_nodes, 1) - 1}")
+    place = find_place(os.environ, sys.modules.keys(), current_shell())
+    if has_tpu(os.environ) and place in ("colab", "kaggle"):
+        return _launch_on_tpu(function, args, num_processes)
+    count = _num_accelerators() if num_processes is None else num_processes
+    address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
+    settings: dict[str, object] = {
+        "mixed_precision": str(mixed_precision).lower(),
+        "num_processes": count * num_nodes,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+    }
+    if num_nodes > 1:
+        settings |= {"num_machines": num_nodes, "machine_rank": node_rank}
+        settings |= {"main_process_ip": address, "main_process_port": port}
+        settings |= _patience(rdzv_conf)
+    elif str(port) != _ANY_PORT:
+        settings["main_process_port"] = port
+    return _launch(function, args, settings, template=log_line_prefix_template)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Calls ``function(*args)`` in ``num_processes`` processes on the CPU, and returns what each returned, by rank.
+
+    For tests: everything is as with ``accel launch --cpu``, local ranks included.
+
+    Raises:
+        LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
+    """
+    return _launch(function, args, {"num_processes": num_processes, "cpu": True, "mixed_precision": "no"})
+
+
+def _launch(
+    function: Callable[..., Any], args: Sequence[Any], settings: Mapping[str, object], *, template: str | None = None
+) -> list[Any]:
+    env = without_launcher(os.environ)
+    config = resolve_config(settings, {})
+    if config.num_processes == 1 and config.num_machines == 1:
+        return [_call_here(function, args, config)]
+    with tempfile.TemporaryDirectory(prefix="accel_notebook_") as folder:
+        pack_call(Path(folder), function, args)
+        flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items()]
+        program = ["--end_with_stdin", "-m", _WORKER, folder, *([] if template is None else [template])]
+        command = [sys.executable, "-m", "accel", "launch", *flags, *program]
+        status, said = run_in_cell(command, env)
+        if status:
+            raise LaunchError(said.strip() or f"the launcher ended with status {status}; what it said is above")
+        local = (config.num_processes or 1) // config.num_machines
+        return unpack_results(Path(folder), range(config.machine_rank * local, (config.machine_rank + 1) * local))
+
+
+def _call_here(function: Callable[..., Any], args: Sequence[Any], config: AccelConfig) -> Any:
+    """Calls the function in this process; its settings stand in the environment meanwhile, as a launcher's would."""
+    from accel_state.environment import patch_environment
+
+    print("Launching on one process, which is this one.")
+    with patch_environment(**{DOCUMENT_VARIABLE: config.to_document()}):
+        return function(*args)
+
+
+def _launch_on_tpu(function: Callable[..., Any], args: Sequence[Any], num_processes: int | None) -> list[Any]:
+    """Hands the function to torch_xla, which starts a process for each core; nothing comes back from there."""
+    try:
+        import torch_xla
+    except ImportError as error:
+        raise LaunchError(
+            "this machine has a TPU, but torch_xla is not installed; install the one made for your version of torch"
+        ) from error
+    torch_xla.launch(_Indexed(function, tuple(args)), start_method="fork", debug_single_process=num_processes == 1)
+    return []
+
+
+class _Indexed:
+    """A call that torch_xla makes with the number of the process before its own arguments."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function = function
+        self._args = args
+
+    def __call__(self, index: int) -> None:
+        self._function(*self._args)
+
+
+def _num_accelerators() -> int:
+    """Accelerators of this machine, counted without using any; 1 where there is none."""
+    import torch
+
+    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def _endpoint(endpoint: str, address: str, port: str | int) -> tuple[str, int]:
+    host, colon, given = endpoint.rpartition(":")
+    text = given if colon else str(port)
+    if not text.isdigit():
+        raise ConfigError(f"the port is {text!r}; expected a number, in use_port or after the colon of rdzv_endpoint")
+    return (host if colon else endpoint or address), int(text)
+
+
+def _patience(conf: Mapping[str, Any] | None) -> dict[str, object]:
+    for name in ("join_timeout", "timeout"):
+        if conf and name in conf:
+            return {"join_timeout": f"{conf[name]}s"}
+    return {}
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else ""

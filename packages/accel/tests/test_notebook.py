@@ -1,0 +1,260 @@
+"""Functions on several processes from an interpreter, and from a cell of a real notebook run by a real kernel."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from accel import debug_launcher, notebook_launcher
+from accel.notebook.cell import Copier
+from accel.notebook.parcel import pack_call, pack_result, unpack_call, unpack_results
+from accel.notebook.place import find_place, has_tpu
+from accel.notebook.worker import prefix_of
+from accel_state.errors import ConfigError, LaunchError
+
+nbclient = pytest.importorskip("nbclient")
+
+
+def whoami(start: int) -> tuple[int, int, float, str]:
+    from accel import Accelerator
+
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.tensor(float(start + accelerator.process_index)), "sum").item()
+    print("hello from", accelerator.process_index)
+    place = accelerator.process_index, accelerator.local_process_index, total, str(accelerator.device)
+    accelerator.end_training()
+    return place
+
+
+def test_debug_launcher_gives_every_rank_its_place_and_returns_what_each_returned() -> None:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert debug_launcher(whoami, (10,)) == [(0, 0, 21.0, "cpu"), (1, 1, 21.0, "cpu")]
+    assert sorted(said.getvalue().split("\n")) == ["", "hello from 0", "hello from 1"]
+
+
+def test_the_first_failing_ranks_traceback_is_raised() -> None:
+    def fails() -> None:
+        if os.environ["RANK"] == "1":
+            raise KeyError("the culprit")
+        time.sleep(60)
+
+    said = io.StringIO()
+    with (
+        redirect_stderr(said),
+        pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 failed first.*KeyError: 'the culprit'"),
+    ):
+        debug_launcher(fails)
+    assert "culprit" not in said.getvalue(), "it is said once"
+
+
+def test_one_process_is_this_one_and_takes_the_precision() -> None:
+    kept: list[int] = []
+
+    def here() -> str:
+        from accel import Accelerator
+
+        kept.append(os.getpid())
+        accelerator = Accelerator(cpu=True)
+        accelerator.end_training()
+        return accelerator.mixed_precision
+
+    assert notebook_launcher(here, num_processes=1, mixed_precision="bf16") == ["bf16"]
+    assert kept == [os.getpid()]
+    assert "ACCEL_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixed_precision": "fp17"}, "fp17"),
+        ({"num_nodes": 2, "node_rank": 2}, "node_rank is 2"),
+        ({"rdzv_backend": "c10"}, "did you mean 'c10d'"),
+        ({"use_port": "many"}, "many"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        notebook_launcher(print, num_processes=2, **options)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    lock = threading.Lock()
+
+    def holds() -> object:
+        return lock
+
+    with pytest.raises(LaunchError, match="holds cannot be sent to other processes"):
+        debug_launcher(holds)
+
+
+@pytest.mark.parametrize(
+    ("env", "modules", "shell", "place"),
+    [
+        ({}, (), None, "python"),
+        ({}, (), "ZMQInteractiveShell", "notebook"),
+        ({}, (), "TerminalInteractiveShell", "ipython"),
+        ({}, ("google.colab",), "Shell", "colab"),
+        ({"COLAB_RELEASE_TAG": "x"}, (), None, "colab"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, (), "ZMQInteractiveShell", "kaggle"),
+    ],
+)
+def test_places_are_told_apart(env: dict[str, str], modules: tuple[str, ...], shell: str | None, place: str) -> None:
+    assert find_place(env, modules, shell) == place
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [({}, False), ({"TPU_NAME": "a"}, True), ({"PJRT_DEVICE": "tpu"}, True), ({"PJRT_DEVICE": "CPU"}, False)],
+)
+def test_a_tpu_is_found_by_its_variables(env: Mapping[str, str], found: bool) -> None:
+    assert has_tpu(env) is found
+
+
+def test_a_parcel_holds_functions_tensors_and_classes_of_this_interpreter(tmp_path: Path) -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    pack_call(tmp_path, lambda value: Local(value + 1), (1,))
+    before = list(sys.path)
+    function, args = unpack_call(tmp_path)
+    sys.path[:] = before
+    pack_result(tmp_path, 0, {"object": function(*args), "tensor": torch.ones(2)})
+    (back,) = unpack_results(tmp_path, [0])
+    assert (back["object"].value, back["tensor"].tolist()) == (2, [1.0, 1.0])
+
+
+def test_a_prefix_is_filled_in_as_torchrun_does() -> None:
+    env = {"RANK": "3", "LOCAL_RANK": "1"}
+    assert prefix_of("[${role_name}${rank}|${local_rank}]: ", env) == "[default3|1]: "
+
+
+def test_progress_bars_reach_the_cell_as_they_come() -> None:
+    reader, writer = os.pipe()
+    said = io.StringIO()
+    copier = Copier(os.fdopen(reader, "rb"), said, "accel launch: rank ")
+    os.write(writer, "\r50 %é".encode())
+    deadline = time.monotonic() + 30
+    while "50 %" not in said.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert said.getvalue() == "\r50 %é"
+    os.write(writer, b"\r100 %\naccel launch: rank 1 of 2 failed\nTraceback\n")
+    os.close(writer)
+    copier.close()
+    assert said.getvalue() == "\r50 %é\r100 %\n"
+    assert copier.kept == "accel launch: rank 1 of 2 failed\nTraceback\n"
+
+
+SETUP = """
+import torch
+torch.ones(200, 200) @ torch.ones(200, 200)
+factor = 3
+class Answer:
+    def __init__(self, rank): self.rank = rank
+def train(start):
+    import sys
+    from accel import Accelerator
+    accelerator = Accelerator()
+    for step in range(3):
+        print(f"\\rstep {step}", end="", file=sys.stderr, flush=True)
+    total = accelerator.reduce(torch.tensor(float(accelerator.process_index + start) * factor), "sum").item()
+    if accelerator.is_main_process: print("total", total)
+    accelerator.end_training()
+    return Answer(accelerator.process_index), total
+"""
+RUN = """
+from accel import notebook_launcher
+results = notebook_launcher(train, (1,), num_processes=2, mixed_precision="bf16")
+print("back", [(isinstance(answer, Answer), answer.rank, total) for answer, total in results])
+"""
+FAIL = """
+def fails():
+    import os
+    if os.environ["RANK"] == "1": 1 / 0
+    import time; time.sleep(60)
+try:
+    notebook_launcher(fails, num_processes=2)
+except Exception as error:
+    print("caught", type(error).__name__, "rank 1 of 2 failed first" in str(error), "ZeroDivisionError" in str(error))
+"""
+INTERRUPT = """
+import os, signal, threading, time, psutil
+def waits():
+    open(os.path.join(folder, os.environ["RANK"]), "w").close()
+    time.sleep(300)
+folder = __import__("tempfile").mkdtemp()
+def interrupt():
+    while len(os.listdir(folder)) < 2: time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=interrupt); thread.start()
+try:
+    notebook_launcher(waits, num_processes=2)
+except KeyboardInterrupt:
+    thread.join()
+    print("interrupted", [child.name() for child in psutil.Process().children(recursive=True)])
+__import__("shutil").rmtree(folder)
+"""
+
+
+def test_a_notebook_trains_on_two_processes_and_can_be_interrupted(tmp_path: Path) -> None:
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, RUN, FAIL, INTERRUPT)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    specs = tmp_path / "kernels" / "here"
+    specs.mkdir(parents=True)
+    (specs / "kernel.json").write_text(
+        f'{{"argv": ["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"], '
+        '"display_name": "here", "language": "python"}'
+    )
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    manager = AsyncKernelManager(
+        kernel_name="here", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(specs.parent)])
+    )
+    client = nbclient.NotebookClient(notebook, km=manager, timeout=240)
+    client.execute(
+        cwd=str(tmp_path), env={**os.environ, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    )
+    said = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    assert "total 9.0" in said[1]
+    assert "back [(True, 0, 9.0), (True, 1, 9.0)]" in said[1]
+    assert "step 2" in said[1]
+    assert said[2].strip() == "caught LaunchError True True"
+    assert "interrupted []" in said[3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_processes_end_with_the_interpreter_that_started_them(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from accel import debug_launcher\n"
+        "def waits(folder):\n"
+        "    open(os.path.join(folder, 'ready_' + os.environ['RANK']), 'w').close()\n"
+        "    time.sleep(300)\n"
+        "debug_launcher(waits, (sys.argv[1],))\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=env)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready_*"))) < 2 and time.monotonic() < deadline and started.poll() is None:
+        time.sleep(0.05)
+    family = psutil.Process(started.pid).children(recursive=True)
+    assert len(family) >= 3
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
