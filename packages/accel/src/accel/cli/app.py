@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "launch": ("accel.cli.launch:launch", "Start a training script on one or many processes."),
     "config": ("accel.cli.config:config", "Ask for, show, check and convert settings."),
+    "plan": ("accel.cli.plan:plan", "Predict memory and speed of every strategy for a model."),
+    "estimate-memory": ("accel.cli.estimate:estimate_memory", "What loading and training a model takes, by dtype."),
     "ckpt": ("accel.cli.ckpt:ckpt", "List, check, compare, export and remove checkpoints."),
     "merge-weights": ("accel.cli.ckpt_export:merge_weights", "Write a saved model as plain safetensors."),
     "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),

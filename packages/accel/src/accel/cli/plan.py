@@ -1,0 +1,169 @@
+"""``accel plan``: what every way of training a model would take, and which to choose."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from accel.cli.options import as_json
+from accel.cli.printing import print_json, print_table
+
+if TYPE_CHECKING:
+    from accel.planner import Decision, Hardware, MemoryPlan, ModelProfile
+
+
+@click.command()
+@click.argument("build", metavar="MODULE:BUILD")
+@click.option("--devices", metavar="NxSIZE", help="Devices of a node and their memory: 8x80GB, 8xH100. Not given: here.")
+@click.option("--nodes", type=int, metavar="N", help="Nodes of such devices.")
+@click.option("--optimizer", default="adamw", metavar="NAME", help="Of torch.optim, or module:Class. Default: adamw.")
+@click.option("--mixed_precision", default="no", metavar="NAME", help="no, bf16, fp16, fp8, bf16-true, or roles.")
+@click.option("--batch_size", type=int, metavar="N", help="Samples of one device's micro-batch.")
+@click.option("--seq_length", type=int, metavar="N", help="Tokens of a sample, for language models.")
+@click.option("--sample", metavar="MODULE:FN", help="Function of batch size and sequence length that makes a batch.")
+@click.option("--loss", metavar="MODULE:FN", help="Function of model and batch that gives the loss; else it is guessed.")
+@click.option("--margin", type=float, default=0.1, metavar="PART", help="Part of the memory to leave free. Default: 0.1.")
+@click.option("--candidates", metavar="NAMES", help="Only these, with commas: ddp,fsdp:full_shard,zero:3.")
+@click.option("--intra_bandwidth", metavar="RATE", help="Between devices of a node, a device: 300GB/s.")
+@click.option("--inter_bandwidth", metavar="RATE", help="Between nodes, a node: 50GB/s.")
+@click.option("--host_bandwidth", metavar="RATE", help="Between a device and its node's memory: 25GB/s.")
+@click.option("--host_memory", metavar="SIZE", help="Of a node, for what is offloaded. Not given: not checked.")
+@click.option("--flops", type=float, metavar="RATE", help="Operations a second that a device reaches: 4e14.")
+@as_json
+def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, **options: Any) -> int:
+    """Predicts memory and traffic of every strategy for the model that MODULE:BUILD() builds, and chooses one.
+
+    Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
+    """
+    from accel.cli.loading import load_function, load_object
+    from accel.planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
+    from accel.planner.candidates import candidates, named
+
+    hardware = _hardware(devices, nodes, options)
+    sample, loss = options["sample"], options["loss"]
+    profile = profile_model(
+        load_object(build, "the model"),
+        None if sample is None else load_function(sample, "--sample"),
+        batch_size=options["batch_size"],
+        seq_length=options["seq_length"],
+        loss=None if loss is None else load_function(loss, "--loss"),
+        policy=options["mixed_precision"],
+    )
+    facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
+    found = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))
+    if options["candidates"]:
+        found = named(found, options["candidates"].split(","))
+    plans = ranked(plan_all(profile, facts, hardware, found))
+    decision, problem = None, None
+    try:
+        decision = choose(plans, margin=options["margin"])
+    except PlanError as error:
+        problem = str(error)
+    if as_json:
+        print_json(as_data(profile, hardware, plans, decision, problem, options["margin"]))
+    else:
+        _show(profile, hardware, plans, decision, options["margin"])
+        if problem is not None:
+            print(f"accel: {problem}", file=sys.stderr)
+    return int(problem is not None)
+
+
+def _hardware(devices: str | None, nodes: int | None, options: dict[str, Any]) -> "Hardware":
+    from dataclasses import replace
+
+    from accel.planner import Hardware, parse_size
+
+    hardware = Hardware.here() if devices is None else Hardware.parse(devices, nodes=nodes)
+    if devices is None and nodes is not None:
+        hardware = replace(hardware, nodes=nodes)
+    rates = {"intra_bandwidth": "local", "inter_bandwidth": "remote", "host_bandwidth": "host"}
+    changes: dict[str, Any] = {
+        field: float(parse_size(options[name], what=f"--{name}")) for name, field in rates.items() if options[name]
+    }
+    if options["host_memory"]:
+        changes["host_memory"] = parse_size(options["host_memory"], what="--host_memory")
+    if options["flops"] is not None:
+        changes["flops"] = options["flops"]
+    return replace(hardware, **changes)
+
+
+def as_data(
+    profile: "ModelProfile",
+    hardware: "Hardware",
+    plans: "list[MemoryPlan]",
+    decision: "Decision | None",
+    problem: str | None,
+    margin: float,
+) -> dict[str, Any]:
+    """Everything that was found, as plain data: bytes and seconds."""
+    from dataclasses import asdict
+
+    from accel.planner.choosing import fits
+
+    return {
+        "model": {"name": profile.name, "parameters": profile.numel, "units": len(profile.units)},
+        "precision": profile.policy.name,
+        "hardware": asdict(hardware),
+        "plans": [
+            {
+                "strategy": plan.candidate.name,
+                "backend": plan.candidate.backend,
+                "options": dict(plan.candidate.options),
+                **asdict(plan.parts),
+                "peak": plan.peak,
+                "communicated": {**asdict(plan.traffic), "total": plan.traffic.total},
+                "seconds": plan.seconds,
+                "fits": fits(plan, hardware.memory, margin),
+            }
+            for plan in plans
+        ],
+        "choice": None
+        if decision is None
+        else {
+            "strategy": decision.plan.candidate.name,
+            "reasons": list(decision.reasons),
+            "changes": list(decision.changes),
+        },
+        "problem": problem,
+        "notes": list(profile.notes),
+    }
+
+
+def _show(
+    profile: "ModelProfile",
+    hardware: "Hardware",
+    plans: "list[MemoryPlan]",
+    decision: "Decision | None",
+    margin: float,
+) -> None:
+    from accel.planner.choosing import fits
+    from accel.planner.hardware import gigabytes
+
+    print(
+        f"{profile.name}: {profile.numel / 1e9:.3g} billion parameters, precision {profile.policy.name}, on {hardware}"
+    )
+    chosen = None if decision is None else decision.plan
+    fitting = [fits(plan, hardware.memory, margin) for plan in plans]
+    rows = [
+        (
+            "->" if plan is chosen else "",
+            plan.candidate.name,
+            *map(gigabytes, (plan.parts.parameters, plan.parts.gradients, plan.parts.optimizer)),
+            gigabytes(plan.parts.activations),
+            gigabytes(plan.parts.communication),
+            gigabytes(plan.peak),
+            gigabytes(plan.host_of_node) if plan.parts.host else "",
+            gigabytes(plan.traffic.total),
+            f"{plan.seconds:.3g} s",
+            "yes" if fit else "no",
+        )
+        for plan, fit in zip(plans, fitting, strict=True)
+    ]
+    columns = ["", "strategy", "param>", "grad>", "optim>", "activ>", "comm>", "peak>", "host>", "sent>", "step>", "fits"]
+    print_table(columns, rows, dimmed=[not fit for fit in fitting])
+    if decision is not None:
+        print(f"{decision.plan.candidate.name}: {'; '.join(decision.reasons)}")
+        for change in decision.changes:
+            print(f"  {change}")
+    for note in profile.notes:
+        print(f"note: {note}")
