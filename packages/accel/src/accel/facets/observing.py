@@ -3,8 +3,10 @@
 import sys
 import time
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -13,10 +15,14 @@ from torch import nn
 from accel_state.session import Session
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from accel.explaining import Explanation
     from accel.meters.health import LossWatch
     from accel.meters.meter import Meter
     from accel.meters.phases import PhaseClock
     from accel.meters.progress import Progress
+    from accel.profiling import ProfileKwargs
     from accel_backends import Backend
 
 
@@ -69,6 +75,7 @@ class ObservingFacet(ABC):
     _phases: "PhaseClock | None" = None
     _progress_of_run: RunProgress
     _told_stragglers: set[tuple[int, str]]
+    _profile_options: "ProfileKwargs | None" = None
 
     @property
     def device(self) -> torch.device:
@@ -125,3 +132,47 @@ class ObservingFacet(ABC):
         meter = self.meter(**options) if self._meter is None or options else self._meter
         shown = self.session.is_main_process
         return Progress(loader, meter, shown=shown, stream=sys.stderr, description=description, seconds=seconds)
+
+    @contextmanager
+    def profile(self, profile_handler: "ProfileKwargs | None" = None) -> "Iterator[profile]":
+        """Records what happens inside with torch's profiler, and yields that. To be entered on all processes.
+
+        With ``output_trace_dir`` every rank writes ``profile_<rank>.json`` there, and the main one, once all have, all
+        of them in one. Without an argument, the ``ProfileKwargs`` of ``kwargs_handlers`` count.
+        """
+        from accel.profiling import MERGED, ProfileKwargs, merge_traces
+
+        options = profile_handler or self._profile_options or ProfileKwargs()
+        profiler = options.build()
+        with profiler:
+            yield profiler
+        if options.output_trace_dir is None:
+            return
+        folder = Path(options.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{self.session.rank}.json"))
+        self.session.wait_for_everyone()
+        if self.session.is_main_process:
+            ranks = range(self.session.world_size)
+            traces = [(rank, folder / f"profile_{rank}.json") for rank in ranks]
+            merge_traces([(rank, path) for rank, path in traces if path.exists()], folder / MERGED)
+
+    def explain(self) -> "Explanation":
+        """What was chosen for this run and why, and what its steps are: to print, or to look into.
+
+        Nothing is computed or communicated; ask once everything is prepared.
+        """
+        from accel.explaining import explain
+
+        return explain(self)  # type: ignore[arg-type]
+
+    @contextmanager
+    def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":
+        """Counts collectives inside, and the bytes that this rank gives to them: ``{"all_reduce": {"calls": 1, ...``.
+
+        Filled when the block ends; what the backend does on its own is counted too, as torch's profiler sees it.
+        """
+        from accel.explaining import counted_communication
+
+        with counted_communication() as found:
+            yield found

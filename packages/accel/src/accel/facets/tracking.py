@@ -33,6 +33,7 @@ class TrackingFacet(ABC):
     _tracking: "RunTracking | None" = None
     _reductions: "Reductions | None" = None
     _continued: Mapping[str, Any] | None = None
+    _described: bool = False
 
     def _choose_trackers(self, log_with: "LogWith") -> None:
         from accel.tracking.registry import filter_trackers
@@ -79,6 +80,7 @@ class TrackingFacet(ABC):
 
         if self._tracking is not None:
             self._tracking.finish()
+        self._described = False
         logging_dir = self.project_configuration.logging_dir
         folder = Path(logging_dir if logging_dir is not None else DEFAULT_FOLDER)
         known = logging_dir is not None or not self.log_with
@@ -137,7 +139,16 @@ class TrackingFacet(ABC):
                 check_reductions(reduce)
             values = reduced(values, reductions, self.session)
         if self._tracking is not None:
+            if not self._described:
+                self._describe()
             self._tracking.log(values, step, log_kwargs or {})
+
+    def _describe(self) -> None:
+        """Notes in the run's own log what has been prepared, once there is something to log about it."""
+        from accel.explaining import explain
+
+        self._described = True
+        self.log_event("described", values=explain(self).to_dict())  # type: ignore[arg-type]
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, dict[str, Any]] | None = None

@@ -53,7 +53,7 @@ class RunLogTracker(GeneralTracker):
         if self._marks is None:
             self.event(BEGUN)
         else:
-            self.event(RESUMED, marks=dict(self._marks))
+            self.event(RESUMED, step=max(self._marks.values(), default=None), marks=dict(self._marks))
         self.flush()
 
     def state_dict(self) -> dict[str, Any]:

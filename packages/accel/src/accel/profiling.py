@@ -1,0 +1,122 @@
+"""Profiles of a run by torch's profiler: a trace for each rank, all ranks in one, and what took longest."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+MERGED = "profile_merged.json"
+_ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
+_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKwargs:
+    """What ``accelerator.profile()`` records; each field means what it means to ``torch.profiler.profile``.
+
+    Attributes:
+        activities: of ``cpu``, ``cuda``, ``xpu``, ``mtia``, ``hpu``; None: all that there are.
+        schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps, counted by the profiler's
+            ``step()``.
+        on_trace_ready: called with the profiler whenever a recording is done.
+        output_trace_dir: folder for ``profile_<rank>.json``, a Chrome trace for each rank, and one of all ranks.
+
+    Raises:
+        ConfigError: an unknown activity, or one whose device is not there.
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.activities or () if name not in _ACTIVITIES]
+        if unknown:
+            raise ConfigError(f"Invalid profiler activity {unknown[0]!r}; there are: {', '.join(_ACTIVITIES)}")
+        strange = sorted(set(self.schedule_option or ()) - set(_SCHEDULE))
+        if strange:
+            raise ConfigError(f"a profiler's schedule has no {strange[0]!r}; it has {', '.join(_SCHEDULE)}")
+
+    def build(self) -> "profile":
+        """The profiler, not started.
+
+        Raises:
+            ConfigError: an activity whose device is not there.
+        """
+        from torch import profiler
+
+        chosen = None
+        if self.activities is not None:
+            there = {activity.name.lower(): activity for activity in profiler.supported_activities()}
+            missing = [name for name in self.activities if name not in there]
+            if missing:
+                raise ConfigError(
+                    f"Invalid profiler activity {missing[0]!r}: here there are {', '.join(sorted(there))}"
+                )
+            chosen = [there[name] for name in self.activities]
+        schedule = None if self.schedule_option is None else profiler.schedule(**self.schedule_option)
+        return profiler.profile(
+            activities=chosen,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
+    """The operators that took longest by themselves: calls, microseconds on host and device, bytes, operations."""
+    rows = sorted(
+        profiler.key_averages(),
+        key=lambda row: row.self_device_time_total + row.self_cpu_time_total,
+        reverse=True,
+    )
+    return [
+        {
+            "name": row.key,
+            "calls": row.count,
+            "cpu_us": row.self_cpu_time_total,
+            "device_us": row.self_device_time_total,
+            "bytes": row.self_cpu_memory_usage + row.self_device_memory_usage,
+            "flops": row.flops,
+        }
+        for row in rows[:count]
+    ]
+
+
+def merge_traces(traces: Iterable[tuple[int, Path]], target: Path) -> Path:
+    """Writes one Chrome trace of many ranks': every process of rank r is shown as ``rank r`` and what it was."""
+    merged: list[dict[str, Any]] = []
+    kept: dict[str, Any] = {}
+    for rank, path in traces:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        kept = kept or {name: value for name, value in trace.items() if name != "traceEvents"}
+        base = trace.get("baseTimeNanoseconds", 0) / 1e3
+        first = kept.get("baseTimeNanoseconds", 0) / 1e3
+        for event in trace["traceEvents"]:
+            moved = dict(event)
+            if "pid" in moved:
+                moved["pid"] = f"rank {rank}: {moved['pid']}"
+            if "ts" in moved and moved.get("ph") != "M":
+                moved["ts"] = moved["ts"] + base - first
+            if "id" in moved:
+                moved["id"] = f"{rank}-{moved['id']}"
+            merged.append(moved)
+    target.write_text(json.dumps({**kept, "traceEvents": merged}), encoding="utf-8")
+    return target

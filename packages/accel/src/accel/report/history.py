@@ -1,0 +1,137 @@
+"""A run as its journal tells it, over all restarts: what counts, and what was lost."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from accel.tracking.own import BEGUN, CONFIGURED, ENDED, JOURNAL, KIND, LOGGED, RESUMED, STEP, TIME, VALUES
+from accel_state.errors import ConfigError
+
+READING, DESCRIBED = "reading", "described"
+_ROUTINE = frozenset({BEGUN, CONFIGURED, LOGGED, READING, DESCRIBED})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: when (seconds since the run began), at which step, what, and in which life."""
+
+    seconds: float
+    step: int | None
+    kind: str
+    text: str
+    life: int
+
+
+@final
+@dataclass(slots=True)
+class History:
+    """What a run's journal holds.
+
+    Attributes:
+        curves: by name, the steps and values that count, in order.
+        lost: by name, steps and values that were logged after the checkpoint that a later life went on from.
+        readings: of the meter, those that count; with ``life`` and ``seconds``.
+        lives: seconds at which each process began to work at the run.
+    """
+
+    name: str
+    began: float
+    ended: float
+    finished: bool
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    lost: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    readings: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[list[dict[str, float]]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    lives: list[float] = field(default_factory=list)
+    configuration: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last line."""
+        return self.ended - self.began
+
+
+def find_run(path: str | Path) -> Path:
+    """The journal that ``path`` names: itself, that of the folder, or of the newest run below.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place
+    found = [one for depth in ("", "*/", "*/*/", "*/*/*/") for one in place.glob(f"{depth}{JOURNAL}")]
+    if not found:
+        raise ConfigError(
+            f"there is no {JOURNAL} in {place} or up to three folders below; a run writes one once init_trackers was "
+            "called and something logged"
+        )
+    return max(found, key=lambda one: one.stat().st_mtime)
+
+
+def read_history(journal: Path) -> History:
+    """Reads a journal; lines that a crash cut off are left out.
+
+    Raises:
+        ConfigError: it holds nothing.
+    """
+    lines = []
+    for text in journal.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    if not lines:
+        raise ConfigError(f"{journal} is empty")
+    return history_of(lines, name=f"{journal.parent.parent.name} / {journal.parent.name}")
+
+
+def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History:
+    """What a journal's lines tell. A restart moves to ``lost`` what was logged after its checkpoint."""
+    lines = list(lines)
+    began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
+    history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
+    for line in lines:
+        kind, seconds = line[KIND], line[TIME] - began
+        if kind in (BEGUN, RESUMED):
+            history.lives.append(seconds)
+        if kind == RESUMED:
+            _take_back(history, line.get("marks", {}))
+        elif kind == LOGGED:
+            _add_values(history, line)
+        elif kind == READING:
+            life = len(history.lives)
+            history.readings.append({**line[VALUES], "life": life, "seconds": seconds, "ranks": line.get("ranks", [])})
+        elif kind == CONFIGURED:
+            history.configuration = line[VALUES]
+        elif kind == DESCRIBED:
+            history.description = line[VALUES]
+        if kind not in _ROUTINE:
+            facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP, "marks")}
+            text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
+            history.events.append(Event(seconds, line.get(STEP), kind, text, len(history.lives)))
+    return history
+
+
+def _add_values(history: History, line: dict[str, Any]) -> None:
+    for name, value in line[VALUES].items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            curve = history.curves.setdefault(name, [])
+            step = line.get(STEP)
+            curve.append((len(curve) if step is None else step, float(value)))
+
+
+def _take_back(history: History, marks: dict[str, int]) -> None:
+    for name, curve in history.curves.items():
+        mark = marks.get(name, -1)
+        history.lost.setdefault(name, []).extend(point for point in curve if point[0] > mark)
+        history.curves[name] = [point for point in curve if point[0] <= mark]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
