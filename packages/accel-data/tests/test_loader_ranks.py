@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_state.errors import DataError
+from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.objects import all_gather_object
 from accel_state.parallelism import DataShard
 
@@ -189,3 +190,107 @@ def test_killed_ranks_are_resumed_by_others_without_loss(tmp_path, runs):
         log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")))
     indices = [index for line in log.read_text().splitlines() for index in json.loads(line)["indices"]]
     assert sorted(indices) == list(range(600))
+
+
+class Deadly(Numbers):
+    """Kills the worker that reads sample ``at`` on rank ``rank``, or fails there."""
+
+    def __init__(self, rank, *, kills):
+        super().__init__()
+        self.rank, self.kills = rank, kills
+
+    def __getitem__(self, index):
+        if self.rank == 0 and index == 12:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("sample 12 is broken")
+        return super().__getitem__(index)
+
+
+class DeadlyStream(Deadly, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(SIZE))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("dataset", "kills"), [(Deadly, True), (DeadlyStream, True), (Deadly, False)])
+@pytest.mark.filterwarnings("ignore:every reader of")
+def test_what_one_rank_cannot_read_is_an_error_on_every_rank(rank, world_size, dataset, kills):
+    options = LoaderOptions(dispatch_batches=False)
+    loader = DataLoader(dataset(rank, kills=kills), batch_size=3, num_workers=1)
+    loader = prepare_loader(loader, DataShard(rank, world_size), options=options)
+    expected = DataError if kills or rank else ValueError
+    message = "workers died" if kills else "sample 12 is broken"
+    steps = (time.sleep(0.2 * rank) for _ in loader)
+    with pytest.raises(expected, match=message) as caught:
+        deque(steps, maxlen=0)
+    assert ("another cannot go on: rank 0" in str(caught.value)) == (rank == 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_waits_for_one_that_failed_says_why(rank, world_size):
+    loader = make(rank, world_size)
+    alarm = loader._alarm.watch()
+    if rank == 0:
+        alarm.tell(OSError("the disk is gone"))
+    else:
+        deadline = time.monotonic() + 60
+        while alarm.heard is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(DataError, match="rank 0 could not read its next batch: OSError: the disk is gone"):
+            list(alarm.heeding(iter([1, 2])))
+
+
+@pytest.mark.ranks(2)
+def test_a_dead_worker_of_the_rank_that_reads_for_all_is_an_error_on_every_rank(rank, world_size):
+    loader = DataLoader(Deadly(rank, kills=True), batch_size=3, num_workers=1)
+    loader = prepare_loader(loader, DataShard(rank, world_size), options=LoaderOptions(dispatch_batches=True))
+    with pytest.raises(DataError, match=r"workers died|rank 0 could not read batch"):
+        list(loader)
+
+
+class Named(Numbers):
+    def __init__(self, size, name):
+        super().__init__(size)
+        self.fingerprint = name
+
+
+def saved_in_the_middle(rank, ranks, dataset, **kwargs):
+    loader = prepare_loader(DataLoader(dataset, batch_size=3, **kwargs), DataShard(rank, ranks))
+    next(iter(loader))
+    return loader.state_dict()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("change", "dataset", "message"),
+    [
+        ({}, ("a", SIZE - 1), "53 samples, this one has 52"),
+        ({}, ("b", SIZE), "fingerprint 'a', this one has 'b'"),
+        ({"version": 2}, ("a", SIZE), "version 2; this accel-data reads versions up to 1"),
+        ({"samples": SIZE + 1}, ("a", SIZE), "sample 54, but an epoch has 53"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(rank, world_size, change, dataset, message):
+    state = {**saved_in_the_middle(rank, world_size, Named(SIZE, "a"), shuffle=True), **change}
+    loader = DataLoader(Named(dataset[1], dataset[0]), batch_size=3, shuffle=True)
+    loader = prepare_loader(loader, DataShard(rank, world_size))
+    with pytest.raises(DataStateError, match=message):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_index_outside_of_the_dataset_is_named_on_every_rank_before_it_is_read(rank, world_size, whole):
+    indices = [*range(8), SIZE, 9]
+    sampling = {"batch_sampler": [indices[:5], indices[5:]]} if whole else {"sampler": indices, "batch_size": 2}
+    loader = prepare_loader(DataLoader(Numbers(), **sampling), DataShard(rank, world_size))
+    with pytest.raises(DataError, match="index 53, but the dataset has 53 samples"):
+        list(loader)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_cannot_be_split_is_refused_on_every_rank(rank, world_size):
+    with pytest.raises(ConfigError, match="3 is not a multiple of 2"):
+        make(rank, world_size, options=LoaderOptions(split_batches=True))

@@ -201,6 +201,10 @@ class DispatchPass(Pass):
         found: list[tuple[Any, _Facts, Any]] = steps
         return found
 
+    @property
+    def readers(self) -> Iterator[Any]:
+        return self.batches if self._base is None else self._base.readers
+
     def step(self, number: int) -> Step:
         if number == 0:
             return Step(self._cursor)

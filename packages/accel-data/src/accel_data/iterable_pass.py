@@ -133,6 +133,10 @@ class StreamPass(Pass):
         self._note = note
         self._notes.append((number, note))
 
+    @property
+    def readers(self) -> Iterator[Any]:
+        return self._source.readers
+
     def close(self) -> None:
         super().close()
         self._source.shut()

@@ -88,6 +88,7 @@ class StreamSource(Source):
             exact=options.exact_streams,
         )
         self._warned = shard.index > 0
+        self.readers: Iterator[Delivered] = iter(())
         self._every = getattr(loader, "snapshot_every_n_steps", 1 if options.use_stateful_dataloader else None)
         self._restored: tuple[Cursor, Resumed] | None = None
         self._left: Left | None = None
@@ -277,10 +278,12 @@ class StreamSource(Source):
 
     def open(self) -> Iterator[Delivered]:
         """Starts the readers."""
-        return iter(self._inner)
+        self.readers = iter(self._inner)
+        return self.readers
 
     def shut(self) -> None:
         """Ends the readers, unless they are to stay."""
+        self.readers = iter(())
         let_go(self._inner)
 
 

@@ -12,11 +12,12 @@ from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
 from accel_data.source import Pass, Source
 from accel_data.workers import death_of_workers
-from accel_state.errors import DataStateError
+from accel_state.errors import AccelError, DataError, DataStateError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from accel_data.alarm import Alarm, Watch
     from accel_data.placement import Placer
 
 STATE_VERSION = 1
@@ -57,11 +58,12 @@ class PreparedLoader:
         options: LoaderOptions,
         placer: "Placer | None" = None,
         observer: LoaderObserver | None = None,
+        alarm: "Alarm | None" = None,
     ) -> None:
         self.options = options
         self._source = source
         self._placer = placer
-        self._observer = observer
+        self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
         self._next = Cursor()
         self._skipping = False
@@ -71,10 +73,12 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         observer = self._observer
         run = self._begin()
+        watch = None if self._alarm is None else self._alarm.watch()
         complete = False
         if observer is not None:
             observer.began(self)
-        batches = run.batches if self.gate is None else self.gate(self, run.batches)
+        batches = run.batches if watch is None else watch.heeding(run.batches)
+        batches = batches if self.gate is None else self.gate(self, batches)
         try:
             if run.exact and self._placer is None:
                 left = run.length or 0
@@ -90,13 +94,15 @@ class PreparedLoader:
                     self._last = run
                     yield batch
             complete = True
-        except (OSError, EOFError, RuntimeError) as error:
-            death = death_of_workers(run)
+        except AccelError:
+            raise  # of what all ranks know
+        except Exception as error:
+            death = _reported(run, watch, error)
             if death is None:
                 raise
             raise death from error
         finally:
-            self._finish(run, complete)
+            self._finish(run, watch, complete)
             if observer is not None:
                 observer.ended(self)
 
@@ -122,9 +128,11 @@ class PreparedLoader:
         self._live = self._last = run
         return run
 
-    def _finish(self, run: Pass, complete: bool) -> None:
+    def _finish(self, run: Pass, watch: "Watch | None", complete: bool) -> None:
         run.complete = complete
         run.close()
+        if watch is not None:
+            watch.close()
         if not complete or self._live is not run:
             return
         self._skipping = False
@@ -182,7 +190,9 @@ class PreparedLoader:
 
     def skipped(self, batches: int) -> "PreparedLoader":
         """A loader with the same source, placement and observer, whose next pass starts ``batches`` batches later."""
-        other = PreparedLoader(self._source, options=self.options, placer=self._placer, observer=self._observer)
+        other = PreparedLoader(
+            self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
+        )
         other.gate = self.gate
         other._next = Cursor(self.epoch)
         other.skip(batches)
@@ -295,9 +305,17 @@ class PreparedLoader:
         return getattr(self._source.dataloader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        dropped = {"_live": None, "_last": None, "_observer": None, "gate": None}
+        dropped = {"_live": None, "_last": None, "_observer": None, "_alarm": None, "gate": None}
         state = {**self.__dict__, "_next": self.position, **dropped}
         return _rebuilt, (state,)
+
+
+def _reported(run: Pass, watch: "Watch | None", error: Exception) -> DataError | None:
+    """Tells the other ranks what went wrong here; what to raise instead of ``error``, if workers have died of it."""
+    death = death_of_workers(run) if isinstance(error, OSError | EOFError | RuntimeError) else None
+    if watch is not None:
+        watch.tell(death or error)
+    return death
 
 
 def _rebuilt(state: dict[str, Any]) -> PreparedLoader:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from accel_data.alarm import alarm
 from accel_data.loader import LoaderObserver, PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_data.placement import placer_for
@@ -57,7 +58,7 @@ def prepare_loader(
     placer = None
     if moves:
         placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
-    return PreparedLoader(source, options=options, placer=placer, observer=observer)
+    return PreparedLoader(source, options=options, placer=placer, observer=observer, alarm=alarm())
 
 
 def prepare_data_loader(  # noqa: PLR0913 (the signature is a contract)

@@ -45,6 +45,11 @@ class Pass(ABC):
     at_end: bool = False
     complete: bool = False
 
+    @property
+    def readers(self) -> Iterator[Any]:
+        """The iterator of the DataLoader below, which has the worker processes. Default: ``batches``."""
+        return self.batches
+
     @abstractmethod
     def step(self, number: int) -> Step:
         """The facts after the ``number``-th batch of this pass (from 1) was delivered; 0: before the first.

@@ -18,7 +18,7 @@ def death_of_workers(run: Pass) -> DataError | None:
     A dead worker shows itself as whatever its parent was just doing: a lost connection, an end of file, a timeout.
     The workers that are left are stopped, for there is nobody to read them on.
     """
-    batches: Any = run.batches
+    batches: Any = run.readers
     for _ in getattr(batches, "_workers", None) or ():
         # torch's handler of SIGCHLD raises wherever the program is, once for each worker that dies.
         with suppress(RuntimeError):
