@@ -33,7 +33,7 @@ class TrackingFacet(ABC):
     _tracking: "RunTracking | None" = None
     _reductions: "Reductions | None" = None
     _continued: Mapping[str, Any] | None = None
-    _described: bool = False
+    _run_described: bool = False
 
     def _choose_trackers(self, log_with: "LogWith") -> None:
         from accel.tracking.registry import filter_trackers
@@ -80,7 +80,7 @@ class TrackingFacet(ABC):
 
         if self._tracking is not None:
             self._tracking.finish()
-        self._described = False
+        self._run_described = False
         logging_dir = self.project_configuration.logging_dir
         folder = Path(logging_dir if logging_dir is not None else DEFAULT_FOLDER)
         known = logging_dir is not None or not self.log_with
@@ -139,7 +139,7 @@ class TrackingFacet(ABC):
                 check_reductions(reduce)
             values = reduced(values, reductions, self.session)
         if self._tracking is not None:
-            if not self._described:
+            if not self._run_described:
                 self._describe()
             self._tracking.log(values, step, log_kwargs or {})
 
@@ -147,7 +147,7 @@ class TrackingFacet(ABC):
         """Notes in the run's own log what has been prepared, once there is something to log about it."""
         from accel.explaining import explain
 
-        self._described = True
+        self._run_described = True
         self.log_event("described", values=explain(self).to_dict())  # type: ignore[arg-type]
 
     def log_images(
