@@ -8,7 +8,7 @@ from torch import nn
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, TorchDynamoPlugin
 from accel_precision import PrecisionPolicy
-from accel_state import AccelError, ConfigError, PrepareError, Session
+from accel_state import AccelError, BackendError, ConfigError, PrepareError, Session
 from accel_testing.models import WithBuffers, WithFrozen, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
@@ -299,31 +299,48 @@ def test_compiled_units_compute_the_same(regional: bool, checkpointing: bool) ->
     torch._dynamo.reset()
 
 
-def unfit(case: str, rank: int) -> tuple[dict[str, Any], Bundle]:
-    """Options and a bundle that cannot be prepared."""
-    model = make_model("transformer")
-    options: dict[str, Any] = {}
-    optimizers: list[Any] = []
-    if case == "class":
-        options["transformer_cls_names_to_wrap"] = "TinyBlok"
-    elif case == "dtypes":
-        model.blocks[0].norm1.double()
-    elif case == "capturable":
-        options["cpu_offload"] = True
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=True)]
-    elif case == "part":
-        from torch.distributed.fsdp import fully_shard
+OFFLOAD = {"cpu_offload": True}
 
-        fully_shard(model.blocks[0])
-    elif case == "ranks" and rank == 1:
-        model = make_model("transformer").double()
-    elif case == "checkpointing":
-        model, options = make_model("mlp"), {"activation_checkpointing": True}
-    elif case == "ignored":
-        options["ignored_modules"] = r"block\.0"
-    elif case == "one rank's error" and rank == 1:
-        optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)]
-    return options, Bundle([model], optimizers)
+
+def sharded_in_part(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.blocks[0])
+    return model
+
+
+def changed(model: nn.Module, name: str, change: str) -> nn.Module:
+    getattr(model.get_submodule(name), change)()
+    return model
+
+
+def stepping(model: nn.Module, **options: Any) -> Bundle:
+    return Bundle([model], [torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), **options)])
+
+
+def on_device_only(model: nn.Module) -> Bundle:
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim"})
+    return Bundle([model], [kind(model.parameters())])
+
+
+Unfit = tuple[dict[str, Any], Any]
+#: Options, and what becomes of a transformer on a rank: a bundle that cannot be prepared.
+UNFIT: dict[str, Unfit] = {
+    "class": ({"transformer_cls_names_to_wrap": "TinyBlok"}, lambda model, rank: model),
+    "dtypes": ({}, lambda model, rank: changed(model, "blocks.0.norm1", "double")),
+    "capturable": (OFFLOAD, lambda model, rank: stepping(model, capturable=True)),
+    "bitsandbytes": (OFFLOAD, lambda model, rank: on_device_only(model)),
+    "part": ({}, lambda model, rank: sharded_in_part(model)),
+    "wrapped": ({}, lambda model, rank: nn.parallel.DistributedDataParallel(model)),
+    "devices": ({}, lambda model, rank: model.__setattr__("norm", nn.LayerNorm(16, device="meta")) or model),
+    "ranks": ({}, lambda model, rank: model.double() if rank else model),
+    "checkpointing": ({"activation_checkpointing": True}, lambda model, rank: make_model("mlp")),
+    "ignored": ({"ignored_modules": r"block\.0"}, lambda model, rank: model),
+    "one rank's error": (
+        {},
+        lambda model, rank: Bundle([model], [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)] * rank),
+    ),
+}
 
 
 @pytest.mark.ranks(2)
@@ -337,14 +354,18 @@ def unfit(case: str, rank: int) -> tuple[dict[str, Any], Bundle]:
         ("ranks", r"rank 0 has parameter embedding\.weight .*fp32, trained where rank 1 has .*fp64"),
         ("checkpointing", "TinyMLP has no blocks that could be computed again"),
         ("ignored", r"the whole name of no module; nearest: 'blocks\.0'"),
+        ("devices", "lie on several devices: embedding.weight on cpu, norm.weight on meta"),
+        ("bitsandbytes", "AdamW8bit of bitsandbytes steps on the device only.*cpu_offload=False"),
+        ("wrapped", "TinyTransformer is wrapped in DistributedDataParallel already"),
         ("one rank's error", "parameters of no prepared model"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(rank: int, case: str, message: str) -> None:
-    options, bundle = unfit(case, rank)
+    options, make = UNFIT[case]
+    made = make(make_model("transformer"), rank)
     backend = open_backend(**options)
     with pytest.raises(AccelError, match=message):
-        backend.prepare(bundle)
+        backend.prepare(made if isinstance(made, Bundle) else Bundle([made]))
 
 
 @pytest.mark.ranks(2)
@@ -360,6 +381,62 @@ def test_a_trained_model_can_be_let_go() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("options", "ahead"), [({}, 0), ({"forward_prefetch": True}, 1), ({"forward_prefetch": 2}, 2)])
+def test_what_is_gathered_ahead_in_forward_reaches_torch(options: dict[str, Any], ahead: int) -> None:
+    model = make_model("transformer")
+    open_backend(**options).prepare(Bundle([model]))
+    states = [block._get_fsdp_state() for block in model.blocks]
+    chosen = [states.index(state) for state in states[0]._states_to_forward_prefetch]
+    assert chosen == [1][:ahead]  # there are two blocks
+    assert states[1]._states_to_forward_prefetch == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("prefetch", "early"), [("BACKWARD_PRE", True), ("NO_PREFETCH", False)])
+def test_what_is_gathered_ahead_in_backward_follows_the_options(prefetch: str, early: bool) -> None:
+    """While the last block computes its backward, the first is gathered already, or not."""
+    backend = open_backend(backward_prefetch=prefetch)
+    model = make_model("transformer")
+    backend.prepare(Bundle([model]))
+    backend.backward(model(tokens(0)).mean())  # the order of the blocks is known after one step
+    seen: list[bool] = []
+    group = model.blocks[0]._get_fsdp_state()._fsdp_param_groups[0]
+    model.blocks[1].norm1.register_full_backward_hook(
+        lambda *_: seen.append(group._all_gather_result is not None or group.is_unsharded)
+    )
+    backend.backward(model(tokens(1)).mean())
+    assert seen == [early]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("options", "everywhere"), [({}, False), ({"state_dict_config": {"rank0_only": False}}, True)])
+def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, Any], everywhere: bool) -> None:
+    backend = open_backend(**options, optim_state_dict_config=options.get("state_dict_config"))
+    model = make_model("mlp")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    backend.prepare(Bundle([model], [optimizer]))
+    backend.backward(model(torch.ones(2, 8)).mean())
+    backend.step(optimizer)
+    assert bool(backend.whole_model_state(model)) == (everywhere or rank == 0)
+    whole = backend.whole_optimizer_state(optimizer, [model])
+    assert bool(whole) == (everywhere or rank == 0)
+    if whole:
+        assert whole["state"]["first.weight"]["exp_avg"].shape == (16, 8)
+        assert type(whole["state"]["first.weight"]["exp_avg"]) is torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
+    backend = open_backend()
+    model = make_model("mlp")
+    backend.prepare(Bundle([model]))
+    with pytest.raises(BackendError, match=r"join: with backend 'fsdp' every rank.*nearest: even_batches=True"):
+        backend.join([model])
+    with backend.join([model], enable=False):
+        pass
 
 
 @pytest.mark.ranks(2)

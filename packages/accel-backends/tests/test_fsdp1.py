@@ -9,7 +9,7 @@ from torch import nn
 from accel_backends import Bundle, FSDP1Backend, FSDPConfig
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, Session
-from accel_testing.models import make_model
+from accel_testing.models import TinyTransformer, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
 
@@ -105,10 +105,96 @@ def test_what_version_1_cannot_do_is_refused() -> None:
     with pytest.raises(BackendError, match="nearest: fsdp_version=2"):
         open_backend(cpu_offload=True)
     backend = open_backend()
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    with pytest.raises(AccelError, match="meta device"):
-        backend.prepare(Bundle([model]))
     prepared = backend.prepare(Bundle([nn.Linear(2, 2)])).models[0]
     with pytest.raises(BackendError, match="within an accumulation window"):
         backend.held_gradients(prepared)
+    model = nn.Linear(2, 2)
+    both = torch.optim.AdamW([*model.parameters(), *(other := nn.Linear(2, 2)).parameters()])
+    (model(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum().backward()
+    both.step()
+    with pytest.raises(AccelError, match=r"has stepped already and updates several models.*fsdp_version=2"):
+        backend.prepare(Bundle([model, other], [both]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("filled", ["nowhere", "on rank 0"])
+def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> None:
+    torch.manual_seed(rank)
+    backend = open_backend()
+    if filled == "on rank 0" and rank == 0:
+        model = make_model("transformer", seed=3)
+    else:
+        with torch.device("meta"):
+            model = TinyTransformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if filled == "on rank 0":
+        model = backend.prepare(Bundle([model])).models[0]
+        state = backend.whole_model_state(model, main_only=False)
+        for name, value in make_model("transformer", seed=3).named_parameters():
+            assert torch.equal(state[name], value), name
+        return
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    before = backend.whole_model_state(model, main_only=False)
+    assert 0.8 < float(before["position.weight"].std()) < 1.2
+    assert bool((before["norm.weight"] == 1.0).all())
+    assert not torch.equal(before["blocks.0.qkv.weight"], before["blocks.1.qkv.weight"])
+    first = [before["position.weight"].sum()]
+    torch.distributed.broadcast(first[0], 0)
+    assert torch.equal(first[0], before["position.weight"].sum())
+    backend.backward(loss_of(model, tokens(0)))
+    assert backend.step(optimizer)
+    assert not torch.equal(backend.whole_model_state(model, main_only=False)["norm.weight"], before["norm.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, tokens(0)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    backend = open_backend()
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    for step in range(1, STEPS):
+        backend.backward(loss_of(model, tokens(step).chunk(2)[rank]))
+        backend.clip_grad_norm(model.parameters(), 0.5)
+        backend.step(optimizer)
+        optimizer.zero_grad()
+    state = backend.whole_model_state(model, main_only=False)
+    for name, value in reference().named_parameters():
+        assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_prepare_different_models_are_refused(rank: int) -> None:
+    with pytest.raises(AccelError, match="ranks prepare different models"):
+        open_backend().prepare(Bundle([nn.Linear(2, 2 + rank)]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, ("BACKWARD_PRE", False, True)),
+        ({"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True}, ("BACKWARD_POST", True, True)),
+        ({"backward_prefetch": "NO_PREFETCH", "limit_all_gathers": False}, (None, False, False)),
+    ],
+)
+def test_prefetching_and_its_limit_reach_torch(options: dict[str, Any], given: tuple[Any, ...]) -> None:
+    wrapped = open_backend(**options).prepare(Bundle([make_model("transformer")])).models[0]
+    prefetch = wrapped.backward_prefetch
+    assert (prefetch and prefetch.name, wrapped.forward_prefetch, wrapped.limit_all_gathers) == given
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_state_goes_where_its_options_say(rank: int) -> None:
+    backend = open_backend(optim_state_dict_config={"rank0_only": False}, state_dict_config={"rank0_only": True})
+    model = make_model("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    backend.backward(model(torch.ones(2, 8)).mean())
+    backend.step(optimizer)
+    assert bool(backend.whole_model_state(model)) == (rank == 0)
+    state = backend.whole_optimizer_state(optimizer, [model])
+    assert state["state"]["first.weight"]["exp_avg"].shape == (16, 8)

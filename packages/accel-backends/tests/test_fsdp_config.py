@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_backends import FullyShardedDataParallelPlugin as Plugin
-from accel_backends.fsdp_values import AutoWrap, BackwardPrefetch, Sharding, StateDictKind
+from accel_backends.fsdp_values import AutoWrap, BackwardPrefetch, Sharding, StateDictKind, WholeForm
 from accel_state import ConfigError
 
 
@@ -36,6 +36,12 @@ def test_a_strategy_goes_by_number_name_text_or_torchs_member(number: int) -> No
         assert Plugin(sharding_strategy=given_as).sharding_strategy is Sharding[name]
 
 
+def sharded_offload() -> Any:
+    from torch.distributed.fsdp import ShardedStateDictConfig
+
+    return ShardedStateDictConfig(offload_to_cpu=True)
+
+
 ENVIRONMENT = {
     "sharding_strategy": ("SHARDING_STRATEGY", "SHARD_GRAD_OP", Sharding.SHARD_GRAD_OP),
     "reshard_after_forward": ("RESHARD_AFTER_FORWARD", "false", False),
@@ -51,6 +57,7 @@ ENVIRONMENT = {
     "ignored_modules": ("IGNORED_MODULES", "head", "head"),
     "sync_module_states": ("SYNC_MODULE_STATES", "no", False),
     "fsdp_version": ("VERSION", "1", 1),
+    "use_orig_params": ("USE_ORIG_PARAMS", "false", False),
 }
 
 
@@ -59,6 +66,37 @@ def test_what_is_not_given_is_read_from_the_environment(monkeypatch: pytest.Monk
     variable, text, value = ENVIRONMENT[field]
     monkeypatch.setenv(f"FSDP_{variable}", text)
     assert getattr(Plugin(), field) == value
+
+
+def test_offloaded_activations_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")
+    assert Plugin().activation_checkpointing_offload is True
+
+
+@pytest.mark.parametrize("kind", ["FullStateDictConfig", "FullOptimStateDictConfig"])
+def test_torchs_forms_of_whole_states_are_taken(kind: str) -> None:
+    import torch.distributed.fsdp as fsdp
+
+    given = getattr(fsdp, kind)(offload_to_cpu=False, rank0_only=True)
+    plugin = Plugin(state_dict_config=given, optim_state_dict_config={"rank0_only": "false"})
+    assert plugin.state_form == WholeForm(offload_to_cpu=False, rank0_only=True)
+    assert plugin.optimizer_state_form == WholeForm(offload_to_cpu=True, rank0_only=False)
+    assert Plugin(state_dict_config=fsdp.ShardedStateDictConfig()).state_form == WholeForm()
+
+
+def test_numbers_and_switches_may_be_texts() -> None:
+    plugin = Plugin(shard_size="2", find_unused_parameters="true", limit_all_gathers="no")
+    assert (plugin.shard_size, plugin.find_unused_parameters, plugin.limit_all_gathers) == (2, True, False)
+
+
+def test_version_1_has_no_use_for_one_process() -> None:
+    from accel_backends import select_backend
+    from accel_state import Device, Topology
+
+    device = Device("cpu", None)
+    assert select_backend(Topology(), device, Plugin(fsdp_version=1)).name == "single"
+    assert select_backend(Topology(), device, Plugin(fsdp_version=2)).name == "fsdp"
 
 
 def test_what_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +127,10 @@ def test_what_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch
         ({"use_orig_params": False, "fsdp_version": 1}, "nearest: use_orig_params=True"),
         ({"transformer_cls_names_to_wrap": "A", "auto_wrap_policy": "NO_WRAP"}, "nearest: TRANSFORMER_BASED_WRAP"),
         ({"shard_size": 0}, "it counts ranks"),
+        ({"shard_size": "two"}, "expected a whole number"),
+        ({"state_dict_config": {"offload_to_cp": True}}, "did you mean 'offload_to_cpu'"),
+        ({"optim_state_dict_config": "full"}, "is a str; expected a mapping of offload_to_cpu, rank0_only"),
+        ({"state_dict_config": sharded_offload()}, "sharded states stay where their parameters are"),
     ],
 )
 def test_what_means_nothing_is_refused_with_what_would(options: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
 """Everything that differs between one device and many: the one seam."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,13 +20,7 @@ from accel_backends.config import BackendConfig
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
-from accel_backends.states import (
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    state_templates,
-)
+from accel_backends.stateful import BackendStates
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Backend(ABC):
+class Backend(BackendStates):
     """How models are placed, synchronised and stepped.
 
     The defaults mean "as on one device", so a backend overrides what it does otherwise and a method added here breaks
@@ -175,7 +169,12 @@ class Backend(ABC):
         from accel_precision.fp8 import load_converter
 
         facts = DeviceFacts.probe(self.device.type)
-        return load_converter(self.policy.fp8, facts, sharded=self.capabilities.gathers_fp8)
+        return load_converter(self.policy.fp8, facts, sharded=self.gathers_fp8)
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether weights can be gathered in 8 bits, as the options are. Default: as ``capabilities`` say."""
+        return self.capabilities.gathers_fp8
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -320,72 +319,7 @@ class Backend(ABC):
     def average_parameters(self, model: nn.Module) -> None:
         """Makes parameters the mean over ranks (local SGD). Default: there is one copy."""
 
-    # States
-
-    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Makes buffers equal on all ranks before they are saved, where training makes them equal only later.
-
-        Collective where it does anything. Default: there is one copy.
-        """
-
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Gradients of an accumulation window that is still open, whole, by parameter name: this rank's share.
-
-        Averaged over ``gradient_average`` ranks, shares make the gradient. Collective. Default: what parameters hold.
-        """
-        return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
-
-    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Puts back what ``held_gradients`` gave, or any shares with that average; collective."""
-        for name, parameter in named_parameters(model).items():
-            held = gradients.get(name)
-            parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state under its own names, see ``states``; sharded tensors stay sharded."""
-        return model_state(model)
-
-    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads a state of any backend and world size.
-
-        Raises:
-            CheckpointMismatchError: it is another model's.
-        """
-        load_model_state(model, state, strict=strict)
-
-    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """The model's state in whole tensors; collective. Default: every rank has it, and gets it.
-
-        ``main_only``: only rank 0 gets it where it has to be put together, and the others get an empty one; None: as
-        the backend's options say.
-        """
-        return self.model_state(model)
-
-    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within it, parameters are whole; changes last if ``writeback``. Default: they always are and do."""
-        return _NOTHING
-
-    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """The optimizer's state by parameter names, see ``states``."""
-        return optimizer_state(optimizer, models)
-
-    def whole_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
-    ) -> dict[str, Any]:
-        """The optimizer's state in whole tensors; collective. Default: every rank has it, and gets it."""
-        return self.optimizer_state(optimizer, models)
-
-    def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """By parameter name, a tensor placed as the optimizer's states of it are. Default: the parameters."""
-        return state_templates(optimizer, models)
-
-    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads a state of any backend and world size.
-
-        Raises:
-            CheckpointMismatchError: it is that of other parameters.
-        """
-        load_optimizer_state(optimizer, models, state)
+    # The rest
 
     def scaler_state(self) -> dict[str, float | int] | None:
         """The state of the loss scale; None without one."""

@@ -16,10 +16,8 @@ from accel_backends.config import BackendConfig
 from accel_backends.fsdp_check import (
     check_model,
     check_optimizers,
-    check_same,
     check_separate,
-    check_sources,
-    fingerprint,
+    compare_ranks,
     is_sharded,
     upcast_parameters,
 )
@@ -128,15 +126,11 @@ class FSDPBackend(Backend):
         """As every backend, once all ranks are known to prepare the same."""
         config = cast(FSDPConfig, self.config)
         if bundle.training and self.session.world_size > 1:
-            from accel_state.objects import all_gather_object
-
-            mine = [entry for model in bundle.models for entry in fingerprint(model, self._units(model))]
-            filled = not any(map(is_meta, bundle.models))
-            everybody = all_gather_object((mine, filled), group=self.session.group)
-            check_same([entries for entries, _ in everybody])
-            self._source_filled = everybody[0][1]
-            self._all_filled = all(having for _, having in everybody) and not config.cpu_ram_efficient_loading
-            check_sources([having for _, having in everybody], synchronised=config.sync_module_states)
+            filled = compare_ranks(
+                bundle.models, self._units, synchronised=config.sync_module_states, group=self.session.group
+            )
+            self._source_filled = filled[0]
+            self._all_filled = all(filled) and not config.cpu_ram_efficient_loading
             if config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0:
                 for model in bundle.models:
                     if not is_sharded(innermost(model)):
@@ -149,6 +143,11 @@ class FSDPBackend(Backend):
                 if len({is_dtensor(parameter) for parameter in group["params"]}) > 1 and "foreach" in group:
                     group["foreach"] = False  # torch's loops over lists take either kind, not both
         return bound
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Unless parameters are kept over some of the ranks, which torch cannot do with them."""
+        return isinstance(cast(FSDPConfig, self.config).reshard, bool)
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Sharded with its precision built in; a model that is only evaluated stays whole, as on one device."""

@@ -1,6 +1,6 @@
 """Version 1 of fully sharded data parallelism, for those who depend on its wrapper."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
@@ -13,14 +13,21 @@ from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
 from accel_backends.clip import total_norm
 from accel_backends.config import BackendConfig
-from accel_backends.fsdp_check import check_model, check_optimizers, check_separate, upcast_parameters
+from accel_backends.fsdp1_wrap import find_fsdp1, first_names_of, wrapper_arguments
+from accel_backends.fsdp_check import (
+    check_model,
+    check_optimizers,
+    check_separate,
+    compare_ranks,
+    upcast_parameters,
+)
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_shard import checkpointed, computes_in_halves, replace_modules, shard_dtypes
 from accel_backends.fsdp_states import sharded_like, whole_optimizer_state, whole_state
-from accel_backends.fsdp_values import BackwardPrefetch, Sharding, WholeForm
-from accel_backends.meta_init import is_meta
-from accel_backends.names import innermost, named_parameters, places, wrapped_name
-from accel_backends.states import STATE
+from accel_backends.fsdp_values import Sharding, WholeForm
+from accel_backends.meta_init import Made, check_initialisers, is_meta, materialise
+from accel_backends.names import innermost, named_parameters
+from accel_backends.states import STATE, optimizer_state
 from accel_backends.wrapping import Units, find_units
 from accel_precision.autocast import cast_parameters
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
@@ -39,13 +46,14 @@ if TYPE_CHECKING:
 class FSDP1Backend(Backend):
     """Wraps models in ``FullyShardedDataParallel``, always over a mesh, so that states are DTensors under plain names.
 
-    Parameters of a prepared model are flat pieces; their names and the optimizers that hold them stay. It takes no
-    models on the meta device, and no checkpoint within an accumulation window.
+    Parameters of a prepared model are flat pieces; their names and the optimizers that hold them stay. A model that is
+    on the meta device on all ranks gets its values unit by unit; where rank 0 has values, the others hold the whole
+    model while it is wrapped. No checkpoint can be taken within an accumulation window.
     """
 
     name: ClassVar[str] = "fsdp1"
     Config: ClassVar[type[BackendConfig]] = FSDPConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(2, None), sharded=True, offload=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(2, None), sharded=True, offload=True, meta_device=True)
     distributed_type: ClassVar[str] = "FSDP"
 
     def __init__(
@@ -68,6 +76,7 @@ class FSDP1Backend(Backend):
             raise BackendError("cpu_offload of fsdp_version=1 needs an accelerator; nearest: fsdp_version=2")
         self._degrees = self._options.degrees(session.world_size, session.topology.local_world_size)
         self._mesh: DeviceMesh | None = None
+        self._filled = [True]
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
@@ -100,20 +109,33 @@ class FSDP1Backend(Backend):
         check_separate(bundle.models)
         splitting: dict[int, nn.Parameter] = {}
         for model in bundle.models:
-            if is_meta(model):
-                raise PrepareError(
-                    f"{type(innermost(model)).__name__} is on the meta device, which fsdp_version=1 does not fill; "
-                    "nearest: fsdp_version=2"
-                )
+            if self.session.rank == 0 and is_meta(model):
+                check_initialisers(innermost(model), self._options.param_init_fn)
             if find_fsdp1(model) is None:
                 check_model(model, self._units(model), upcast=self.policy.autocast and self.policy.params is None)
             splitting |= {id(parameter): parameter for parameter in model.parameters()}
         check_optimizers(bundle.optimizers, self._options, splitting)
-        stepped = [type(one).__name__ for one in bundle.optimizers if any(one.state.values())]
-        if stepped:
-            raise PrepareError(
-                f"{stepped[0]} has stepped already, and fsdp_version=1 cannot split its state; nearest: fsdp_version=2"
-            )
+        for optimizer in bundle.optimizers:
+            if any(optimizer.state.values()) and len(_updated(optimizer, bundle.models)) != 1:
+                raise PrepareError(
+                    f"{type(optimizer).__name__} has stepped already and updates several models, and fsdp_version=1 "
+                    "cannot split its state; give each model an optimizer, or use fsdp_version=2"
+                )
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """As every backend, once all ranks are known to prepare the same; states of optimizers are split."""
+        if not bundle.training:
+            return super().bind(bundle)
+        synchronised = self._options.sync_module_states
+        self._filled = compare_ranks(bundle.models, self._units, synchronised=synchronised, group=self.session.group)
+        stepped = [optimizer for optimizer in bundle.optimizers if any(optimizer.state.values())]
+        states = [optimizer_state(optimizer, bundle.models) for optimizer in stepped]
+        for optimizer in stepped:
+            optimizer.state.clear()
+        bound = super().bind(bundle)
+        for optimizer, state in zip(stepped, states, strict=True):
+            self.load_optimizer_state(optimizer, bound.models, state)
+        return bound
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Wrapped with its precision built in; a model that is only evaluated stays whole, as on one device."""
@@ -128,17 +150,28 @@ class FSDP1Backend(Backend):
             return model
         upcast_parameters(model, self.policy)
         self.convert_layers(cast_parameters(model, self.policy))
-        units = self._units(model)
-        if self._options.sync_module_states:
+        units, root = self._units(model), innermost(model)
+        values: dict[str, Any] = {}
+        if not any(self._filled):
+            values = {"param_init_fn": self._initialiser()}
+        elif not all(self._filled):
+            materialise(root.modules(), self.device, made={}, values_follow=True)
+        if self._options.sync_module_states and any(self._filled):
             model.to(self.device)
             broadcast([*(p.data for p in model.parameters()), *model.buffers()], group=self.session.group)
-        root = innermost(model)
         blocks = {id(root.get_submodule(name)): root.get_submodule(name) for name in units.blocks}
-        arguments = self._arguments(root, units)
+        arguments = wrapper_arguments(
+            root, units, self._options, self.policy, degrees=self._degrees, mesh=self.mesh, device=self.device
+        )
         if self._options.activation_checkpointing:
             replacing = {key: checkpointed(block) for key, block in blocks.items()}
             replace_modules(root, replacing)
-        wrapped = FullyShardedDataParallel(model, **arguments)
+        wrapped = FullyShardedDataParallel(model, **arguments, **values)
+        if self._options.sharding_strategy is Sharding.NO_SHARD:
+            # Until they are reduced their gradients have the dtype that they were computed in, which torch refuses.
+            for parameter in wrapped.parameters():
+                if hasattr(parameter, "grad_dtype"):
+                    parameter.grad_dtype = None
         self._name_states(wrapped)
         return wrapped
 
@@ -182,7 +215,7 @@ class FSDP1Backend(Backend):
         wrapped = find_fsdp1(model)
         if wrapped is None:
             return super().model_state(model)
-        first = _first_names(wrapped)
+        first = first_names_of(wrapped)
         state: dict[str, Any] = {}
         for name, value in wrapped.state_dict().items():
             state.setdefault(first.get(name, name), value)
@@ -194,7 +227,7 @@ class FSDP1Backend(Backend):
         if wrapped is None:
             super().load_model_state(model, state, strict=strict)
             return
-        first, own = _first_names(wrapped), wrapped.state_dict()
+        first, own = first_names_of(wrapped), wrapped.state_dict()
         given = {first.get(name, name): value for name, value in state.items()}
         known = {first.get(name, name) for name in own}
         missing, unknown = sorted(known - set(given)), sorted(set(given) - known)
@@ -277,40 +310,17 @@ class FSDP1Backend(Backend):
         halves = computes_in_halves(shard_dtypes(self.policy, self._options))
         return find_units(model, self._options, halves=halves)
 
-    def _arguments(self, root: nn.Module, units: Units) -> dict[str, Any]:
-        from torch.distributed import fsdp
-        from torch.distributed.fsdp.wrap import CustomPolicy
+    def _initialiser(self) -> Callable[[nn.Module], None]:
+        """What the wrapper calls with each module on the meta device, just before it takes the module's unit apart."""
+        made: Made = {}
 
-        options = self._options
-        names = {Sharding.HYBRID_SHARD_ZERO2: "_HYBRID_SHARD_ZERO2"}
-        strategy = options.sharding_strategy
-        if not 1 < self._degrees[0] < self.session.world_size and options.hybrid:
-            strategy = Sharding.FULL_SHARD if strategy is Sharding.HYBRID_SHARD else Sharding.SHARD_GRAD_OP
-        elif 1 < self._degrees[0] < self.session.world_size and not options.hybrid:
-            strategy = Sharding.HYBRID_SHARD if strategy is Sharding.FULL_SHARD else Sharding.HYBRID_SHARD_ZERO2
-        ids = {id(root.get_submodule(name)) for name in units.inside_out}
-        dtypes = shard_dtypes(self.policy, options)
-        prefetch = options.backward_prefetch
-        return {
-            "device_mesh": self.mesh,
-            "sharding_strategy": fsdp.ShardingStrategy[names.get(strategy, strategy.name)],
-            "auto_wrap_policy": CustomPolicy(lambda module: _is_unit(module, ids)),
-            "mixed_precision": fsdp.MixedPrecision(
-                param_dtype=dtypes.get("param_dtype"),
-                reduce_dtype=dtypes.get("reduce_dtype"),
-                buffer_dtype=options.dtypes.get("buffer_dtype", self.policy.buffers),
-                cast_root_forward_inputs=dtypes.get("cast_forward_inputs", True),
-            ),
-            "cpu_offload": fsdp.CPUOffload(offload_params=options.cpu_offload),
-            "backward_prefetch": None
-            if prefetch is BackwardPrefetch.NO_PREFETCH
-            else fsdp.BackwardPrefetch[(prefetch or BackwardPrefetch.BACKWARD_PRE).name],
-            "forward_prefetch": bool(options.forward_prefetch),
-            "limit_all_gathers": options.limit_all_gathers,
-            "use_orig_params": True,
-            "ignored_modules": [root.get_submodule(name) for name in units.ignored] or None,
-            "device_id": self.device,
-        }
+        def initialise(module: nn.Module) -> None:
+            materialise([module], self.device, made=made, initialise=self._options.param_init_fn)
+            if self._options.sync_module_states:
+                own = (*module._parameters.values(), *module._buffers.values())
+                broadcast([tensor.data for tensor in own if tensor is not None], group=self.session.group)
+
+        return initialise
 
     def _name_states(self, wrapped: "FullyShardedDataParallel") -> None:
         from torch.distributed.fsdp import (
@@ -341,8 +351,7 @@ class FSDP1Backend(Backend):
         return part if largest else part ** (1.0 / norm_type)
 
     def _model_of(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> "FullyShardedDataParallel":
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [model for model in models if held & {id(parameter) for parameter in model.parameters()}]
+        owners = _updated(optimizer, models)
         wrapped = find_fsdp1(owners[0]) if len(owners) == 1 else None
         if wrapped is None:
             raise BackendError(
@@ -352,31 +361,10 @@ class FSDP1Backend(Backend):
         return wrapped
 
 
-def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
-    """The outermost wrapper of version 1 around a model; None without one."""
-    while "_fsdp_wrapped_module" not in model._modules:
-        name = wrapped_name(model)
-        if name is None:
-            return None
-        model = cast(nn.Module, model._modules[name])
-    return cast("FullyShardedDataParallel", model)
-
-
-def _is_unit(module: nn.Module, ids: set[int]) -> bool:
-    """Whether it is a unit, or one in the wrapper of activation checkpointing (which is to be inside of FSDP's)."""
-    inner = module._modules.get("_checkpoint_wrapped_module")
-    return id(inner) in ids if inner is not None else id(module) in ids
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """For each plain name of a parameter or buffer the first name of the same tensor."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    for place in places(model):
-        for name, tensor in (*place.module._parameters.items(), *place.module._buffers.items()):
-            if tensor is not None:
-                names[place.prefix + name] = first.setdefault(id(tensor), place.prefix + name)
-    return names
+def _updated(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models that hold parameters of the optimizer."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [model for model in models if held & {id(parameter) for parameter in model.parameters()}]
 
 
 def _placed(value: Any, model: Any) -> Any:

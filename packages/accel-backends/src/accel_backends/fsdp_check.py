@@ -1,6 +1,6 @@
 """What cannot be sharded, found before anything is changed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.meta_init import is_meta
 from accel_backends.names import innermost, named_parameters, wrapped_name
 from accel_backends.wrapping import Units, parameters_of_units
 from accel_precision.policy import PrecisionPolicy, dtype_name
@@ -137,6 +138,27 @@ def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
         raise PrepareError(
             "models on the meta device get rank 0's values, which sync_module_states=False forbids; leave it on"
         )
+
+
+def compare_ranks(
+    models: Sequence[nn.Module], units_of: Callable[[nn.Module], Units], *, synchronised: bool, group: Any
+) -> list[bool]:
+    """Whether each rank's models have values, once all ranks are known to prepare the same; collective.
+
+    Args:
+        synchronised: rank 0's values are sent to the others.
+
+    Raises:
+        PrepareError: see ``check_same`` and ``check_sources``.
+    """
+    from accel_state.objects import all_gather_object
+
+    mine = [entry for model in models for entry in fingerprint(model, units_of(model))]
+    everybody = all_gather_object((mine, not any(map(is_meta, models))), group=group)
+    check_same([entries for entries, _ in everybody])
+    filled = [having for _, having in everybody]
+    check_sources(filled, synchronised=synchronised)
+    return filled
 
 
 def fingerprint(model: nn.Module, units: Units) -> list[Any]:

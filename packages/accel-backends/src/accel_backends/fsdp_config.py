@@ -70,6 +70,7 @@ class FSDPConfig(BackendConfig):
         limit_all_gathers: bound how far the host runs ahead. Version 1; 2 always does.
         sync_module_states: start from rank 0's parameters and buffers; on unless turned off.
         cpu_ram_efficient_loading: only rank 0 needs the values; the other ranks' models are dropped before sharding.
+            Version 2; with 1 it saves no memory.
         param_init_fn: called with each module whose parameters were on the meta device, to give them values.
         find_unused_parameters: ranks may use different parameters in one step; the others count as zero. Version 2.
         use_orig_params: version 1; only True is supported, without which parameters lose their names.
@@ -112,6 +113,11 @@ class FSDPConfig(BackendConfig):
     def backend(self) -> str:  # type: ignore[override]
         """The backend of the version: "fsdp" or "fsdp1"."""
         return "fsdp" if self.fsdp_version == 2 else "fsdp1"
+
+    @property
+    def needs_ranks(self) -> bool:  # type: ignore[override]
+        """Version 1 does, so one process trains on its device alone."""
+        return self.fsdp_version == 1
 
     def __post_init__(self) -> None:
         env = os.environ
@@ -204,6 +210,11 @@ class FSDPConfig(BackendConfig):
         self.cpu_ram_efficient_loading = self._flag(
             "cpu_ram_efficient_loading", "CPU_RAM_EFFICIENT_LOADING", env, default=False
         )
+        if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
+            logging.getLogger(__name__).warning(
+                "cpu_ram_efficient_loading=True saves no memory with fsdp_version=1, whose ranks all hold the whole "
+                "model while it is wrapped; fsdp_version=2 does"
+            )
         self.sync_module_states = self._flag("sync_module_states", "SYNC_MODULE_STATES", env, default=True)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise ConfigError(
