@@ -246,7 +246,7 @@ def optimizer_state(engine: Any, parts: Parts, layout: Layout) -> dict[str, Any]
         if not parts.holds(parameter) or not (keys or numbers):
             continue
         found: dict[str, Any] = {key: layout.sharded(whole_of(parts, parameter, key)) for key in keys}
-        state[name] = {**numbers.get(_group_of(layout, name), {}), **found}
+        state[name] = {**_copied(numbers.get(_group_of(layout, name), {})), **found}
     return {STATE: state, GROUPS: _options(engine, layout)}
 
 
@@ -265,9 +265,7 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
         for flat in _flats_of(parts, [parameters[name] for name in names], group):
             own = parts.state[flat]
             own.clear()
-            own.update(
-                {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in number.items()}
-            )
+            own.update(_copied(number))
             for key, dtype in tensors.items():
                 own[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
     for name, parameter in ((name, parameters[name]) for names in layout.groups for name in names):
@@ -279,6 +277,11 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
     if relink is not None:
         engine.optimizer._hp_optimizer_states_linked = False
         relink()
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of their own: torch counts steps in place, so no two parameters may share a count."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def _tensor_keys(parts: Parts) -> list[str]:
