@@ -91,7 +91,8 @@ GENERATIONS: dict[str, tuple[str, dict[str, object]]] = {
         BASE
         + "distributed_type: MULTI_GPU\nenable_cpu_affinity: true\nmixed_precision: fp8\nnum_processes: 2\n"
         + "fp8_config:\n  amax_compute_algo: max\n  amax_history_length: 512\n  backend: TE\n"
-        + "  fp8_format: E4M3\n  interval: 2\n  margin: 1\n  override_linear_precision: (true, false, true)\n  use_autocast_during_eval: false\n",
+        + "  fp8_format: E4M3\n  interval: 2\n  margin: 1\n"
+        + "  override_linear_precision: (true, false, true)\n  use_autocast_during_eval: false\n",
         {
             "fp8_backend": "te",
             "fp8_format": "E4M3",

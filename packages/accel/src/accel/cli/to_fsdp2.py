@@ -103,7 +103,7 @@ def _convert(options: Mapping[str, object]) -> tuple[dict[str, object], list[str
 def _reshard(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
-    known = _RESHARD | {"TRUE": True, "FALSE": False}
+    known: dict[str, bool] = {**_RESHARD, "TRUE": True, "FALSE": False}
     if str(value).upper() not in known:
         raise ConfigError(f"{key} is {value!r}; expected one of {', '.join(list(_RESHARD)[:5])}")
     return known[str(value).upper()]

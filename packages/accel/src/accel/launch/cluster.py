@@ -3,6 +3,8 @@
 import logging
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from torch.distributed.elastic.agent.server.api import (
@@ -14,12 +16,13 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from accel.launch.checks import is_elastic
 from accel.launch.failure import report
 from accel.launch.guard import Guard
 from accel.launch.interrupts import Interrupts
 from accel.launch.local import attempt_env, interrupted, output_of, preempted
-from accel.launch.meeting import Meeting
-from accel.launch.planning import LaunchPlan
+from accel.launch.meeting import Meeting, MeetingPoint
+from accel.launch.planning import LaunchPlan, ProcessPlan
 from accel.launch.workers import Workers
 
 _ROLE = "accel"
@@ -44,7 +47,7 @@ def run_machine(plan: LaunchPlan) -> int:
 
 
 def _run_agent(plan: LaunchPlan, interrupts: Interrupts, guard: Guard) -> int:
-    with Meeting(plan, interrupts) as meeting:
+    with _meeting(plan, interrupts) as meeting:
         agent = MachineAgent(plan, meeting=meeting, interrupts=interrupts, guard=guard)
         try:
             agent.run()
@@ -55,6 +58,14 @@ def _run_agent(plan: LaunchPlan, interrupts: Interrupts, guard: Guard) -> int:
         return agent.status
 
 
+def _meeting(plan: LaunchPlan, interrupts: Interrupts) -> MeetingPoint:
+    if not is_elastic(plan.config):
+        return Meeting(plan, interrupts)
+    from accel.launch.elastic import ElasticMeeting
+
+    return ElasticMeeting(plan, interrupts)
+
+
 @final
 class MachineAgent(SimpleElasticAgent):
     """Torch elastic's loop of attempts, over processes that we start, watch and end ourselves.
@@ -63,7 +74,7 @@ class MachineAgent(SimpleElasticAgent):
     coarse to tell the first failure from those that follow it.
     """
 
-    def __init__(self, plan: LaunchPlan, *, meeting: Meeting, interrupts: Interrupts, guard: Guard) -> None:
+    def __init__(self, plan: LaunchPlan, *, meeting: MeetingPoint, interrupts: Interrupts, guard: Guard) -> None:
         config = plan.config
         super().__init__(
             WorkerSpec(
@@ -83,6 +94,7 @@ class MachineAgent(SimpleElasticAgent):
         self._interrupts = interrupts
         self._guard = guard
         self._workers: Workers | None = None
+        self._num_processes = plan.num_processes
         self._grace = config.grace_period.total_seconds()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -93,9 +105,11 @@ class MachineAgent(SimpleElasticAgent):
         self._workers = Workers(
             folder=folder, output=output_of(self._plan, attempt), interrupts=self._interrupts, guard=self._guard
         )
-        self._workers.start(self._plan.processes, env | {"MASTER_PORT": str(worker_group.master_port)})
+        processes = placed(self._plan.processes, worker_group)
+        self._num_processes = worker_group.workers[0].world_size
+        self._workers.start(processes, env | {"MASTER_PORT": str(worker_group.master_port)})
         pids = self._workers.pids
-        return {process.local_rank: pids[process.rank] for process in self._plan.processes}
+        return {process.local_rank: pids[process.rank] for process in processes}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -127,22 +141,24 @@ class MachineAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if workers.preempted:
             self.status = preempted(len(self._plan.processes))
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(process.rank for process in self._plan.processes)
-        )
+        ranks = (worker.global_rank for worker in worker_group.workers)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def _failed(self, workers: Workers) -> RunResult:
         if workers.running:
             workers.stop(signal.SIGTERM, self._grace)
         failures = workers.failures()
-        print(report(failures, self._plan.num_processes), file=sys.stderr, flush=True)
         config = self._plan.config
-        left = config.max_restarts - (self._meeting.round - 1)
+        left = self._meeting.restarts_left(config.max_restarts)
+        if left <= 0 or not config.quiet:
+            told = report(failures, self._num_processes, quiet=config.quiet)
+            print(told, file=sys.stderr, flush=True)
         if left <= 0:
             self._meeting.give_up(f"rank {failures[0].exit.rank} failed on machine {config.machine_rank}")
             return self._end(failures[0].status or 1)
-        _say(f"starting all processes on all machines again (restart {self._meeting.round} of {config.max_restarts})")
-        # All machines count the same rounds, whichever of them failed.
+        if not config.quiet:
+            again = config.max_restarts - left + 1
+            _say(f"starting all processes on all machines again (restart {again} of {config.max_restarts})")
         self._remaining_restarts = left
         return RunResult(state=WorkerState.FAILED)
 
@@ -150,6 +166,23 @@ class MachineAgent(SimpleElasticAgent):
         self.status = status
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
+
+
+def placed(processes: Sequence[ProcessPlan], group: WorkerGroup) -> list[ProcessPlan]:
+    """The planned processes at the places that this round of the meeting gives them."""
+    made = []
+    for process, worker in zip(processes, group.workers, strict=True):
+        place = {
+            "RANK": str(worker.global_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+        }
+        made.append(replace(process, rank=worker.global_rank, env={**process.env, **place}))
+    return made
 
 
 def _say(text: str) -> None:

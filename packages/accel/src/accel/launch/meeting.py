@@ -6,11 +6,12 @@ import socket
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import final
+from typing import Self, final
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -27,18 +28,18 @@ _FAREWELL = 5.0
 _PATIENCE = 5.0
 
 
-@final
-class Meeting(RendezvousHandler):
-    """A rendezvous of a fixed set of machines, whose ranks are those the user gave them.
+class MeetingPoint(RendezvousHandler, ABC):
+    """The store of a job's launchers, which machine 0 keeps at the address that all know.
 
-    Machine 0 keeps one store at the address that all know; every round of the meeting has keys of its own there, and
-    the processes get a port of their own for each round. So nothing of a failed attempt reaches the next one.
+    Every round of the meeting has keys of its own there, and the processes get a port of their own for each round. So
+    nothing of a failed attempt reaches the next one.
     """
 
     def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
         config = plan.config
         self.round = 0
-        self._rank, self._size = config.machine_rank, plan.num_machines
+        self.size = plan.num_machines
+        self._name = str(config.machine_rank)
         self._address, self._port = plan.main_address, plan.main_port
         self._facts = {"num_processes": plan.num_processes, "num_machines": plan.num_machines}
         self._timeout = config.join_timeout.total_seconds()
@@ -47,8 +48,17 @@ class Meeting(RendezvousHandler):
         self._alone = False
         self._held = ExitStack()
 
-    def __enter__(self) -> "Meeting":
-        if self._rank == 0:
+    @property
+    @abstractmethod
+    def _is_host(self) -> bool:
+        """Whether this launcher keeps the store."""
+
+    @abstractmethod
+    def restarts_left(self, max_restarts: int) -> int:
+        """How many restarts are left for all machines together, now that processes have failed; 0 ends the job."""
+
+    def __enter__(self) -> Self:
+        if self._is_host:
             check_free(self._port, "")
             self._store = self._open("127.0.0.1", host=True)
             self._store.set("run", uuid.uuid4().hex)
@@ -68,49 +78,22 @@ class Meeting(RendezvousHandler):
         if self._alone:
             return
         if error is not None:
-            self.give_up(f"machine {self._rank} has ended: {error}")
+            self._leave(error)
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
             # The store ends with machine 0, which therefore leaves last.
             deadline = time.monotonic() + _FAREWELL
-            while self._rank == 0 and self._store.add("left", 0) < self._store.add("came", 0):
+            while self._is_host and self._store.add("left", 0) < self._store.add("came", 0):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for all machines and agrees with them on a fresh port for the processes."""
-        self.round += 1
-        arrived = f"round/{self.round}/arrived"
-        self._held.close()
-        with self._lost():
-            self._store.set(f"{arrived}/{self._rank}", "")
-            self._store.add(arrived, 1)
-            self._until(
-                lambda: self._store.add(arrived, 0) >= self._size, lambda: f"machines missing: {self._absent(arrived)}"
-            )
-            key = f"round/{self.round}/port"
-            if self._rank == 0:
-                self._store.set(key, str(self._held.enter_context(reserved_port(0))))
-            self._until(lambda: self._store.check([key]), lambda: "machine 0 has named no port")
-            port = int(self._store.get(key))
-            agents = PrefixStore(f"round/{self.round}/agents", self._store)
-        return RendezvousInfo(agents, self._rank, self._size, RendezvousStoreInfo(self._address, port))
-
-    def num_nodes_waiting(self) -> int:
-        """Machines that have gone on to the next round, because their processes failed in this one."""
-        with self._lost():
-            waiting = self._store.add(f"round/{self.round + 1}/arrived", 0)
-        if waiting:
-            print("accel launch: processes failed on another machine; starting all again", file=sys.stderr, flush=True)
-        return waiting
 
     def all_done(self) -> bool:
         """Says that the processes of this machine have ended well, and whether those of all machines have."""
         with self._lost():
             added = int(self._done_round != self.round)
             self._done_round = self.round
-            return self._store.add(f"round/{self.round}/done", added) >= self._size
+            return self._store.add(f"round/{self.round}/done", added) >= self.size
 
     def give_up(self, reason: str) -> None:
         """Tells the other machines that the job is over."""
@@ -121,10 +104,6 @@ class Meeting(RendezvousHandler):
         """Why another machine has ended the job, or None."""
         with self._lost():
             return self._store.get("over").decode() if self._store.check(["over"]) else None
-
-    def get_backend(self) -> str:
-        """The name of this kind of rendezvous."""
-        return "accel"
 
     def get_run_id(self) -> str:
         """What tells this job from others; the same on all machines."""
@@ -142,12 +121,14 @@ class Meeting(RendezvousHandler):
         """Nothing to do before the end of the ``with`` block."""
         return True
 
+    def _leave(self, error: BaseException) -> None:
+        """Tells the others that this machine ends early."""
+        self.give_up(f"machine {self._name} has ended: {error}")
+
     def _open(self, host_name: str, *, host: bool) -> TCPStore:
         return TCPStore(host_name, self._port, None, host, _STORE_TIMEOUT, wait_for_workers=False)
 
     def _introduce(self) -> None:
-        if self._store.add(f"machine/{self._rank}", 1) > 1:
-            raise LaunchError(f"two launchers have machine_rank {self._rank}; each machine needs its own")
         mine = json.dumps(self._facts, sort_keys=True)
         theirs = self._store.compare_set("facts", "", mine).decode()
         if theirs != mine:
@@ -162,9 +143,6 @@ class Meeting(RendezvousHandler):
         except OSError:
             return False
         return True
-
-    def _absent(self, arrived: str) -> str:
-        return ", ".join(str(rank) for rank in range(self._size) if not self._store.check([f"{arrived}/{rank}"]))
 
     def _until(self, reached: Callable[[], bool], problem: Callable[[], str]) -> None:
         start, announced = time.monotonic(), False
@@ -188,3 +166,59 @@ class Meeting(RendezvousHandler):
         except RuntimeError as error:
             self._alone = True
             raise LaunchError(f"the launcher of machine 0 at {self._address}:{self._port} is gone") from error
+
+
+@final
+class Meeting(MeetingPoint):
+    """A rendezvous of a fixed set of machines, whose ranks are those the user gave them."""
+
+    def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
+        super().__init__(plan, interrupts)
+        self._rank = plan.config.machine_rank
+
+    @property
+    def _is_host(self) -> bool:
+        return self._rank == 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for all machines and agrees with them on a fresh port for the processes."""
+        self.round += 1
+        arrived = f"round/{self.round}/arrived"
+        self._held.close()
+        with self._lost():
+            self._store.set(f"{arrived}/{self._rank}", "")
+            self._store.add(arrived, 1)
+            self._until(
+                lambda: self._store.add(arrived, 0) >= self.size, lambda: f"machines missing: {self._absent(arrived)}"
+            )
+            key = f"round/{self.round}/port"
+            if self._rank == 0:
+                self._store.set(key, str(self._held.enter_context(reserved_port(0))))
+            self._until(lambda: self._store.check([key]), lambda: "machine 0 has named no port")
+            port = int(self._store.get(key))
+            agents = PrefixStore(f"round/{self.round}/agents", self._store)
+        return RendezvousInfo(agents, self._rank, self.size, RendezvousStoreInfo(self._address, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that have gone on to the next round, because their processes failed in this one."""
+        with self._lost():
+            waiting = self._store.add(f"round/{self.round + 1}/arrived", 0)
+        if waiting:
+            print("accel launch: processes failed on another machine; starting all again", file=sys.stderr, flush=True)
+        return waiting
+
+    def restarts_left(self, max_restarts: int) -> int:
+        """All machines count the same rounds, whichever of them failed."""
+        return max_restarts - (self.round - 1)
+
+    def get_backend(self) -> str:
+        """The name of this kind of rendezvous."""
+        return "accel"
+
+    def _introduce(self) -> None:
+        if self._store.add(f"machine/{self._rank}", 1) > 1:
+            raise LaunchError(f"two launchers have machine_rank {self._rank}; each machine needs its own")
+        super()._introduce()
+
+    def _absent(self, arrived: str) -> str:
+        return ", ".join(str(rank) for rank in range(self.size) if not self._store.check([f"{arrived}/{rank}"]))

@@ -131,7 +131,7 @@ class MachineSettings:
     rdzv_conf: str | None = setting(
         None,
         Facts(
-            "Options of c10d: last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,join_timeout=900.",
+            "Options of c10d: last_call_timeout=5,keep_alive_interval=5,keep_alive_max_attempt=3,join_timeout=900.",
             _MACHINES,
             listed=True,
             launch_only=True,

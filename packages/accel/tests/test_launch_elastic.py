@@ -1,0 +1,135 @@
+"""Machines that come and go: ``--nnodes 1:2`` over real launchers, one of which is killed or comes late."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from accel.launch.elastic import options_of
+from accel_state.errors import LaunchError
+
+# Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
+COUNT = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+begun = int(open("count").read()) if os.path.exists("count") else 0
+start = torch.tensor([begun]); dist.broadcast(start, 0)
+open(f"began_{attempt}_{world}_{rank}", "w").close()
+step = int(start)
+while step < 10 or (os.environ.get("WAIT") and world != int(os.environ["WAIT"])):
+    total = torch.ones(1); dist.all_reduce(total)
+    assert total.item() == world
+    step += 1
+    if rank == 0:
+        with open("staged", "w") as file: file.write(str(step))
+        os.replace("staged", "count")
+    time.sleep(0.05)
+    while os.path.exists("hold") and world == 2 and step == 5: time.sleep(0.05)
+dist.barrier()
+print(f"rank {rank} of {world} counted to {step}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@contextmanager
+def elastic(folder: Path, port: int, **env: str) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts a launcher at each call; whatever is left of them at the end is killed."""
+    (folder / "count.py").write_text(COUNT)
+    argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:2", "--num_processes", "2"]
+    argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "3"]
+    argv += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=15", "--grace_period", "2"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "TORCHELASTIC"))}
+    made: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        made.append(
+            subprocess.Popen(
+                [*argv, "count.py"],
+                cwd=folder,
+                env=clean | {"OMP_NUM_THREADS": "1"} | env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return made[-1]
+
+    try:
+        yield start
+    finally:
+        for process in made:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)  # its guard ends the rest
+            process.communicate()
+
+
+def began(folder: Path, world: int) -> bool:
+    return len(list(folder.glob(f"began_*_{world}_*"))) >= world
+
+
+def test_the_others_go_on_when_a_machine_is_lost(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "hold").touch()
+    with elastic(tmp_path, port) as start:
+        first = start()
+        wait_until(lambda: _listens(port), "nobody keeps the store")
+        second = start()
+        wait_until(lambda: (tmp_path / "count").exists() and (tmp_path / "count").read_text() == "5", "no two machines")
+        second.send_signal(signal.SIGKILL)
+        (tmp_path / "hold").unlink()
+        out, err = first.communicate(timeout=200)
+    assert first.returncode == 0, err
+    assert out.splitlines()[-1] == "rank 0 of 1 counted to 10", err
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_late_joins(tmp_path: Path) -> None:
+    port = free_port()
+    with elastic(tmp_path, port, WAIT="2") as start:
+        first = start()
+        wait_until(lambda: began(tmp_path, 1), "the first machine does not begin alone")
+        second = start()
+        outputs = [process.communicate(timeout=200) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    lines = sorted(line.rpartition(" counted")[0] for out, _ in outputs for line in out.splitlines())
+    assert lines == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("last_call_timout=3", "did you mean last_call_timeout"), ("last_call_timeout=soon", "=NUMBER"), ("x", "known:")],
+)
+def test_a_wrong_option_of_the_meeting_is_named(text: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        options_of(text)
