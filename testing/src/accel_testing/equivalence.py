@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -171,24 +171,25 @@ def _check(
                 program, source, layouts, tolerances=tolerances, pool=own, cpu=cpu, perturb=perturb, around=around
             )
     limits = {**TOLERANCES, **(tolerances or {})}
-    ranks = _Ranks(pool, source)
     references: dict[tuple[str, int | None], list[Step]] = {}
     results = []
-    for layout in layouts:
-        dtype = "fp64" if layout.precision == "fp64" else "fp32"
-        key = (dtype, layout.accumulate if layout.short else None)
-        if key not in references:
-            references[key] = ranks.reference(program, dtype, short_of=key[1])
-        began = time.monotonic()
-        try:
-            runs = ranks.layout(program, layout, cpu=cpu, perturb=perturb, around=around)
-        except RankError as error:
-            results.append(Result(layout, limits[layout.precision], error=str(error)))
-            continue
-        departure = compare_runs(references[key], runs, tolerance=limits[layout.precision])
-        distance = distance_of(references[key], runs[0])
-        seconds = time.monotonic() - began
-        results.append(Result(layout, limits[layout.precision], distance, departure, seconds=seconds))
+    with ExitStack() as stack:
+        ranks = _Ranks(pool, source, stack)
+        for layout in layouts:
+            dtype = "fp64" if layout.precision == "fp64" else "fp32"
+            key = (dtype, layout.accumulate if layout.short else None)
+            if key not in references:
+                references[key] = ranks.reference(program, dtype, short_of=key[1])
+            began = time.monotonic()
+            try:
+                runs = ranks.layout(program, layout, cpu=cpu, perturb=perturb, around=around)
+            except RankError as error:
+                results.append(Result(layout, limits[layout.precision], error=str(error)))
+                continue
+            departure = compare_runs(references[key], runs, tolerance=limits[layout.precision])
+            distance = distance_of(references[key], runs[0])
+            seconds = time.monotonic() - began
+            results.append(Result(layout, limits[layout.precision], distance, departure, seconds=seconds))
     return Report(len(next(iter(references.values()))), tuple(results))
 
 
@@ -196,26 +197,43 @@ def _check(
 class _Ranks:
     """Trains on ranks of a pool."""
 
-    def __init__(self, pool: RankPool, source: Source | None) -> None:
+    def __init__(self, pool: RankPool, source: Source | None, stack: ExitStack) -> None:
         self._pool = pool
         self._source = source
+        self._stack = stack
+        self._bound: dict[str, RankPool] = {}
 
     def reference(self, program: Maker, precision: str, *, short_of: int | None) -> list[Step]:
         options = {"precision": precision, "short_of": short_of}
-        steps: list[Step] = self._run(_train_reference, (program,), options, ranks=1, backend=None)[0]
+        work = Call(pack((_train_reference, (program,), options)))
+        steps: list[Step] = self._run(self._pool, work, ranks=1, backend=None)[0]
         return steps
 
     def layout(self, program: Maker, layout: Layout, *, cpu: bool, **options: Any) -> list[list[Step]]:
-        backend = None if layout.world_size == 1 else "gloo" if cpu else "cpu:gloo,cuda:nccl"
-        return self._run(
-            train_layout, (program, layout), {"cpu": cpu, **options}, ranks=layout.world_size, backend=backend
-        )
+        backend = None if layout.processes == 1 else "gloo" if cpu else "cpu:gloo,cuda:nccl"
+        work = Call(pack((train_layout, (program, layout), {"cpu": cpu, **options})))
+        pool = self._pool_with(layout.variables)
+        return self._run(pool, work, ranks=layout.processes, backend=backend, variables=layout.variables)
+
+    def _pool_with(self, variables: Mapping[str, str]) -> RankPool:
+        """Processes that know no other variables: what these decide, they decide once in a process's life."""
+        if not variables:
+            return self._pool
+        key = str(sorted(variables.items()))
+        if key not in self._bound:
+            self._bound[key] = self._stack.enter_context(RankPool(preload=self._pool.preload))
+        return self._bound[key]
 
     def _run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], *, ranks: int, backend: str | None
+        self,
+        pool: RankPool,
+        work: Call,
+        *,
+        ranks: int,
+        backend: str | None,
+        variables: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        call = Call(pack((fn, args, options)))
-        answers = self._pool.submit(call, self._source, ranks=ranks, backend=backend, timeout=600.0)
+        answers = pool.submit(work, self._source, ranks=ranks, backend=backend, timeout=600.0, variables=variables)
         if failed := first_failure(answers):
             answer, rank = failed
             raise RankError(f"rank {rank} raised {answer.reason}\n\n{answer.report}")

@@ -94,7 +94,11 @@ class XLABackend(Backend):
 
     def place(self, model: nn.Module) -> nn.Module:
         """On the devices: whole on each, or in parts as the options say."""
+        tied = _places(model)
         model = model.to(self.device)
+        for (module, name), *others in tied:
+            for other, alias in others:
+                setattr(other, alias, getattr(module, name))
         self._spread(model)
         return model
 
@@ -165,6 +169,15 @@ def shard_batch(batch: Any) -> Any:
     from accel_state.nested import map_leaves
 
     return map_leaves(lambda leaf: shard_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each shared parameter is registered: moving to XLA makes a new parameter in each place."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
 
 
 def _is_alike(value: Any, parameter: torch.Tensor) -> bool:
