@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from accel.cli.options import as_json
-from accel.cli.printing import print_json, print_table
+from accel.cli.printing import print_json
 
 if TYPE_CHECKING:
     from accel.planner import Decision, Hardware, MemoryPlan, ModelProfile
+
+
+_COLUMNS = ("", "strategy", "param", "grad", "optim", "activ", "comm", "peak", "host", "sent", "step", "fits")
 
 
 @click.command()
@@ -37,7 +40,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     """
     from accel.cli.loading import load_function, load_object
     from accel.planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
-    from accel.planner.candidates import candidates, named
+    from accel.planner.candidate import candidates, named
 
     hardware = _hardware(devices, nodes, options)
     sample, loss = options["sample"], options["loss"]
@@ -129,6 +132,22 @@ def as_data(
     }
 
 
+def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
+    """One line for each strategy; where there is no terminal to fit into, as wide as it takes."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in _COLUMNS:
+        left = column in ("", "strategy", "fits")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for row, fit in zip(rows, fitting, strict=True):
+        table.add_row(*map(Text, row), style=None if fit else "dim")
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
+
+
 def _show(
     profile: "ModelProfile",
     hardware: "Hardware",
@@ -159,8 +178,7 @@ def _show(
         )
         for plan, fit in zip(plans, fitting, strict=True)
     ]
-    columns = ["", "strategy", "param>", "grad>", "optim>", "activ>", "comm>", "peak>", "host>", "sent>", "step>", "fits"]
-    print_table(columns, rows, dimmed=[not fit for fit in fitting])
+    _print_rows(rows, fitting)
     if decision is not None:
         print(f"{decision.plan.candidate.name}: {'; '.join(decision.reasons)}")
         for change in decision.changes:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel.planner.auto import AutoStrategy as AutoStrategy
-    from accel.planner.candidates import Candidate as Candidate
-    from accel.planner.candidates import candidates as candidates
+    from accel.planner.candidate import Candidate as Candidate
+    from accel.planner.candidate import candidates as candidates
     from accel.planner.choosing import Decision as Decision
     from accel.planner.choosing import choose as choose
     from accel.planner.choosing import ranked as ranked
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AutoStrategy": "auto",
     "Batch": "samples",
-    "Candidate": "candidates",
+    "Candidate": "candidate",
     "Decision": "choosing",
     "Hardware": "hardware",
     "Measured": "measuring",
@@ -44,7 +44,7 @@ _HOMES = {
     "PlanError": "errors",
     "Run": "measuring",
     "Traffic": "traffic",
-    "candidates": "candidates",
+    "candidates": "candidate",
     "choose": "choosing",
     "measure": "measuring",
     "optimizer_facts": "optimizers",

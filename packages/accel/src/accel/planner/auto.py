@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel.planner.candidates import Candidate
+    from accel.planner.candidate import Candidate
     from accel.planner.choosing import Decision
     from accel.planner.hardware import Hardware
     from accel_backends import Backend, Choice
@@ -176,7 +176,7 @@ def _decided(
 
 def able(hardware: "Hardware", blocks: object, names: Sequence[str] | None = None) -> list["Candidate"]:
     """The candidates whose backend is installed, or those of them that are named."""
-    from accel.planner.candidates import candidates, named
+    from accel.planner.candidate import candidates, named
     from accel_backends.registry import installed_backends
 
     known = set(installed_backends())

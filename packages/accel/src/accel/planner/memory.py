@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from accel.planner.candidates import Candidate, candidates
+from accel.planner.candidate import Candidate, candidates
 from accel.planner.hardware import Hardware
 from accel.planner.optimizers import OptimizerFacts
 from accel.planner.profile import ModelProfile

@@ -10,7 +10,7 @@ from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_shard import shard_dtypes
 
 if TYPE_CHECKING:
-    from accel.planner.candidates import Candidate
+    from accel.planner.candidate import Candidate
     from accel.planner.hardware import Hardware
 
 # The part of communication that has nothing to hide behind: the first gathering and the last reduction.

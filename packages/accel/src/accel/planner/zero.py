@@ -12,7 +12,7 @@ from accel.planner.optimizers import OptimizerFacts
 from accel.planner.profile import ModelProfile, ParameterFact
 
 if TYPE_CHECKING:
-    from accel.planner.candidates import Candidate
+    from accel.planner.candidate import Candidate
     from accel.planner.memory import Parts
 
 # DeepSpeed's defaults, in numbers and not bytes.

@@ -9,7 +9,7 @@ from accel_state.errors import ConfigError
 
 Kind = Literal["whole", "sharded", "zero"]
 
-CHECKPOINTING, OFFLOAD = "+checkpointing", "+offload"
+CHECKPOINTING, OFFLOAD = "+ckpt", "+offload"
 
 
 @final
