@@ -6,6 +6,8 @@ several. Each test has processes of its own: what torch_xla decides, it decides 
 
 import logging
 import os
+import re
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel_testing import RankPool
 from accel_testing.equivalence import assert_equivalent
+from accel_testing.launching import run_command
 from accel_testing.models import make_model
 from accel_testing.program import Program
 
@@ -219,6 +222,15 @@ def test_random_numbers_go_on_after_a_resume(tmp_path):
 
     first, second = on_devices(1, body)
     assert torch.equal(first, second)
+
+
+def test_the_page_about_xla_runs_as_shown(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "xla.md").read_text(encoding="utf-8")
+    script = tmp_path / "xla_train.py"
+    script.write_text(re.search(r"```python\n# xla_train.py\n(.*?)```", page, re.DOTALL)[1])
+    variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    done = run_command([sys.executable, str(script)], env=variables, cwd=tmp_path, timeout=300).check()
+    assert "xla 4 0" in done.output.splitlines()
 
 
 def test_several_processes_are_refused():
