@@ -82,7 +82,7 @@ class XLABackend(Backend):
     @property
     def num_devices(self) -> int:
         """Devices that a batch is cut for."""
-        return open_mesh().size()
+        return int(open_mesh().size())
 
     # Preparing
 
@@ -126,7 +126,7 @@ class XLABackend(Backend):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Copies in the host's memory, whole: nothing else outlives the next step."""
-        return _on_host(model_state(model))
+        return cast("dict[str, Any]", _on_host(model_state(model)))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads a state of any backend, spread as the parameters were."""
@@ -136,7 +136,7 @@ class XLABackend(Backend):
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Copies in the host's memory, by parameter names."""
-        return _on_host(optimizer_state(optimizer, models))
+        return cast("dict[str, Any]", _on_host(optimizer_state(optimizer, models)))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads a state of any backend, each tensor spread as its parameter."""
