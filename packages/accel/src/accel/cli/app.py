@@ -32,6 +32,7 @@ COMMANDS = {
 ENTRY_POINTS = "accel.commands"
 """Entry-point group by which other packages add commands: a name, and the ``click.Command`` it stands for."""
 
+_ELSEWHERE = {"check": "accel-testing", "test": "accel-testing"}
 _BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
 
 
@@ -108,6 +109,9 @@ def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
         return f"unknown option {name}; {_hint(error.possibilities, '')}"
     if isinstance(error, NoSuchCommand):
         assert error.ctx is not None
+        if error.command_name in _ELSEWHERE and error.ctx.command_path == "accel":
+            package = _ELSEWHERE[error.command_name]
+            return f"accel {error.command_name} comes with {package}, which is not installed here"
         prefix = f"{error.ctx.command_path} ".removeprefix("accel ")
         return f"unknown command '{prefix}{error.command_name}'; {_hint(error.possibilities, prefix)}"
     return error.format_message()

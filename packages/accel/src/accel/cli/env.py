@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,17 +15,10 @@ from accel.cli.options import as_json, config_file, config_from
 from accel.cli.printing import print_json
 
 _PACKAGES = (
-    "accel",
-    "accel-state",
-    "accel-precision",
-    "accel-data",
-    "accel-backends",
-    "accel-ckpt",
-    "torch",
-    "numpy",
-    "safetensors",
-    "deepspeed",
-    "transformers",
+    *("accel", "accel-state", "accel-precision", "accel-data", "accel-backends", "accel-ckpt", "accel-testing"),
+    *("torch", "torchvision", "torch-xla", "triton", "numpy", "safetensors", "click", "rich", "PyYAML"),
+    *("deepspeed", "megatron-core", "torchao", "transformer-engine", "bitsandbytes", "flash-attn"),
+    *("accelerate", "transformers", "trl", "peft", "diffusers", "datasets", "wandb", "mlflow", "tensorboard"),
 )
 _VARIABLES = (
     "ACCEL_",
@@ -36,7 +31,15 @@ _VARIABLES = (
     "NCCL_",
     "GLOO_",
     "OMP_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MEGATRON_LM_",
+    "TORCH",
+    "PJRT_",
+    "SLURM_JOB",
+    "OMPI_COMM",
 )
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 @click.command()
@@ -64,13 +67,75 @@ def environment(config_file: str | None = None) -> dict[str, object]:
     return {
         "platform": platform.platform(),
         "python": f"{platform.python_version()} at {sys.executable}",
+        "accel": shutil.which("accel") or "not on the PATH",
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "cores": os.cpu_count(),
         "memory_gib": _memory_gib(),
         "devices": _devices(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        "torch": _torch_facts(),
+        "topology": _topology(),
+        "backends": _backends(),
+        "tools": {name: path for name in _TOOLS if (path := shutil.which(name)) is not None},
+        "limits": _limits(),
+        "variables": {
+            name: "(hidden)" if any(word in name for word in _SECRET) else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES)
+        },
         "settings": changed,
     }
+
+
+_TOOLS = ("nvidia-smi", "rocm-smi", "sbatch", "srun", "mpirun", "ssh", "gcc", "ninja", "nvcc")
+
+
+def _torch_facts() -> dict[str, object]:
+    """What this build of torch can do."""
+    import torch
+    from torch import distributed
+
+    groups = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(distributed, f"is_{name}_available")()]
+    facts: dict[str, object] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "process groups": ", ".join(groups),
+        "threads": torch.get_num_threads(),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _topology() -> str:
+    """Where this process is in a job, as an Accelerator would read it."""
+    from accel_state import Topology
+    from accel_state.errors import AccelError
+
+    try:
+        place = Topology.from_env(os.environ)
+    except AccelError as error:
+        return f"cannot be read: {error}"
+    return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
+
+
+def _backends() -> str:
+    from accel_backends import installed_backends
+
+    return ", ".join(installed_backends())
+
+
+def _limits() -> dict[str, object]:
+    """What often stops a job that worked elsewhere: open files, shared memory, room for temporary files."""
+    found: dict[str, object] = {}
+    try:
+        import resource
+
+        found["open files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):
+        pass
+    for name, folder in (("shared memory", "/dev/shm"), ("temporary files", tempfile.gettempdir())):
+        if os.path.isdir(folder):
+            found[name] = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB free in {folder}"
+    return found
 
 
 def _line(item: object) -> str:
