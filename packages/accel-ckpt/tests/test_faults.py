@@ -15,7 +15,9 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import CheckpointDirectory, keep_last
+from accel_ckpt.staging import Staging
 from accel_state.errors import CheckpointError
+from accel_testing.faults import injected
 
 FULL = r" after \d+ bytes of the \d+ that it needs; \d+ bytes are free there"
 SYSTEM_CALLS = ("open", "close", "mkdir", "rmdir", "pwritev", "fsync", "rename", "unlink", "preadv")
@@ -136,15 +138,22 @@ def test_two_hundred_writers_killed_at_random_times(tmp_path: Path) -> None:
     assert random_kills(tmp_path, 200, seed=2) > 100
 
 
-def test_a_rank_that_dies_fails_the_save_on_the_others(tmp_path: Path) -> None:
+DEATHS = [("write", {1}), ("written", {1}), ("write", {0}), ("commit", {0}), ("committed", {0}), ("written", {0, 1})]
+
+
+@pytest.mark.parametrize(("stage", "dying"), DEATHS, ids=lambda value: str(value))
+def test_ranks_that_die_at_any_stage_fail_the_save_on_the_others(tmp_path: Path, stage: str, dying: set[int]) -> None:
     before, after = state(0), state(1)
-    children = [in_fork(lambda rank=rank: _rank_that_may_die(tmp_path, rank, before, after)) for rank in range(2)]  # type: ignore[misc]
-    assert [status_of(child) for child in children] == [0, -signal.SIGKILL]
-    assert check_series(tmp_path / "series", {0}) == 0
-    assert os.listdir(tmp_path / "series") == ["checkpoint_0"]
+    children = [
+        in_fork(lambda rank=rank: _rank_that_may_die(tmp_path, rank, before, after, stage if rank in dying else ""))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    expected = [-signal.SIGKILL if rank in dying else 0 for rank in range(2)]
+    assert [status_of(child) for child in children] == expected
+    assert check_series(tmp_path / "series", {0, 1}) == (stage == "committed")
 
 
-def _rank_that_may_die(folder: Path, rank: int, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _rank_that_may_die(folder: Path, rank: int, before: dict[str, Any], after: dict[str, Any], stage: str) -> None:
     import datetime
 
     import torch.distributed as dist
@@ -153,14 +162,105 @@ def _rank_that_may_die(folder: Path, rank: int, before: dict[str, Any], after: d
     from accel_ckpt.saving import Attempt
 
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
     CheckpointDirectory(folder / "series").save(before)
     peers = Peers.of(None)
     attempt = Attempt.begin(peers, folder / "series" / "checkpoint_1", after)
-    if rank == 1:
-        attempt.witness = lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "written" else None
+    attempt.witness = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
     with pytest.raises(CheckpointError, match="a rank is gone or does not answer"):
         attempt.finish(peers, attempt.part.pieces)
+
+
+@pytest.mark.parametrize(
+    "place", ["os:pwritev", "os:fsync", "os:mkdir", "os:rename", "accel_ckpt.staging:_exchange", "os:open"]
+)
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, place: str, call: int) -> None:
+    """Whichever call to the system fails: the save says so and nothing changes, or it did not need that call."""
+    target = accel_ckpt.save(tmp_path / "one", state(1)).path
+    failed = False
+    with injected(f"raise(EIO) at call {call} of {place}"):
+        try:
+            accel_ckpt.save(target, state(2))
+        except CheckpointError as error:
+            failed = True
+            assert "Input/output error" in str(error)
+    found = check(accel_ckpt.open_checkpoint(target))
+    assert found in ({1, 2} if failed else {2})
+    CheckpointDirectory(tmp_path).sweep()
+    assert os.listdir(tmp_path) == ["one"]
+    accel_ckpt.save(target, state(3))
+    assert check(accel_ckpt.open_checkpoint(target)) == 3
+
+
+def test_a_disk_that_cannot_be_read_names_the_file(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "one", state(1))
+    with (
+        injected("raise(EIO) at call 3 of os:preadv"),
+        pytest.raises(CheckpointError, match=r"(tree\.json|tensors-00000\.safetensors): byte 0 cannot be read"),
+    ):
+        accel_ckpt.open_checkpoint(tmp_path / "one")
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_disk_fails_fails_the_save_on_all(tmp_path: Path, rank: int) -> None:
+    series = CheckpointDirectory(tmp_path)
+    series.save(state(0, 100_000))
+    with (
+        injected("raise(EIO) at os:pwritev on rank 1", rank=rank),
+        pytest.raises(CheckpointError, match=r"Input/output error" if rank == 1 else r"rank 1 failed with .*Input/"),
+    ):
+        series.save(state(1, 100_000))
+    assert os.listdir(tmp_path) == ["checkpoint_0"]
+    series.save(state(2, 100_000))
+    latest = series.latest()
+    assert latest is not None
+    assert check(latest) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_slow_rank_is_waited_for(tmp_path: Path, rank: int) -> None:
+    with injected("delay(1) at os:pwritev on rank 1", rank=rank):
+        saved = accel_ckpt.save(tmp_path / "one", state(1, 100_000))
+    saved.verify()
+    assert check(saved) == 1
+
+
+def test_a_target_that_is_read_only_is_a_clear_error(tmp_path: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0 or libc.mount(b"tmpfs", os.fsencode(tmp_path), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip("mounting a file system read-only needs root")
+    try:
+        series = CheckpointDirectory(tmp_path)
+        series.save(state(0))
+        assert libc.mount(None, os.fsencode(tmp_path), None, 1 | 32, None) == 0  # MS_RDONLY | MS_REMOUNT
+        with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+            series.save(state(1))
+        latest = series.latest()
+        assert latest is not None
+        assert check(latest) == 0
+    finally:
+        libc.umount2(os.fsencode(tmp_path), 2)
+
+
+def test_clocks_that_differ_change_neither_order_nor_what_is_swept(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(3):
+        series.save(state(number))
+    for number, when in enumerate((4e9, 2e9, 0)):  # the newest has the oldest time
+        os.utime(tmp_path / f"checkpoint_{number}", (when, when))
+        os.utime(tmp_path / f"checkpoint_{number}" / "manifest.json", (when, when))
+    alive = Staging(tmp_path / "checkpoint_3", overwrite=False)
+    (tmp_path / alive.folder.name / "half").write_text("")
+    dead = tmp_path / ".checkpoint_4.0123456789abcdef.staging"
+    dead.mkdir()
+    for leftover in (dead, tmp_path / alive.folder.name):
+        os.utime(leftover, (4e9, 4e9))  # by a clock that is decades ahead
+    assert [path.name for path in series.sweep()] == [dead.name]
+    latest = series.latest()
+    assert latest is not None
+    assert check(latest) == 2
+    alive.drop()
 
 
 def test_a_full_disk_says_what_it_needs_and_a_retry_works(tmp_path: Path) -> None:

@@ -185,3 +185,32 @@ def test_help_comes_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_checkpoint_is_written_in_another_number_of_files(series: Path, tmp_path: Path, ckpt: Command) -> None:
+    source, target = series / "checkpoint_1", tmp_path / "other"
+    facts = data(ckpt("reshard", source, target, "--files", "2", "--json"))
+    assert isinstance(facts, dict)
+    assert {name for name in facts["files"] if name.startswith("tensors")} == {
+        "tensors-00000.safetensors",
+        "tensors-00001.safetensors",
+    }
+    assert ckpt("diff", source, target)[0] == 0
+    assert ckpt("reshard", source, target, "--files", "2")[0] == 2
+    assert ckpt("reshard", source, tmp_path / "more", "--files", "0")[0] == 2
+
+
+def test_every_command_takes_urls(series: Path, ckpt: Command) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("tenacity")
+    place = "memory://commands"
+    for number in range(3):
+        assert ckpt("reshard", series / f"checkpoint_{number}", f"{place}/checkpoint_{number}", "--files", "1")[0] == 0
+    assert len(data(ckpt("ls", place, "--json"))) == 3  # type: ignore[arg-type]
+    assert "scheduler" in ckpt("show", f"{place}/checkpoint_1")[1]
+    assert ckpt("verify", f"{place}/checkpoint_1")[0] == 0
+    assert ckpt("diff", f"{place}/checkpoint_0", series / "checkpoint_1")[0] == 1
+    assert ckpt("prune", place, "--keep_last", "1", "--yes")[0] == 0
+    assert data(ckpt("repair", place, "--json")) == {"swept": [], "damaged": {}}
+    assert [row["number"] for row in data(ckpt("ls", place, "--json"))] == [2]  # type: ignore[attr-defined]
+    assert ckpt("ls", "memory://nothing")[0] == 2

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel_ckpt.manifest import Part as Part
     from accel_ckpt.manifest import TensorEntry as TensorEntry
     from accel_ckpt.model_parts import load_model_parts as load_model_parts
+    from accel_ckpt.resharding import reshard as reshard
     from accel_ckpt.retention import Retention as Retention
     from accel_ckpt.retention import SavedCheckpoint as SavedCheckpoint
     from accel_ckpt.retention import keep_all as keep_all
@@ -41,6 +42,7 @@ _EXPORTS = {
     "accel_ckpt.export": ("export_checkpoint", "export_model", "export_tensors", "load_model_files"),
     "accel_ckpt.manifest": ("Manifest", "Part", "TensorEntry"),
     "accel_ckpt.model_parts": ("load_model_parts",),
+    "accel_ckpt.resharding": ("reshard",),
     "accel_ckpt.retention": (
         "Retention",
         "SavedCheckpoint",

@@ -8,6 +8,7 @@ who signs the manifest's seal and wants the signature to cover the tensors (blak
 """
 
 import hashlib
+import mmap
 import os
 import threading
 import zlib
@@ -181,7 +182,8 @@ class CheckedFile:
     def _load(self, number: int) -> memoryview:
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None:
-            buffer = self._scratch.buffer = bytearray(min(self.block, self.record.size))
+            # Mapped, so that it is given back with its thread: allocators keep what many threads have let go of.
+            buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
         view = memoryview(buffer)[: self._length(number)]
         self.source.read_into(view, number * self.block)
         return view

@@ -12,6 +12,7 @@ import torch
 
 from accel_ckpt.blocks import CheckedFile
 from accel_ckpt.difference import Difference, compare
+from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.peers import Peers
 from accel_ckpt.reading import TensorReader, placed_like
@@ -135,6 +136,20 @@ class Checkpoint:
     def read_tensor(self, key: str) -> torch.Tensor:
         """One tensor of the manifest, whole, on the CPU."""
         return self._reader.read([(key, None)])[0]
+
+    def read_box(self, key: str, box: Box) -> torch.Tensor:
+        """A part of one tensor of the manifest, on the CPU."""
+        return self._reader.read_box(key, box)
+
+    @property
+    def documents(self) -> list[str]:
+        """The names of the files that hold JSON and no tensors."""
+        return [name for name in self.manifest.files if name.endswith(".json")]
+
+    def document_bytes(self, name: str) -> bytes:
+        """The content of one of the ``documents``."""
+        file = self._file(name)
+        return file.read(0, file.record.size)
 
     def dtype_of(self, key: str) -> torch.dtype:
         """The dtype of a tensor of the manifest."""

@@ -8,7 +8,7 @@ import torch
 
 from accel_ckpt.blocks import CheckedFile, run_jobs
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
-from accel_ckpt.layout import Box, boxes, is_run, local_shape, run_start, whole
+from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
 from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout, dtype_of, placement_key
 from accel_state.errors import CheckpointCorruptError
@@ -43,16 +43,17 @@ class TensorReader:
         """A new tensor for each ``(name, like)``: of the saved dtype, placed like ``like``; None: whole, on the CPU."""
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
-            plans = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in batch]
-            direct: dict[str, list[tuple[int, memoryview]]] = {}
-            strided: list[Callable[[], None]] = []
-            for plan in plans:
-                self._plan(plan, direct, strided)
-            jobs = (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges))
-            run_jobs(jobs, self._threads)
-            run_jobs(strided, self._threads)
-            results += [plan.finish() for plan in plans]
+            targets = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in batch]
+            self._fill(targets)
+            results += [target.finish() for target in targets]
         return results
+
+    def read_box(self, key: str, box: Box) -> torch.Tensor:
+        """One part of a tensor, on the CPU."""
+        layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
+        target = _Target(key, self.entry(key), self.dtype(key), None, layout)
+        self._fill([target])
+        return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
         """Where a part lies in its file; what the file says of it must be what the manifest says."""
@@ -65,6 +66,15 @@ class TensorReader:
         if (span.code, span.shape) != stored_as(entry.dtype, part.box.shape):
             raise CheckpointCorruptError(f"{part.file}: {part.key!r} is {span.code} {span.shape}, the manifest differs")
         return span
+
+    def _fill(self, targets: "Sequence[_Target]") -> None:
+        direct: dict[str, list[tuple[int, memoryview]]] = {}
+        strided: list[Callable[[], None]] = []
+        for target in targets:
+            self._plan(target, direct, strided)
+        jobs = (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges))
+        run_jobs(jobs, self._threads)
+        run_jobs(strided, self._threads)
 
     def _plan(
         self, target: "_Target", direct: dict[str, list[tuple[int, memoryview]]], strided: list[Callable[[], None]]
@@ -113,10 +123,17 @@ def placed_like(model: torch.Tensor | None) -> object:
 class _Target:
     """A tensor that is being filled: this rank's part of it in CPU memory, and how to make the result of that."""
 
-    def __init__(self, key: str, entry: TensorEntry, dtype: torch.dtype, like: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        key: str,
+        entry: TensorEntry,
+        dtype: torch.dtype,
+        like: torch.Tensor | None,
+        part: Layout | None = None,
+    ) -> None:
         self.key, self.entry, self.like = key, entry, like
         dtensor = None if like is None else as_dtensor(like)
-        layout = whole(entry.shape) if dtensor is None else dtensor_layout(key, dtensor)
+        layout = part or (whole(entry.shape) if dtensor is None else dtensor_layout(key, dtensor))
         self.shape = (0,) * len(entry.shape) if layout is None else local_shape(layout)
         if dtensor is not None and layout is None:
             self.shape = tuple(dtensor._local_tensor.shape)

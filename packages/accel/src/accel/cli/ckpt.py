@@ -8,6 +8,7 @@ import rich_click as click
 
 from accel.cli.ckpt_export import export
 from accel.cli.ckpt_options import PLACE
+from accel.cli.ckpt_reshard import reshard
 from accel.cli.ckpt_upkeep import prune, repair
 from accel.cli.options import as_json
 from accel.cli.printing import print_json, print_table, readable_bytes
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
 @click.group()
 def ckpt() -> None:
-    """List, check, compare, export and remove checkpoints."""
+    """List, check, compare, export, reshard and remove checkpoints."""
 
 
 ckpt.add_command(export)
 ckpt.add_command(prune)
+ckpt.add_command(reshard)
 ckpt.add_command(repair)
 
 
