@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_data.dispatch import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
 from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import pack, unpack
+from accel_data.dispatch_message import Arriving, pack
 
 Pair = namedtuple("Pair", "x y")
 
@@ -23,7 +23,11 @@ class Example:
 
 
 def roundtrip(content):
-    return unpack(bytearray(bytes(pack(content, Blocks()).tolist())))
+    packed = pack(content, Blocks())
+    arriving = Arriving(bytearray(bytes(packed.body.tolist())), Blocks())
+    for room, sent in zip(arriving.room, packed.large, strict=True):
+        room.copy_(sent)
+    return arriving.content()
 
 
 def batch_of(ids):
@@ -128,6 +132,7 @@ CONTENTS = [
     UserDict(x=torch.ones(2)),
     torch.eye(3).to_sparse(),
     [],
+    [torch.arange(70_000), torch.tensor(True), torch.randn(200, 300), torch.randn(300, 200).t(), torch.arange(3)],
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import pack, unpack
+from accel_data.dispatch_message import Arriving, pack
 
 LARGE = 1 << 20
 
@@ -53,9 +53,12 @@ def test_a_message_survives_the_next_one_in_the_same_memory(rows):
     kept = []
     for number in range(6):
         message = pack({"x": torch.full((rows,), number), "n": number}, sending)
-        arrived = receiving.take(message.nbytes)
-        torch.frombuffer(arrived, dtype=torch.uint8).copy_(message)
-        kept.append(unpack(arrived))
-        del message, arrived
+        body = receiving.take(message.body.nbytes)
+        torch.frombuffer(body, dtype=torch.uint8).copy_(message.body)
+        arriving = Arriving(body, receiving)
+        for room, sent in zip(arriving.room, message.large, strict=True):
+            room.copy_(sent)
+        kept.append(arriving.content())
+        del message, body, arriving
     assert [batch["n"] for batch in kept] == list(range(6))
     assert [batch["x"].unique().tolist() for batch in kept] == [[number] for number in range(6)]

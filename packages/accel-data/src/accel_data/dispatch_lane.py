@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 import torch
 
 from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import pack, unpack
+from accel_data.dispatch_message import Arriving, pack
 from accel_data.peers import Peers
 from accel_state.errors import DataError
 
@@ -173,14 +173,14 @@ class Sender:
         """Sends ``messages[i]`` to every rank whose part is ``i``."""
         import torch.distributed as dist
 
-        packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        packed: dict[int, tuple[torch.Tensor, ...]] = {}
         works: list[tuple[Work, torch.Tensor]] = []
         for rank, index in enumerate(self._peers.parts):
             if rank == READER:
                 continue
             if index not in packed:
-                body = pack(messages[index], self._blocks)
-                packed[index] = torch.tensor([body.nbytes]), body
+                made = pack(messages[index], self._blocks)
+                packed[index] = torch.tensor([made.body.nbytes]), made.body, *made.large
             for tensor in packed[index]:
                 work = dist.isend(tensor, group=self._peers.group, group_dst=rank)
                 assert work is not None
@@ -239,18 +239,21 @@ class Receiver:
         self._wait(size)
         block = self._blocks.take(int(size))
         self._wait(torch.frombuffer(block, dtype=torch.uint8))
+        arriving = Arriving(block, self._blocks)
+        self._wait(*arriving.room)
         if self.lane.closed:
             # Only the kind matters now, and it must not cost the memory of a batch.
-            return Message(unpack(block).kind, None)
-        message: Message = unpack(block)
+            return Message(arriving.content().kind, None)
+        message: Message = arriving.content()
         return message
 
-    def _wait(self, tensor: torch.Tensor) -> None:
+    def _wait(self, *tensors: torch.Tensor) -> None:
         import torch.distributed as dist
 
-        work = dist.irecv(tensor, group=self._peers.group, group_src=READER)
-        assert work is not None
-        work.wait()
+        works = [dist.irecv(tensor, group=self._peers.group, group_src=READER) for tensor in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
 
 
 def take(end: "Sender | Receiver", patience: float | None, number: int) -> Message:

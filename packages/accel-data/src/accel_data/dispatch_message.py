@@ -1,10 +1,14 @@
-"""Any batch as one block of bytes between live ranks: tensors beside a pickle of everything else.
+"""Any batch as bytes between live ranks: tensors beside a pickle of everything else.
 
 Pickles travel only between processes of one running job; nothing of this is ever stored.
 """
 
 import io
 import pickle
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -12,75 +16,115 @@ import torch
 from accel_data.dispatch_memory import Blocks
 
 _ALIGNMENT = 64
-_HEADER = 8
+_WORD = 8
+_LARGE = 128 << 10
+"""Tensors of this many bytes and more are sent from where they are: copying them would cost as much as sending."""
 
 
-def pack(content: Any, blocks: Blocks) -> torch.Tensor:
-    """``content`` as a ``uint8`` tensor in a block of ``blocks``, each plain CPU tensor copied once and not pickled."""
+@final
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message: ``body``, which holds all but the ``large`` tensors, and says how large those are. All ``uint8``."""
+
+    body: torch.Tensor
+    large: tuple[torch.Tensor, ...]
+
+
+def pack(content: Any, blocks: Blocks) -> Packed:
+    """``content`` in a block of ``blocks``; no plain CPU tensor is pickled, small ones are copied once."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(content)
     pickled = stream.getbuffer()
-    position = _aligned(_HEADER + len(pickled))
+    table = struct.pack(f"<{2 + len(pickler.large)}q", len(pickled), len(pickler.large), *map(_size, pickler.large))
+    position = _aligned(len(table) + len(pickled))
     places = []
-    for tensor in pickler.tensors:
+    for tensor in pickler.small:
         places.append(position)
         position = _aligned(position + tensor.nbytes)
     block = blocks.take(position)
     head = memoryview(block).cast("B")
-    head[:_HEADER] = len(pickled).to_bytes(_HEADER, "little")
-    head[_HEADER : _HEADER + len(pickled)] = pickled
+    head[: len(table)] = table
+    head[len(table) : len(table) + len(pickled)] = pickled
     message = torch.frombuffer(block, dtype=torch.uint8)
-    for tensor, place in zip(pickler.tensors, places, strict=True):
+    for tensor, place in zip(pickler.small, places, strict=True):
         if tensor.numel():
             message[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return message
+    return Packed(message, tuple(tensor.view(-1).view(torch.uint8) for tensor in pickler.large))
 
 
-def unpack(block: Any) -> Any:
-    """The content of a buffer; its tensors are views of it, so nothing is copied and it lives as long as they do."""
-    with memoryview(block).cast("B") as view:
-        length = int.from_bytes(view[:_HEADER], "little")
-        return _Unpickler(block, view[_HEADER : _HEADER + length]).load()
+@final
+class Arriving:
+    """A message of which the body has come, and the large tensors are to be filled in.
+
+    Attributes:
+        room: memory for each of the large tensors, in the order in which they are sent.
+    """
+
+    def __init__(self, body: Any, blocks: Blocks) -> None:
+        self._body = body
+        length, count = struct.unpack_from("<2q", body)
+        sizes = struct.unpack_from(f"<{count}q", body, 2 * _WORD)
+        self._pickled = slice((2 + count) * _WORD, (2 + count) * _WORD + length)
+        ends = list(accumulate(map(_aligned, sizes), initial=0))
+        self._places = list(zip(ends, sizes, strict=False))
+        self._tail = blocks.take(ends[-1]) if count else None
+        whole = torch.frombuffer(self._tail, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        self.room = [whole[place : place + size] for place, size in self._places]
+
+    def content(self) -> Any:
+        """What was packed; its tensors are views of the memory that came, which lives as long as they do."""
+        large = iter([(self._tail, place) for place, _ in self._places])
+        with memoryview(self._body).cast("B") as view:
+            return _Unpickler(self._body, view[self._pickled], large).load()
 
 
 @final
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out and notes what is needed to find them: dtype by name, and shape."""
+    """Leaves tensors out and notes what is needed to find them: dtype by name, shape, and whether large."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
+        self.small: list[torch.Tensor] = []
+        self.large: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...]] | None:
+    def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...], bool] | None:
         # Other tensors (sparse, nested, quantized, subclasses, on a device) know best how to pickle themselves.
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
             return None
         if obj.is_nested or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return None
-        self.tensors.append(obj.detach())
-        return str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
+        is_large = obj.nbytes >= _LARGE and obj.is_contiguous()
+        (self.large if is_large else self.small).append(obj.detach())
+        return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), is_large
 
 
 @final
 class _Unpickler(pickle.Unpickler):
     """Meets the tensors in the order in which they were left out."""
 
-    def __init__(self, block: Any, pickled: memoryview) -> None:
+    def __init__(self, body: Any, pickled: memoryview, large: Iterator[tuple[Any, int]]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._block, self._position = block, _aligned(_HEADER + len(pickled))
+        self._body, self._large = body, large
+        self._position = _aligned(struct.unpack_from("<2q", body)[1] * _WORD + 2 * _WORD + len(pickled))
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        name, shape = pid
+        name, shape, is_large = pid
         dtype = getattr(torch, name)
         count = 1
         for size in shape:
             count *= size
         if not count:
             return torch.empty(shape, dtype=dtype)
-        tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=self._position)
-        self._position = _aligned(self._position + tensor.nbytes)
+        block, place = next(self._large) if is_large else (self._body, self._position)
+        tensor = torch.frombuffer(block, dtype=dtype, count=count, offset=place)
+        if not is_large:
+            self._position = _aligned(self._position + tensor.nbytes)
         return tensor.view(shape)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
 
 
 def _aligned(position: int) -> int:
