@@ -429,6 +429,19 @@ def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, 
 
 
 @pytest.mark.ranks(2)
+def test_nothing_is_reduced_until_the_last_micro_batch() -> None:
+    backend = open_backend()
+    model = make_model("transformer")
+    backend.prepare(Bundle([model]))
+    with backend.no_sync(model):
+        backend.backward(model(tokens(0)).mean())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert set(backend.held_gradients(model)) == {name for name, _ in model.named_parameters()}
+    backend.backward(model(tokens(1)).mean())
+    assert all(type(parameter.grad).__name__ == "DTensor" for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2)
 def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
     backend = open_backend()
     model = make_model("mlp")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator
+from accel import Accelerator, LocalSGD
 from accel_backends import FullyShardedDataParallelPlugin
-from accel_state import ConfigError, ParallelismConfig
+from accel_state import BackendError, ConfigError, ParallelismConfig
 from accel_testing import RankPool
 from accel_testing.equivalence import assert_equivalent
 from accel_testing.memory import peak_allocated
@@ -328,3 +328,24 @@ def test_whole_parameters_can_be_changed_through_the_accelerator() -> None:
     assert bool(state) == accelerator.is_main_process
     assert all(bool((value == 2.0).all()) for name, value in state.items() if name == "first.bias")
     assert accelerator.unwrap_model(model) is model
+
+
+@pytest.mark.ranks(2)
+def test_what_needs_a_model_on_every_rank_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(make_model("mlp"))
+    with pytest.raises(BackendError, match=r"local SGD.*nearest: strategy='ddp'"), LocalSGD(accelerator, model, 2):
+        pass
+    with (
+        pytest.raises(BackendError, match="cannot have different numbers of batches"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass
+    with accelerator.join_uneven_inputs([model]):  # batches are even
+        pass
+
+
+@pytest.mark.ranks(2)
+def test_a_name_of_a_strategy_wins_over_the_environments_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert Accelerator(cpu=True, strategy="fsdp").choice.name == "fsdp"

@@ -317,7 +317,16 @@ class Backend(BackendStates):
         return _NOTHING
 
     def average_parameters(self, model: nn.Module) -> None:
-        """Makes parameters the mean over ranks (local SGD). Default: there is one copy."""
+        """Makes parameters the mean over ranks (local SGD). Default: there is one copy.
+
+        Raises:
+            BackendError: each rank holds a part of them, so that none can train alone.
+        """
+        if self.capabilities.sharded and self.gradient_average > 1:
+            raise BackendError(
+                f"backend {self.name!r} spreads parameters over ranks, and local SGD has each rank train a copy of its "
+                "own; nearest: strategy='ddp'"
+            )
 
     # The rest
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from accel_backends.base import _NOTHING, Backend
 from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import total_norm
+from accel_backends.clip import nonfinite, total_norm
 from accel_backends.config import BackendConfig
 from accel_backends.fsdp1_wrap import find_fsdp1, first_names_of, wrapper_arguments
 from accel_backends.fsdp_check import (
@@ -200,7 +200,10 @@ class FSDP1Backend(Backend):
         gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
         norm = self._joined_norm(gradients, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise BackendError(f"the gradient norm (p={norm_type:g}) is {float(norm)}")
+            culprits = nonfinite(chosen, self._owned.names) or "none here"
+            raise BackendError(
+                f"the gradient norm (p={norm_type:g}) is {float(norm)}; gradients with nan or inf: {culprits}"
+            )
         if max_norm != float("inf") and gradients:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             with torch.no_grad():

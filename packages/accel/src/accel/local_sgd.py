@@ -21,6 +21,7 @@ class LocalSGD:
 
     Raises:
         ConfigError: ``local_sgd_steps`` is not at least 1.
+        BackendError: the strategy leaves no rank a copy of its own (on entering).
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
+            self._backend.average_parameters(self._model)  # all start from one point, if the backend can at all
             self._quiet = self._backend.no_sync(self._model)
             self._quiet.__enter__()
         return self
