@@ -44,21 +44,22 @@ def guard_checkpointing(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
     def checked(function: Callable[..., Any], outputs: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            if trained := _trained(function):
-                raise BackendError(
-                    f"DeepSpeed's activation checkpointing of {trained} got inputs none of which requires gradients, "
-                    "so its parameters would get none; call requires_grad_() on the input (on the embedding's output, "
-                    "say), or use torch.utils.checkpoint with use_reentrant=False"
-                )
+        cut = torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        trained = trained_in(function) if cut else ""
+        if trained:
+            raise BackendError(
+                f"DeepSpeed's activation checkpointing of {trained} got inputs none of which requires gradients, so "
+                "its parameters would get none; call requires_grad_() on the input (on the embedding's output, say), "
+                "or use torch.utils.checkpoint with use_reentrant=False"
+            )
         return apply(function, outputs, *args)
 
     checked.accel_guarded = True  # type: ignore[attr-defined]
     return checked
 
 
-def _trained(function: Any) -> str:
-    """A module that trains in what is checkpointed; empty: none, or none that can be seen."""
+def trained_in(function: Any) -> str:
+    """The class of a module that trains in what is checkpointed; empty: none, or none that can be seen from it."""
     seen: list[Any] = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -66,14 +67,8 @@ def _trained(function: Any) -> str:
         except ValueError:  # not filled yet
             continue
     for one in seen:
-        if isinstance(one, nn.Module) and any(p.requires_grad for p in one.parameters()):
-            return type(one).__name__
-        if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf:
-            return "a parameter"
-    return "" if isinstance(function, nn.Module) else _named(function)
-
-
-def _named(function: Any) -> str:
-    """What cannot be looked into counts as training."""
-    opaque = not hasattr(function, "__closure__") or function.__closure__ is not None
-    return getattr(function, "__qualname__", type(function).__name__) if opaque and False else ""
+        modules = one if isinstance(one, list | tuple) else [one]
+        for module in modules:
+            if isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters()):
+                return type(module).__name__
+    return ""

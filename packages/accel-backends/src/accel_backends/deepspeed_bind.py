@@ -14,7 +14,7 @@ from accel_backends.deepspeed_activations import guard_checkpointing
 from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_backends.deepspeed_engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
-from accel_backends.deepspeed_json import ZERO, find
+from accel_backends.deepspeed_json import find
 from accel_backends.deepspeed_library import open_communication, use_device
 from accel_backends.deepspeed_moe import expert_groups, mark_leaf_modules
 from accel_backends.deepspeed_optimizers import check_pieces, group_names, on_host, point_at, state_by_name, wants_host
@@ -53,8 +53,8 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
     """
     if bundle.optimizers and not bundle.models:
         raise PrepareError(
-            f"{type(bundle.optimizers[0]).__name__} was prepared without its model; with strategy 'deepspeed' an engine "
-            "is made of both: prepare(model, optimizer)"
+            f"{type(bundle.optimizers[0]).__name__} was prepared without its model; with strategy 'deepspeed' an "
+            "engine is made of both: prepare(model, optimizer)"
         )
     if not bundle.models:
         return
@@ -113,7 +113,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
 @contextmanager
 def zero3_init(owner: Owner) -> Iterator[None]:
     """Within it, modules are partitioned as soon as they are built; collective."""
-    from deepspeed.zero import Init
+    from deepspeed.runtime.zero import Init
 
     run = Run(owner.policy, owner.session.world_size)
     config, _ = settle(owner._options.deepspeed_config, run)
@@ -198,5 +198,3 @@ def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mappin
     ]
     load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), {STATE: started, GROUPS: groups})
 
-
-__all__ = ["ZERO", "bind_model", "check_bundle_pieces", "zero3_init"]

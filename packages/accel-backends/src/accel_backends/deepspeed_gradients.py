@@ -99,7 +99,7 @@ class Gradients(ABC):
         self.filled = self.settled = False
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: see ``whole``."""
+        """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced."""
         self.settle()
         return {name: self.whole(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
 

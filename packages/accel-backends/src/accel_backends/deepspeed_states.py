@@ -121,7 +121,7 @@ def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
     """A parameter whole, in the dtype that the model computes with; collective at stage 3."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         return parameter.detach().clone()
@@ -148,7 +148,7 @@ def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
         with torch.no_grad():
             parameter.copy_(value)
         return
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         parameter.copy_(value)

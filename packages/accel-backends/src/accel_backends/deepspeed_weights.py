@@ -20,7 +20,7 @@ def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
     parameters = list(named_parameters(prepared.engine).values())
     sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
     if sharded:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         gathering = GatheredParameters(parameters, modifier_rank=0 if writeback else None)
     else:
