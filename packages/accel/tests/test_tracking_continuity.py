@@ -25,13 +25,13 @@ accelerator = Accelerator(cpu=True, log_with=trackers, project_config=ProjectCon
 model = torch.nn.Linear(4, 1)
 model = accelerator.prepare(model)
 if early:
-    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval))
+    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval, patience=120))
 start = 0
 if Path(folder, "checkpoints").exists():
     accelerator.load_state("latest")
     start = 8 * accelerator.save_iteration
 if not early:
-    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval))
+    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval, patience=120))
 for step in range(start, 24):
     loss = model(torch.full((2, 4), step / 24)).square().mean()
     accelerator.backward(loss)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accel.launchers import notebook_launcher as notebook_launcher
     from accel.local_sgd import LocalSGD as LocalSGD
     from accel.optimizer import PreparedOptimizer as PreparedOptimizer
+    from accel.profiling import ProfileKwargs as ProfileKwargs
     from accel.scheduler import PreparedScheduler as PreparedScheduler
     from accel.state import PartialState as PartialState
     from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
@@ -44,6 +45,7 @@ _EXPORTS = {
     "accel.launchers": ("debug_launcher", "notebook_launcher"),
     "accel.local_sgd": ("LocalSGD",),
     "accel.optimizer": ("PreparedOptimizer",),
+    "accel.profiling": ("ProfileKwargs",),
     "accel.scheduler": ("PreparedScheduler",),
     "accel.state": ("PartialState",),
     "accel_backends": (
@@ -65,7 +67,9 @@ _EXPORTS = {
 _PLACE_OF = {name: (module, name) for module, names in _EXPORTS.items() for name in names}
 _PLACE_OF["DataLoaderConfiguration"] = ("accel_data", "LoaderOptions")
 # Reachable as attributes without an import of their own, as users of these names are used to.
-_SUBMODULES = frozenset({"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "utils"})
+_SUBMODULES = frozenset(
+    {"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils"}
+)
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
 

@@ -27,6 +27,7 @@ from accel.preparation import batch_sizes, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup import Parts, dynamo_of, open_parts
 from accel.train_state import Companion, Stateful
+from accel_state.doctor.active import recorded
 from accel_state.errors import ConfigError, PrepareError
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Accelerator(
         self.dataloader_config = parts.loading
         self.project_configuration = parts.project
         self._choose_trackers(log_with)
+        self._profile_options = parts.handlers.profile
         self._progress_of_run, self._told_stragglers = RunProgress.start(), set()
         self._companions = {
             "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
@@ -165,6 +167,7 @@ class Accelerator(
 
     # ------------------------------------------------------------------------------------------------ prepare
 
+    @recorded("prepare", shared=False)
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Makes models, optimizers, schedulers and loaders work with the backend, and returns them in the same order.
 
@@ -297,6 +300,7 @@ class Accelerator(
         """
         return _MicroBatch(self, models)
 
+    @recorded("backward", shared=False)
     def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
         """Computes gradients, scaled so that all micro-batches on all ranks make the gradient of one big batch.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
+    from accel.profiling import ProfileKwargs
     from accel_backends import DistributedDataParallelKwargs
     from accel_precision import AutocastKwargs, GradScalerKwargs
 
@@ -59,6 +60,7 @@ class Handlers:
     scaler: "GradScalerKwargs | None" = None
     autocast: "AutocastKwargs | None" = None
     fp8: object | None = None
+    profile: "ProfileKwargs | None" = None
 
 
 def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
@@ -69,6 +71,7 @@ def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
     """
     if not handlers:
         return Handlers()
+    from accel.profiling import ProfileKwargs
     from accel_backends import DistributedDataParallelKwargs
     from accel_precision import (
         AORecipeKwargs,
@@ -84,6 +87,7 @@ def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
         ("scaler", (GradScalerKwargs,)),
         ("autocast", (AutocastKwargs,)),
         ("fp8", (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)),
+        ("profile", (ProfileKwargs,)),
     )
     found: dict[str, object] = {}
     for handler in handlers:

@@ -22,6 +22,7 @@ COMMANDS = {
     "estimate-memory": ("accel.cli.estimate:estimate_memory", "What loading and training a model takes, by dtype."),
     "ckpt": ("accel.cli.ckpt:ckpt", "List, check, compare, export and remove checkpoints."),
     "merge-weights": ("accel.cli.ckpt_export:merge_weights", "Write a saved model as plain safetensors."),
+    "explain": ("accel.cli.explain:explain", "Say what a script's run would do, and what its steps send."),
     "report": ("accel.cli.report:report", "Show a run's own log as one HTML page."),
     "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),
     "to-fsdp2": ("accel.cli.to_fsdp2:to_fsdp2", "Convert a file of Accelerate from FSDP1 to FSDP2."),

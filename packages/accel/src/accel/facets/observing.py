@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel.meters.meter import Meter
     from accel.meters.phases import PhaseClock
     from accel.meters.progress import Progress
+    from accel.optimizer import PreparedOptimizer
     from accel.profiling import ProfileKwargs
     from accel_backends import Backend
 
@@ -71,6 +72,7 @@ class ObservingFacet(ABC):
     session: Session
     backend: "Backend"
     _models: list[nn.Module]
+    _optimizers: "list[PreparedOptimizer]"
     _meter: "Meter | None" = None
     _phases: "PhaseClock | None" = None
     _progress_of_run: RunProgress
@@ -176,3 +178,25 @@ class ObservingFacet(ABC):
 
         with counted_communication() as found:
             yield found
+
+    @contextmanager
+    def memory_snapshot(self, path: str | Path | None = None, *, count: int = 20) -> Iterator[None]:
+        """If memory runs out inside, the error says what the largest tensors were, by name where they have one.
+
+        With ``path`` that is also written to a file (``{rank}`` in it stands for the rank), with the allocator's own
+        account where there is one. The error goes on as it was.
+        """
+        from accel_state.memory import should_reduce_batch_size
+
+        try:
+            yield
+        except Exception as error:
+            if should_reduce_batch_size(error):
+                from accel.memory_snapshot import largest_tensors, names_of, write_snapshot
+
+                held = largest_tensors(names_of(self._models, [one.optimizer for one in self._optimizers]), count)
+                error.add_note("the largest tensors:\n" + "\n".join(map(str, held)))
+                if path is not None:
+                    place = Path(str(path).replace("{rank}", str(self.session.rank)))
+                    write_snapshot(place, error, held, self.device)
+            raise

@@ -93,7 +93,8 @@ def read_history(journal: Path) -> History:
 
 def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History:
     """What a journal's lines tell. A restart moves to ``lost`` what was logged after its checkpoint."""
-    lines = list(lines)
+    # What was on its way when a checkpoint was saved is in it, and may have been written a second time.
+    lines = list({json.dumps(line, sort_keys=True): line for line in lines}.values())
     began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
     history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
     for line in lines:
@@ -105,8 +106,10 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
         elif kind == LOGGED:
             _add_values(history, line)
         elif kind == READING:
-            life = len(history.lives)
-            history.readings.append({**line[VALUES], "life": life, "seconds": seconds, "ranks": line.get("ranks", [])})
+            own = {"life": len(history.lives), "seconds": seconds, "ranks": line.get("ranks", [])}
+            reading = {**line[VALUES], **own}
+            history.readings = [one for one in history.readings if one["step"] < reading["step"]]
+            history.readings.append(reading)
         elif kind == CONFIGURED:
             history.configuration = line[VALUES]
         elif kind == DESCRIBED:

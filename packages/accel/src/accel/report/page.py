@@ -56,7 +56,7 @@ def _head(history: History) -> str:
         last = history.readings[-1]
         cards.append(
             (
-                "samples per second",
+                "samples/s",
                 number_text(last["samples_per_second"]),
                 f"{last['seconds_per_step'] * 1e3:.1f} ms a step",
             )

@@ -170,8 +170,8 @@ def number_text(value: float) -> str:
     """A number as an axis shows it: ``12.5k``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
-    return f"{value:.3g}"
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _range(values: Sequence[float], *, zero: bool = False) -> tuple[float, float]:

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from accel.utils.dataclasses import LoggerType as LoggerType
     from accel.utils.dataclasses import ParallelismConfig as ParallelismConfig
     from accel.utils.dataclasses import PrecisionType as PrecisionType
+    from accel.utils.dataclasses import ProfileKwargs as ProfileKwargs
     from accel.utils.dataclasses import ProjectConfiguration as ProjectConfiguration
     from accel.utils.dataclasses import RNGType as RNGType
     from accel.utils.dataclasses import SageMakerDistributedType as SageMakerDistributedType
@@ -262,6 +263,7 @@ _EXPORTS = {
         "LoggerType",
         "ParallelismConfig",
         "PrecisionType",
+        "ProfileKwargs",
         "ProjectConfiguration",
         "RNGType",
         "SageMakerDistributedType",

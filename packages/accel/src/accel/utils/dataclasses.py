@@ -3,6 +3,7 @@
 from accel.clock import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel.handlers import ProjectConfiguration as ProjectConfiguration
+from accel.profiling import ProfileKwargs as ProfileKwargs
 from accel_backends.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType

@@ -1,0 +1,21 @@
+"""``accel explain``: what a script's run would do, seen from the run itself, which then ends."""
+
+import subprocess
+import sys
+
+import rich_click as click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--num_processes", default=1, show_default=True, help="Processes to run the script in.")
+@click.option("--cpu", is_flag=True, help="Stay on the CPU.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def explain(script: str, arguments: tuple[str, ...], *, num_processes: int, cpu: bool) -> int:
+    """Runs SCRIPT for two optimizer steps, says what was chosen for it and what the second one sent, and ends it.
+
+    What the script does before that, it does.
+    """
+    where = ["--cpu"] if cpu else []
+    launched = ["launch", "--num_processes", str(num_processes), *where, "-m", "accel.explained_script"]
+    return subprocess.run([sys.executable, "-m", "accel", *launched, script, *arguments]).returncode

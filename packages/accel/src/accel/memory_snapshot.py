@@ -1,0 +1,90 @@
+"""What memory is full of, by name, when it runs out."""
+
+import gc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A tensor that takes memory: what it is, as far as that can be told, and its bytes here."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.nbytes / 2**20:10.2f} MiB  {self.dtype} {list(self.shape)} on {self.device}: {self.name}"
+
+
+def names_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
+    """By storage: parameters, buffers, gradients and optimizer states of a run."""
+    names: dict[int, str] = {}
+    of_parameter: dict[int, str] = {}
+    for number, model in enumerate(models):
+        prefix = "model" if number == 0 else f"model_{number}"
+        for name, parameter in model.named_parameters():
+            of_parameter[id(parameter)] = f"{prefix}.{name}"
+            names[_storage(parameter)] = f"{prefix}.{name}"
+            if parameter.grad is not None:
+                names[_storage(parameter.grad)] = f"gradient of {prefix}.{name}"
+        for name, buffer in model.named_buffers():
+            names[_storage(buffer)] = f"buffer {prefix}.{name}"
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    names[_storage(value)] = f"{key} of {of_parameter.get(id(parameter), 'a parameter')}"
+    return names
+
+
+def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTensor]:
+    """The largest tensors that this process holds, each storage once."""
+    found: dict[int, HeldTensor] = {}
+    for candidate in gc.get_objects():
+        try:
+            if not isinstance(candidate, torch.Tensor):
+                continue
+            tensor = _local(candidate)
+            storage = tensor.untyped_storage()
+            key, nbytes = storage.data_ptr(), storage.nbytes()
+        except Exception:  # objects that are being made or taken apart, and tensors without memory
+            continue
+        if key and (key not in found or tensor.numel() > _count(found[key])):
+            kind = "an activation or saved value" if tensor.grad_fn is not None else "unnamed"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[key] = HeldTensor(names.get(key, kind), dtype, tuple(tensor.shape), str(tensor.device), nbytes)
+    return sorted(found.values(), key=lambda one: -one.nbytes)[:count]
+
+
+def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Any) -> None:
+    """Writes what is known: the error, the allocator's own account where there is one, and the tensors."""
+    lines = [f"{type(error).__name__}: {error}", "", *map(str, tensors)]
+    if device.type == "cuda":
+        lines += ["", torch.cuda.memory_summary(device)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _count(held: HeldTensor) -> int:
+    total = 1
+    for size in held.shape:
+        total *= size
+    return total
