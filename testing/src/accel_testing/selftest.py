@@ -19,17 +19,21 @@ from accel_testing.program import Program
 
 _LAYOUTS = ("single", "single/bf16", "ddp:2", "ddp:2/bf16", "ddp:2/acc=3", "fsdp:2", "fsdp:2/bf16", "fsdp1:2")
 _OWN = {"single", "ddp", "fsdp", "fsdp1", "xla"}  # of the others, each is tried as it is
+_NOT_HERE = "not installed"
 _JOB = "accel_testing.selftest_job"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One thing that was tried: where, what, whether it works, how long it took and what there is to say about it."""
+    """One thing that was tried: where, what, whether it works, how long it took and what there is to say about it.
+
+    ``ok`` is None where it needs a library that is not installed.
+    """
 
     where: str
     what: str
-    ok: bool
+    ok: bool | None
     seconds: float
     remark: str
 
@@ -58,14 +62,15 @@ def test(*, cpu: bool, quick: bool, as_json: bool) -> int:
     for trial in trials_of(cpu=cpu, quick=quick):
         trials.append(trial)
         if not as_json:
-            verdict = "works" if trial.ok else "FAILS"
+            verdict = {True: "works", False: "FAILS", None: "-    "}[trial.ok]
             print(f"{verdict}  {trial.where:<5} {trial.what:<28} {trial.seconds:6.1f} s  {trial.remark}", flush=True)
     if as_json:
         rows = [{name: getattr(trial, name) for name in Trial.__slots__} for trial in trials]
         print(json.dumps(rows, indent=2))
-    failed = [trial for trial in trials if not trial.ok]
+    failed = [trial for trial in trials if trial.ok is False]
     if not as_json:
-        print(f"{len(trials) - len(failed)} of {len(trials)} work" + ("; see above for the rest" if failed else ""))
+        there = [trial for trial in trials if trial.ok is not None]
+        print(f"{len(there) - len(failed)} of {len(there)} work" + ("; see above for the rest" if failed else ""))
     return 1 if failed else 0
 
 
@@ -102,7 +107,8 @@ def _training(where: str, layouts: list[str], *, quick: bool) -> Iterator[Trial]
             remark = f"{away} from one process, {result.tolerance:.0e} allowed"
         else:
             remark = str(result.departure)
-        yield Trial(where, f"training {result.layout}", result.ok, result.seconds, remark)
+        ok = None if _NOT_HERE in result.error else result.ok
+        yield Trial(where, f"training {result.layout}", ok, result.seconds, remark)
 
 
 def _jobs() -> Iterator[Trial]:
