@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.doctor.active import outline, recorded
 from accel_state.errors import CollectiveError
 from accel_state.nested import refill, tensor_leaves
 from accel_state.objects import agree as agree
@@ -49,6 +50,7 @@ _GLOO = "cpu:gloo"
 _EXCHANGED_BYTES = 1 << 19
 
 
+@recorded("gather", lambda tensor, **_: outline(tensor))
 def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
     """``tensor`` with every leaf of all ranks joined along dim 0, on every rank: ``[n, ...]`` becomes ``[W * n, ...]``.
 
@@ -115,6 +117,7 @@ def _nothing() -> None:
     """The wait for work that there was none of."""
 
 
+@recorded("broadcast", lambda tensor, from_process=0, **_: f"{outline(tensor)}, {from_process}")
 def broadcast(
     tensor: Any, from_process: int = 0, *, group: "ProcessGroup | None" = None, verify: bool | None = None
 ) -> Any:
@@ -155,6 +158,7 @@ def _start_broadcast(
     return finish
 
 
+@recorded("reduce", lambda tensor, reduction="mean", scale=1.0, **_: f"{outline(tensor)}, {reduction}")
 def reduce(
     tensor: Any,
     reduction: str = "mean",
@@ -215,6 +219,7 @@ def _start_reduce(
     return finish
 
 
+@recorded("copy_tensor_to_devices")
 def copy_tensor_to_devices(
     tensor: torch.Tensor | None = None, *, group: "ProcessGroup | None" = None
 ) -> torch.Tensor | None:

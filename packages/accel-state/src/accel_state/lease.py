@@ -9,6 +9,7 @@ from accel_state import group as groups
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from accel_state.doctor.watch import Doctor
     from accel_state.session import Session
 
 _EXIT_PATIENCE = 5.0
@@ -28,6 +29,7 @@ class GroupLease:
     def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
         self.group = group
         self.owned = owned
+        self.doctor: Doctor | None = None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._guard = _ExitGuard(group)
         if owned:
@@ -37,11 +39,20 @@ class GroupLease:
         """Counts ``session`` among those that use the group."""
         self._sessions.add(session)
 
+    def watch(self) -> None:
+        """Has a doctor watch over the ranks of the group, until the group is closed. Collective, but does not wait."""
+        from accel_state.doctor.watch import Doctor
+
+        if self.doctor is None:
+            self.doctor = Doctor(self.group).start()
+
     def leave(self, session: "Session", *, patience: float | None) -> None:
         """Counts ``session`` out, and closes an owned group after the last one; ``patience`` as for closing."""
         self._sessions.discard(session)
         if self.owned and not self._sessions:
             atexit.unregister(self._guard)
+            if self.doctor is not None:
+                self.doctor.close()
             if self.group is groups.default_group():
                 groups.close_group(self.group, patience=patience)
 

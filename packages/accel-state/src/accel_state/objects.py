@@ -6,6 +6,7 @@ Objects travel pickled, and only between the live processes of one group; nothin
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveError
 from accel_state.peers import resolve
 from accel_state.verify import is_verified, verify_collective
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@recorded("all_gather_object")
 def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> list[Any]:
     """``obj`` of every rank, in order of rank, on every rank; a list of one without a group.
 
@@ -31,6 +33,7 @@ def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: 
     return found
 
 
+@recorded("gather_object")
 def gather_object(object: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
     """The lists of all ranks joined in order of rank, on every rank; without a group the argument itself.
 
@@ -48,6 +51,7 @@ def gather_object(object: Any, *, group: "ProcessGroup | None" = None, verify: b
     return [item for items in all_gather_object(list(object), group=group, verify=verify) for item in items]
 
 
+@recorded("broadcast_object_list", lambda objects, from_process=0, **_: f"{len(objects)} objects, {from_process}")
 def broadcast_object_list(
     object_list: list[Any],
     from_process: int = 0,
@@ -72,6 +76,7 @@ def broadcast_object_list(
     return object_list
 
 
+@recorded("agree")
 def agree(error: Exception | None, *, group: "ProcessGroup | None" = None) -> None:
     """Lets no rank go on alone: when any rank brings an error, every rank raises.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveMismatchError
 from accel_state.nested import recursively_apply, refill, tensor_leaves
 from accel_state.peers import resolve
@@ -18,6 +19,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was left as it is, as its rows have no common length to pad to."""
 
 
+@recorded("pad_across_processes")
 def pad_across_processes(
     tensor: Any,
     dim: int = 0,

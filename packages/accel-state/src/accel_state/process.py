@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
     agree(None, group=group)
 
 
+@recorded("wait_for_everyone")
 def barrier(group: "ProcessGroup", device: torch.device) -> None:
     """Waits until every process of ``group`` is here.
 

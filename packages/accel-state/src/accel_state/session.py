@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_OFF = frozenset({"0", "off", "no", "false"})
 
 
 @final
@@ -67,7 +68,8 @@ class Session:
         processes wait for each other here; a group that is already open keeps its own, and a session that asks for
         another gets a second group of all ranks with it. ``init_method`` may be a URL (``tcp://``, ``file://``,
         ``env://``) or a ``torch.distributed.Store``. ``debug`` verifies every collective before it runs; None asks
-        ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``.
+        ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group that is opened here gets a hang doctor (see
+        ``accel_state.doctor``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
 
         With several processes this is a collective call.
 
@@ -92,6 +94,8 @@ class Session:
                 topology, chosen, backend=backend, timeout=timeout, init_method=init_method, env=env
             )
             lease = GroupLease(opened, owned=True)
+            if env.get("ACCEL_HANG_DOCTOR", "on").lower() not in _OFF:
+                lease.watch()
         else:
             groups.choose_backend(chosen, backend)
         group = None if lease is None else lease.group

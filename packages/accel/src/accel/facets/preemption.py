@@ -71,14 +71,15 @@ class PreemptionFacet(ABC):
 
         For a script that is started the same way the first time and every time after. To be called on all processes.
         """
+        saved: Any = self  # the facet of checkpoints
         try:
-            return self.load_state()
-        except CheckpointError as error:
-            series = self._series()
+            folder: Path = saved.load_state()
+        except CheckpointError:
+            series = saved._series()
             if series is None or series.entries():
                 raise
-            del error
             return None
+        return folder
 
     def check_preemption(self) -> None:
         """A place where this run may be saved and ended, for loops without a prepared loader.
@@ -121,12 +122,6 @@ class PreemptionFacet(ABC):
             loader.gate = None
         _forget(listening)
 
-    if TYPE_CHECKING:  # of the facet of checkpoints
-
-        def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> "Location": ...
-        def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> "Location": ...
-        def _series(self) -> Any: ...
-
 
 class _Farewell:
     """What is done where the run ends. It knows the Accelerator weakly: listening keeps nothing alive."""
@@ -137,7 +132,7 @@ class _Farewell:
         self._requeue = requeue
 
     def __call__(self, reason: str) -> None:
-        accelerator = self._accelerator()
+        accelerator: Any = self._accelerator()
         if accelerator is None:
             return
         listening = accelerator._preemption

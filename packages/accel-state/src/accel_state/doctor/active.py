@@ -1,0 +1,88 @@
+"""The doctors of this process, and how an operation tells them that it begins and ends."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from accel_state.doctor.watch import Doctor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# torch has one default group per process, so who watches over it is a fact of the process too.
+_active: "list[Doctor]" = []
+
+
+def active() -> "Doctor | None":
+    """The doctor of this process, if it has one."""
+    return _active[-1] if _active else None
+
+
+def add(doctor: "Doctor") -> None:
+    """Makes ``doctor`` the active one."""
+    _active.append(doctor)
+
+
+def remove(doctor: "Doctor") -> None:
+    """Makes it inactive."""
+    _active[:] = [other for other in _active if other is not doctor]
+
+
+def recorded(
+    operation: str, detail: Callable[..., str] | None = None, *, shared: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an operation that waits for other ranks, so that the doctor knows who is in it, and from which line.
+
+    ``detail`` makes of the arguments what must be the same on all ranks. ``shared``: all ranks do it together; else
+    each does it by itself and only waits inside. Costs a tenth of a microsecond where no doctor is active.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _active or threading.current_thread() is not threading.main_thread():
+                return function(*args, **kwargs)
+            doctor = _active[-1]
+            together = shared and doctor.concerns(kwargs.get("group"))
+            doctor.enter(operation, detail(*args, **kwargs) if detail is not None else "", shared=together)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, TypeError | ValueError):
+                    doctor.record.withdraw()
+                doctor.explain(error)
+                raise
+            finally:
+                doctor.record.leave()
+
+        return wrapper
+
+    return decorate
+
+
+def outline(tree: Any) -> str:
+    """Structure, dtypes and shapes of nested tensors, shortened to what a record holds."""
+    text = _outline(tree)
+    if len(text) <= 80:
+        return text
+    from zlib import crc32
+
+    return f"{text[:68]}...{crc32(text.encode()):08x}"
+
+
+def _outline(tree: Any) -> str:
+    shape = getattr(tree, "shape", None)
+    if shape is not None and hasattr(tree, "dtype"):
+        return _tensor(tree.dtype, tuple(shape))
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {_outline(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, list | tuple):
+        return "[" + ", ".join(map(_outline, tree)) + "]"
+    return type(tree).__name__
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor(dtype: object, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,254 @@
+"""The doctor itself: a thread that gives signs of life and, when this rank waits, finds out for whom and why."""
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, final
+
+from accel_state.doctor import active
+from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, diagnose, first_difference
+from accel_state.doctor.peers import LEFT, Peers
+from accel_state.doctor.record import Record, describe_place, is_library
+from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_PULSE = 0.5
+_DISTANT_PULSE = 2.0
+_GRACE = 5.0
+_SEARCH = 6.0
+_ENDED_BADLY = 1
+_OF_PEERS = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
+
+
+@final
+class Doctor:
+    """Watches over the ranks of one group, for as long as it is open."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.record = Record()
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        store = PrefixStore("accel/doctor", group.get_group_store().clone())  # type: ignore[attr-defined]
+        self._peers = Peers(store, self._rank, self._size, self.record)
+        self._main = threading.main_thread().ident or 0
+        self._finding: Diagnosis | None = None
+        self._remarked: int | None = None
+        self._patience = REMARKABLE
+        self._process = os.getpid()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._memories: list[Any] = []
+        self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
+
+    def start(self) -> "Doctor":
+        """Begins to watch."""
+        self.record.beat(describe_place(self._main))
+        self._thread.start()
+        active.add(self)
+        atexit.register(self.close)
+        return self
+
+    def close(self) -> None:
+        """This rank leaves: says so, and why, and watches no more. Twice is once."""
+        if self._closed.is_set() or os.getpid() != self._process:  # a forked child is not the rank
+            return
+        self._closed.set()
+        active.remove(self)
+        atexit.unregister(self.close)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_GRACE)
+        self.record.beat(LEFT + _farewell())
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                if self._peers.scattered:
+                    self._peers.send()
+            self._peers.close()
+            self.record.close()
+
+    def concerns(self, group: Any) -> bool:
+        """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
+        return group is None or (hasattr(group, "size") and group.size() == self._size)
+
+    def enter(self, operation: str, detail: str = "", *, shared: bool) -> None:
+        """An operation begins on the main thread.
+
+        Raises:
+            CollectiveMismatchError: another rank of this machine has entered another operation in its place.
+        """
+        self.record.enter(operation, detail, shared=shared)
+        if shared and self._memories and self.record.differs(self._memories):
+            problem = self._mismatch()
+            if problem is not None:
+                self.record.leave()
+                raise CollectiveMismatchError(problem)
+
+    def explain(self, error: Exception) -> None:
+        """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
+
+        Raises:
+            CollectiveError: naming the ranks that are gone or elsewhere; nothing is raised if all is well with them.
+        """
+        broken = _broken_connection(error)
+        if broken is None:
+            return
+        deadline = time.monotonic() + _SEARCH
+        found = self._finding
+        while found is None and time.monotonic() < deadline and not self._closed.is_set():
+            found = diagnose(self._look(), lost=True)
+            if found is None or not found.final:
+                found = None
+                time.sleep(0.1)
+        if found is not None:
+            raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
+
+    def _mismatch(self) -> str | None:
+        states = self._look()
+        sequence = self.record.sequence
+        entries = {state.rank: state.snapshot.at(sequence) for state in states if state.snapshot is not None}
+        there = {rank: entry for rank, entry in entries.items() if entry is not None}
+        if len({entry.what for entry in there.values()}) < 2:
+            return None
+        lines = [f"rank {rank}: {entry.what} at {entry.site}" for rank, entry in sorted(there.items())]
+        text = f"the ranks entered different operations as their collective #{sequence}:\n  " + "\n  ".join(lines)
+        split = first_difference(states)
+        if split and f" #{sequence} at " not in split[0]:
+            text += "\n  They parted earlier:\n    " + "\n    ".join(split)
+        return text
+
+    def _look(self) -> list[Any]:
+        with self._lock:
+            return self._peers.look()
+
+    def _watch(self) -> None:
+        sent = 0.0
+        lost = False
+        while not self._closed.wait(_PULSE if self._memories or lost else 0.05):
+            self.record.beat(describe_place(self._main))
+            try:
+                if not lost and not self._peers.complete:
+                    self._peers.meet()
+                    self._memories = self._peers.memories
+                if not lost and self._peers.complete and self._peers.scattered:
+                    if time.monotonic() - sent > _DISTANT_PULSE:
+                        self._peers.send()
+                        sent = time.monotonic()
+                    self._peers.receive()
+            except RuntimeError:
+                lost = True  # rank 0 is gone, or does not answer; what is in memory has to do
+            states = self._look()
+            own = states[self._rank]
+            if own.waiting >= STALLED:
+                self._examine(states)
+            else:
+                self._patience, self._remarked = REMARKABLE, None
+
+    def _examine(self, states: list[Any]) -> None:
+        found = diagnose(states)
+        if found is None:
+            return
+        waiting = [state.rank for state in states if state.waiting >= STALLED and state.rank not in found.culprits]
+        speaks = self._rank == min(waiting, default=self._rank)
+        if found.final:
+            self._finding = found
+            self._end(found, speaks=speaks)
+        elif states[self._rank].waiting >= self._patience:
+            self._patience *= 2
+            if speaks:
+                _say(f"{found.text}\n  (it may still come; this is said again after {self._patience:.0f} s)")
+
+    def _end(self, found: Diagnosis, *, speaks: bool) -> None:
+        """Makes the collective that this rank waits in fail; ends the process if it stays in it all the same."""
+        if speaks:
+            _say(found.text)
+        _say(f"stacks of rank {self._rank}:\n{_stacks()}{_flight_record(self._group)}")
+        before = self.record.read().current
+        _break_connections(self._group)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            if self._closed.wait(0.05):
+                return
+            now = self.record.read().current
+            if now is None or before is None or now.number != before.number:
+                return
+        _say(f"rank {self._rank} cannot be freed from its collective and is ended")
+        sys.stderr.flush()
+        os._exit(_ENDED_BADLY)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"accel: {text}\n")
+        sys.stderr.flush()
+
+
+def _farewell() -> str:
+    """Why this process leaves: the error that ends it, with its line, or nothing in particular."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if not is_library(trace.tb_frame):
+            place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}{place}"
+
+
+def _broken_connection(error: BaseException | None) -> RuntimeError | None:
+    """What torch said about a connection, if that is what ``error`` comes of."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and not isinstance(error, AccelError):
+            return error if any(word in str(error).lower() for word in _OF_PEERS) else None
+        error = error.__cause__
+    return None
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)[-14:])}")
+    return "".join(parts)
+
+
+def _flight_record(group: "ProcessGroup") -> str:
+    """NCCL's own record of the last collectives, where this process has NCCL and keeps one."""
+    import torch
+
+    if "nccl" not in str(torch.distributed.get_backend_config(group)):
+        return ""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    try:
+        return f"flight record of NCCL:\n{dump()}\n"
+    except RuntimeError as error:
+        return f"NCCL has no flight record: {error}\n"
+
+
+def _break_connections(group: "ProcessGroup") -> None:
+    """Makes what waits in the group fail: NCCL is told to abort; gloo cannot be, so its connections are cut."""
+    import socket
+    import stat
+
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(device).abort()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError, ValueError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()
+                        connection.shutdown(socket.SHUT_RDWR)
