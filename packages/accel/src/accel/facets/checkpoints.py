@@ -23,6 +23,7 @@ from accel.restoring import RNG, SEED_KEY, restore, restore_local
 from accel.scheduler import PreparedScheduler
 from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_ckpt.storage import Location, locate
+from accel_state.doctor.active import recorded
 from accel_state.errors import CheckpointError, ConfigError
 from accel_state.session import Session
 
@@ -85,6 +86,7 @@ class CheckpointFacet(ABC):
         return handle
 
     @observed("saved")
+    @recorded("save_state")
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -223,6 +225,7 @@ class CheckpointFacet(ABC):
             self._saver.wait()
 
     @observed("loaded")
+    @recorded("load_state")
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> Location:
         """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
 
