@@ -197,4 +197,3 @@ def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mappin
         for group, names in zip(prepared.optimizer.param_groups, prepared.groups, strict=True)
     ]
     load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), {STATE: started, GROUPS: groups})
-

@@ -111,8 +111,10 @@ class DeepSpeedConfig(BackendConfig):
         ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's
         sections.
         """
+        if values is None or isinstance(values, cls):
+            return cls() if values is None else values
         if not isinstance(values, Mapping):
-            return super(DeepSpeedConfig, cls).build(values)
+            raise ConfigError(f"options of type {type(values).__name__}; expected {cls.__name__} or a mapping")
         known = {one.name for one in fields(cls) if one.init}
         given: dict[str, Any] = {}
         document: dict[str, Any] = {}
@@ -372,6 +374,10 @@ def _norm(name: str, value: Any, origin: str) -> float:
     return norm
 
 
+def _flag(name: str, value: Any, origin: str) -> bool:
+    return as_flag(f"{name} ({origin})", value)
+
+
 def _device(name: str, value: Any, origin: str) -> str:
     device = str(getattr(value, "value", value)).lower()
     if device not in OFFLOAD:
@@ -387,5 +393,5 @@ _READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
     "zero_stage": _stage,
     "gradient_accumulation_steps": _count,
     "gradient_clipping": _norm,
-    "zero3_save_16bit_model": lambda name, value, origin: as_flag(f"{name} ({origin})", value),
+    "zero3_save_16bit_model": _flag,
 }

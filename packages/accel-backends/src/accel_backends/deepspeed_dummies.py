@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-import torch
 from torch.optim import Optimizer
 
 from accel_state.errors import PrepareError
@@ -24,18 +23,18 @@ class DummyOptim(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[Any],
         lr: float = 0.001,
         weight_decay: float = 0,
         **kwargs: Any,
     ) -> None:
-        self.params = list(params)
+        self.params: list[Any] = list(params)
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
         super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refuses: only what prepare returns steps.
 
         Raises:
