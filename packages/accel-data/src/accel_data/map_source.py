@@ -70,8 +70,8 @@ class ShardedBatches(BatchSampler):
 class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of a walk."""
 
-    def __init__(self, dataloader: DataLoader[Any], walk: Walk, key: int) -> None:
-        self.batches, self._walk, self._dataloader = iterated(dataloader, key), walk, dataloader
+    def __init__(self, dataloader: DataLoader[Any], walk: Walk, generator: torch.Generator) -> None:
+        self.batches, self._walk, self._dataloader = iterated(dataloader, generator), walk, dataloader
         # A subclass may give more or fewer batches than its sampler.
         self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
 
@@ -116,6 +116,7 @@ class MapSource(Source):
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._pass: MapPass | None = None
+        self._generator: torch.Generator | None = None
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
         self._passed: tuple[Cursor, int] | None = None
@@ -133,7 +134,7 @@ class MapSource(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         # A pass in flight stays where it is; the loader carries its position over.
-        return {**vars(self), "_pass": None, "_last_epoch": None}
+        return {**vars(self), "_pass": None, "_last_epoch": None, "_generator": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:
@@ -235,8 +236,15 @@ class MapSource(Source):
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
         self._batches.walk = walk = self._walk(cursor)
-        self._pass = MapPass(self.dataloader, walk, derive_key(torch.initial_seed(), cursor.epoch, self._shard.index))
+        self._pass = MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
         return self._pass
+
+    def _seeded(self, epoch: int) -> torch.Generator:
+        """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
+        generator = self._generator = self._generator or torch.Generator()
+        if self.dataloader.num_workers:
+            generator.manual_seed(derive_key(torch.initial_seed(), epoch, self._shard.index))
+        return generator
 
     def _enter_epoch(self, epoch: int) -> None:
         """Makes the user's samplers start this epoch, as they did when the position was saved."""

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.data import DataLoader
 
 LoaderT = TypeVar("LoaderT", bound="DataLoader[Any]")
@@ -23,16 +24,14 @@ def swapped(dataloader: LoaderT, sampler: object, *, slot: str = "batch_sampler"
     return other
 
 
-def iterated(dataloader: "DataLoader[Any]", key: int) -> Iterator[Any]:
-    """Iterates a DataLoader whose workers are seeded from ``key`` (64 bits) instead of from the global generator.
+def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Iterator[Any]:
+    """Iterates a DataLoader whose workers are seeded from ``generator`` instead of from the global one.
 
     Starting a pass then leaves the random state of the process alone, so that a run that starts one more pass because
     it was resumed draws the same numbers as one that was not.
     """
-    import torch
-
     before = vars(dataloader)["generator"]
-    vars(dataloader)["generator"] = torch.Generator().manual_seed(key)
+    vars(dataloader)["generator"] = generator
     try:
         return iter(dataloader)
     finally:
