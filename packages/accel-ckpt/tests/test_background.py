@@ -163,3 +163,36 @@ def test_a_failure_of_one_rank_reaches_all_at_the_next_call(tmp_path: Path, rank
     saver.close()
     torch.distributed.barrier()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_no_longer_bring_the_same_hear_of_it_and_go_on(tmp_path: Path, rank: int) -> None:
+    same, more = {"w": torch.ones(100)}, {"w": torch.ones(100), **({"own": torch.ones(3)} if rank else {})}
+    with AsyncSaver() as saver:
+        for number in range(2):
+            saver.save(tmp_path / f"same_{number}", same).wait()
+        handle = saver.save(tmp_path / "more", more)
+        with pytest.raises(CheckpointError, match="no longer bring the same tensors"):
+            handle.wait()
+        assert saver.save(tmp_path / "again", more).wait().names == ["w", "own"]
+        assert saver.save(tmp_path / "values", {"step": rank}).wait().read("step") == 0
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_save_later_fails_on_all_and_nobody_waits(tmp_path: Path, rank: int) -> None:
+    with AsyncSaver() as saver:
+        for number in range(2):
+            saver.save(tmp_path / f"good_{number}", {"w": torch.ones(100)}).wait()
+        bad = saver.save(tmp_path / "bad", {"w": torch.ones(100), "x": object() if rank else 1})
+        with pytest.raises(CheckpointError, match=r"x is a builtins\.object"):
+            bad.wait()
+        assert saver.save(tmp_path / "after", {"w": torch.ones(100)}).wait().names == ["w"]
+
+
+@pytest.mark.ranks(2)
+def test_values_that_differ_between_ranks_are_rank_zeros_in_the_background_too(tmp_path: Path, rank: int) -> None:
+    with AsyncSaver() as saver:
+        for number in range(3):
+            saved = saver.save(tmp_path / str(number), {"w": torch.full((9,), number), "loss": rank + number}).wait()
+            assert saved.read("loss") == number

@@ -9,13 +9,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from socket import gethostname
 from typing import TYPE_CHECKING, final
 
 import torch
 
+from accel_ckpt.blocks import default_threads
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.draft import RankPart
+from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
 from accel_ckpt.peers import Peers
 from accel_ckpt.saving import Attempt
 from accel_ckpt.staged_copy import copy_into
@@ -84,6 +87,8 @@ class AsyncSaver:
     def __init__(self, *, group: "ProcessGroup | None" = None) -> None:
         peers = Peers.of(group)
         self._peers = peers if peers.group is None else Peers(_own_group(peers.group))
+        self._threads = _local_threads(self._peers)
+        self._alike = False
         self._buffer: torch.Tensor | None = None
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -100,21 +105,19 @@ class AsyncSaver:
     ) -> SaveHandle:
         """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
 
-        Waits for an earlier save that is still under way. After the commit rank 0 prunes ``series``.
+        Waits for an earlier save that is still under way. After the commit rank 0 prunes ``series``. Several ranks
+        agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
 
         Raises:
             CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
         """
         start = time.perf_counter()
         self.wait()
-        attempt = Attempt.begin(self._peers, locate(path), state, local=local, metadata=metadata, overwrite=overwrite)
-        handle = SaveHandle(attempt.target, attempt.part.nbytes)
-        staged: list[memoryview] = []
-        with attempt.dropped_on_error():
-            self._peers.together(f"copying for {path}", lambda: staged.extend(self._stage(attempt.part)))
-        thread = threading.Thread(
-            target=self._run, args=(attempt, staged, handle, series), name="accel-ckpt-save", daemon=False
-        )
+        target = locate(path)
+        make = partial(make_draft, state, local, metadata, self._peers)
+        begin, part = (self._copy_first if self._alike else self._agree_first)(target, make, overwrite)
+        handle = SaveHandle(target, 0 if part is None else part.nbytes)
+        thread = threading.Thread(target=self._run, args=(begin, handle, series), name="accel-ckpt-save", daemon=False)
         self._handle, self._thread = handle, thread
         thread.start()
         handle.stall = time.perf_counter() - start
@@ -156,28 +159,68 @@ class AsyncSaver:
                 raise
             _LOG.exception("a save under way failed too")  # the first exception is what the caller must see
 
-    def _stage(self, part: RankPart) -> "list[memoryview]":
-        """The bytes of this rank's tensor file, of which the tensors are copied now."""
+    def _agree_first(self, target: Location, make: "_Make", overwrite: bool) -> "tuple[_Begin, RankPart]":
+        """What cannot be saved is refused on all ranks, now."""
+        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite)
+        with attempt.dropped_on_error():
+            self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
+        return (lambda: attempt), attempt.part
+
+    def _copy_first(self, target: Location, make: "_Make", overwrite: bool) -> "tuple[_Begin, RankPart | None]":
+        """Ranks that brought the same tensors the last time copy at once and agree in the background.
+
+        A failure is for the background too, where all ranks hear of it: to raise here on one of them would leave it
+        out of step with the others.
+        """
+        try:
+            draft = make()
+            part = make_part(draft, draft.trees, None, self._peers)
+            self._stage(part)
+        except Exception as error:
+            return partial(Attempt.begin, self._peers, target, partial(_fail, error)), None
+        return partial(Attempt.begin, self._peers, target, lambda: draft, overwrite=overwrite, part=part), part
+
+    def _stage(self, part: RankPart) -> None:
+        """Copies the tensors of this rank's file into the buffer."""
         size = part.nbytes
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=_has_accelerator(part))
-        copy_into(self._buffer, part.tensors)
-        return [memoryview(part.header), byte_view(self._buffer)[:size]]
+        copy_into(self._buffer, part.tensors, threads=self._threads)
 
-    def _run(
-        self, attempt: Attempt, staged: list[memoryview], handle: SaveHandle, series: "CheckpointDirectory | None"
-    ) -> None:
+    def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
         error: BaseException | None = None
         try:
-            attempt.finish(self._peers, lambda: iter(staged), threads=0)
+            self._alike = False  # unless all ranks hear otherwise
+            attempt = begin()
+            self._alike = attempt.alike and self._peers.group is not None
+            handle.path = attempt.target
+            attempt.finish(self._peers, partial(self._file, attempt.part), threads=0)
             if series is not None and self._peers.rank == 0:
                 series.alone().prune()
         except BaseException as caught:
             error = caught
-            _LOG.warning("saving %s in the background failed: %s", attempt.target, caught)
+            _LOG.warning("saving %s in the background failed: %s", handle.path, caught)
         finally:
             handle._finish(error)
+
+    def _file(self, part: RankPart) -> Iterator[memoryview]:
+        assert self._buffer is not None
+        return iter([memoryview(part.header), byte_view(self._buffer)[: part.nbytes]])
+
+
+_Make = Callable[[], Draft]
+_Begin = Callable[[], Attempt]
+
+
+def _fail(error: Exception) -> Draft:
+    raise error
+
+
+def _local_threads(peers: Peers) -> int:
+    """This rank's share of its machine's processors."""
+    hosts = peers.together("counting the ranks of each machine", gethostname)
+    return max(1, default_threads() // hosts.count(gethostname()))
 
 
 def _own_group(group: "ProcessGroup") -> "ProcessGroup":

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -53,17 +54,32 @@ class Structure:
         return sha256([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankPart:
-    """The files that one rank writes: JSON documents whole, tensors as a header and memory in file order."""
+    """The files that one rank writes: trees for JSON documents, tensors as items and memory in file order.
 
-    documents: dict[str, bytes]
+    Only what needs the values is there at once; headers and documents are made when they are asked for, which a save
+    in the background does in the background.
+    """
+
+    trees: Mapping[str, dict[str, Json]]
+    """By the name of the document."""
     tensors_name: str
-    header: bytes
+    items: Sequence[Item]
     tensors: Sequence[torch.Tensor]
     entries: dict[str, TensorEntry]
 
-    @property
+    @cached_property
+    def documents(self) -> dict[str, bytes]:
+        """The JSON files."""
+        return {name: _document(trees) for name, trees in self.trees.items()}
+
+    @cached_property
+    def header(self) -> bytes:
+        """The begin of the tensor file; empty if this rank writes none."""
+        return header_of(self.items, {"format": "pt"}) if self.items else b""
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -143,9 +159,8 @@ def make_part(
         name: holding.ranks if holding.ranks is not None else (everyone if ranks is None else ranks[name])
         for name, holding in draft.holdings.items()
     }
-    writers = choose_writers(
-        {name: (holding.nbytes, holders[name]) for name, holding in draft.holdings.items() if holding.nbytes > SMALL}
-    )
+    large = {name: (size, holders[name]) for name, one in draft.holdings.items() if (size := one.nbytes) > SMALL}
+    writers = choose_writers(large)
     file = tensor_file(peers.rank)
     items: list[tuple[Item, torch.Tensor]] = []
     entries: dict[str, TensorEntry] = {}
@@ -156,13 +171,10 @@ def make_part(
         _add(name, holding, file, items, entries)
     order = {item: number for number, item in enumerate(file_order([item for item, _ in items]))}
     items.sort(key=lambda pair: order[pair[0]])
-    documents = {}
-    if peers.rank == 0:
-        documents[TREE] = _document(trees)
+    documents = {TREE: trees} if peers.rank == 0 else {}
     if draft.local_trees:
-        documents[local_file(peers.rank)] = _document(draft.local_trees)
-    header = header_of([item for item, _ in items], {"format": "pt"}) if items else b""
-    return RankPart(documents, file, header, [tensor for _, tensor in items], entries)
+        documents[local_file(peers.rank)] = draft.local_trees
+    return RankPart(documents, file, [item for item, _ in items], [tensor for _, tensor in items], entries)
 
 
 def join_entries(every: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
@@ -203,6 +215,11 @@ def _add(
 ) -> None:
     """Adds a tensor's boxes to the file, if this rank writes it (``items`` given)."""
     parts = []
+    if items is not None and holding.ranks is None and holding.nbytes:  # whole, which nearly all are
+        items.append((Item(name, holding.dtype, holding.shape), holding.local))
+        everything = Box((0,) * len(holding.shape), holding.shape)
+        entries[name] = TensorEntry(holding.dtype, holding.shape, (Part(file, name, everything),))
+        return
     for box, here in boxes(holding.layout) if items is not None else ():
         whole = box.shape == holding.shape
         key = name if whole else f"{name}@{','.join(map(str, box.offset))}"

@@ -50,7 +50,7 @@ def save(
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
     peers = Peers(None) if alone else Peers.of(group)
-    attempt = Attempt.begin(peers, locate(path), state, local=local, metadata=metadata, overwrite=overwrite)
+    attempt = Attempt.begin(peers, locate(path), lambda: make_draft(state, local, metadata, peers), overwrite=overwrite)
     attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
     return open_checkpoint(attempt.target, verify=False)
@@ -68,6 +68,8 @@ class Attempt:
     metadata: Json
     staging: Staged | None
     """Rank 0's; None on the others."""
+    alike: bool = True
+    """Whether all ranks bring the same tensors, so that each knows its part without asking."""
     digest: Digest = "crc32"
     witness: Witness = lambda stage: None
 
@@ -76,16 +78,18 @@ class Attempt:
         cls,
         peers: Peers,
         target: Location,
-        state: Mapping[str, Tree],
+        draft: Callable[[], Draft],
         *,
-        local: Mapping[str, Tree] | None = None,
-        metadata: Mapping[str, Json] | None = None,
         overwrite: bool = True,
+        part: RankPart | None = None,
     ) -> "Attempt":
         """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
 
+        ``draft`` gives what this rank brings, or raises. ``part`` is what it has decided to write, if it has, on the
+        assumption that all ranks bring the same tensors.
+
         Raises:
-            CheckpointError: on every rank if any cannot take part.
+            CheckpointError: on every rank if any cannot take part, or if that assumption was wrong.
         """
         storage = storage_of(target)
         staging: Staged | None = None
@@ -93,22 +97,21 @@ class Attempt:
 
         def prepare() -> tuple[str, str, str]:
             nonlocal staging
-            draft = make_draft(state, local, metadata, peers)
-            drafts.append(draft)
+            drafts.append(draft())
             if peers.rank == 0:
                 staging = storage.stage(target, overwrite=overwrite)
-            return draft.structure().digest(), str(staging.folder) if staging is not None else "", str(target)
+            return drafts[0].structure().digest(), str(staging.folder) if staging is not None else "", str(target)
 
         try:
             told = peers.together(f"saving {target}", prepare)
-            draft = drafts[0]
-            part = _plan(peers, target, draft, same=len({digest for digest, *_ in told}) == 1)
+            same = len({digest for digest, *_ in told}) == 1
+            planned, alike = _plan(peers, target, drafts[0], part, same=same)
         except BaseException:
             if staging is not None:
                 staging.drop()
             raise
         _, folder, place = told[0]
-        return cls(locate(place), storage, locate(folder), part, draft.metadata, staging)
+        return cls(locate(place), storage, locate(folder), planned, drafts[0].metadata, staging, alike)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
@@ -136,7 +139,7 @@ class Attempt:
             whole = partial(iter, [memoryview(content)])
             place = self.folder / name
             records[name] = self.storage.write(place, whole, threads=0, digest=self.digest, size=len(content))
-        if self.part.header:
+        if self.part.items:
             name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
             records[name] = self.storage.write(
                 self.folder / name, pieces, threads=threads, digest=self.digest, size=size
@@ -167,10 +170,10 @@ class Attempt:
 Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
 
 
-def _plan(peers: Peers, path: Location, draft: Draft, *, same: bool) -> RankPart:
-    """This rank's part; where ranks bring different things they first tell each other what."""
+def _plan(peers: Peers, path: Location, draft: Draft, part: RankPart | None, *, same: bool) -> tuple[RankPart, bool]:
+    """This rank's part, and whether all bring the same tensors; if ranks bring different things they first say what."""
     if same:
-        return make_part(draft, draft.trees, None, peers)
+        return part or make_part(draft, draft.trees, None, peers), True
     structures = peers.together(f"saving {path}", draft.structure)
     trees, ranks, conflicts = merge_structures(structures)
     if conflicts and peers.rank == 0:
@@ -178,7 +181,18 @@ def _plan(peers: Peers, path: Location, draft: Draft, *, same: bool) -> RankPart
         _LOG.warning(
             "%s: the ranks have different values at %s; rank 0's are saved (local keeps each rank's)", path, shown
         )
-    return make_part(draft, trees, ranks, peers)
+    planned = make_part(draft, trees, ranks, peers)
+    if part is not None:
+        peers.together(f"saving {path}", lambda: _check_same(part, planned))
+    return planned, all(len(holders) == peers.size for holders in ranks.values())
+
+
+def _check_same(part: RankPart, planned: RankPart) -> None:
+    if part.items != planned.items:
+        raise CheckpointError(
+            "the ranks no longer bring the same tensors, which was found out when they could change; the next save "
+            "asks first"
+        )
 
 
 def _check_arrived(folder: Location, seen: Mapping[str, int | None], written: Sequence[dict[str, FileRecord]]) -> None:

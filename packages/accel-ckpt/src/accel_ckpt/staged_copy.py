@@ -14,7 +14,7 @@ from accel_ckpt.blocks import run_jobs
 _JOB = 16 * 2**20
 
 
-def copy_into(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def copy_into(buffer: torch.Tensor, tensors: Sequence[torch.Tensor], *, threads: int | None = None) -> None:
     """Copies the bytes of ``tensors``, row-major and one after the other, to the begin of ``buffer`` (uint8, CPU)."""
     moves: list[tuple[int, int, int]] = []
     begin = 0
@@ -29,7 +29,7 @@ def copy_into(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             target = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor, non_blocking=True)
         begin += size
-    run_jobs(_jobs(moves))
+    run_jobs(_jobs(moves), threads)
     if any(tensor.device.type != "cpu" for tensor in tensors):
         torch.accelerator.synchronize()
 

@@ -47,7 +47,8 @@ class Holding:
 
     @property
     def nbytes(self) -> int:
-        return prod(local_shape(self.layout)) * self.local.element_size()
+        elements = self.local.numel() if self.ranks is None else prod(local_shape(self.layout))
+        return elements * self.local.element_size()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
