@@ -51,7 +51,7 @@ def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTenso
     found: dict[int, HeldTensor] = {}
     for candidate in gc.get_objects():
         try:
-            if not isinstance(candidate, torch.Tensor):
+            if not issubclass(type(candidate), torch.Tensor):  # isinstance would wake deprecated objects
                 continue
             tensor = _local(candidate)
             storage = tensor.untyped_storage()

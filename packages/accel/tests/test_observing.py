@@ -1,0 +1,158 @@
+"""What is explained is what happens; every rank writes its profile; memory that runs out is accounted for by name."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, ProfileKwargs
+from accel.meters import count_flops
+from accel.profiling import MERGED, merge_traces, top_operators
+from accel_state.errors import ConfigError
+from accel_testing.launching import run_command
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_is_explained_is_what_happens(accumulate: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    loader = DataLoader(TensorDataset(torch.randn(56, 8)), batch_size=4)
+    model, loader = accelerator.prepare(net(), loader)
+    told = accelerator.explain()
+    (facts,), (data,) = told.models, told.loaders
+    seen = batches = steps = 0
+
+    def epoch() -> None:
+        nonlocal seen, batches, steps
+        seen = batches = steps = 0
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum())
+            seen += len(x) * accelerator.num_processes
+            batches += 1
+            steps += accelerator.sync_gradients
+
+    epoch()  # DDP arranges its buckets anew after the first backward
+    with accelerator.count_communication() as counted:
+        epoch()
+    assert (data.samples_per_epoch, data.batches_per_epoch, data.steps_per_epoch) == (seen, batches, steps)
+    assert data.batch_per_step == seen // batches
+    assert data.effective_batch == data.batch_per_step * accumulate
+    assert facts.parameters == sum(p.numel() for p in model.parameters()) == facts.dtypes["float32"]
+    assert counted["all_reduce"]["bytes"] == steps * facts.parameter_bytes
+    assert counted["broadcast"]["bytes"] == steps * facts.buffer_bytes
+    assert told.timeout_seconds == accelerator.session.timeout.total_seconds()
+    assert told.processes == 2
+    assert told.backend == "ddp"
+    for part in ("backend ddp", f"effective batch {data.effective_batch}", "Sequential"):
+        assert part in str(told)
+    json.dumps(told.to_dict())
+
+
+def test_settings_are_told_with_their_origins() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    assert ("gradient_accumulation_steps", "3", "call") in accelerator.explain().settings
+    assert "gradient_accumulation_steps = 3  (call)" in str(accelerator.explain())
+
+
+def test_a_script_is_explained_and_ended(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom accel import Accelerator\naccelerator = Accelerator()\n"
+        "model = accelerator.prepare(torch.nn.Linear(4, 2))\nwhile True:\n"
+        "    accelerator.backward(model(torch.ones(1, 4)).sum())\n"
+    )
+    words = [sys.executable, "-m", "accel", "explain", "--num_processes", "2", "--cpu", script]
+    said = run_command(words, cwd=tmp_path, timeout=120).check().output
+    assert "backend ddp: 2 processes" in said
+    assert "all_reduce: 1 calls, 40 bytes" in said  # 10 parameters of 4 bytes
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_writes_a_trace_and_one_holds_all(rank: int, tmp_path: Path) -> None:
+    handler = ProfileKwargs(
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
+        output_trace_dir=tmp_path,
+        record_shapes=True,
+        with_flops=True,
+        profile_memory=True,
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(net())
+    with accelerator.profile() as profiler:
+        for _ in range(4):
+            accelerator.backward(model(torch.ones(4, 8)).sum())
+            profiler.step()
+    accelerator.wait_for_everyone()
+    own = json.loads((tmp_path / f"profile_{rank}.json").read_text())
+    assert any(event.get("name") == "aten::addmm" for event in own["traceEvents"])
+    rows = top_operators(profiler, 5)
+    assert len(rows) == 5
+    assert rows == sorted(rows, key=lambda row: -(row["cpu_us"] + row["device_us"]))
+    if rank == 0:
+        events = json.loads((tmp_path / MERGED).read_text())["traceEvents"]
+        ranks = {str(event["pid"]).split(":")[0] for event in events if event.get("name") == "aten::addmm"}
+        assert ranks == {"rank 0", "rank 1"}
+
+
+def test_traces_are_laid_on_one_time_axis(tmp_path: Path) -> None:
+    for rank, base in enumerate((1_000_000, 3_000_000)):  # nanoseconds
+        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5.0, "dur": 1.0, "name": "op"}
+        text = json.dumps({"baseTimeNanoseconds": base, "traceEvents": [event]})
+        (tmp_path / f"{rank}.json").write_text(text)
+    merged = merge_traces([(rank, tmp_path / f"{rank}.json") for rank in range(2)], tmp_path / "all.json")
+    first, second = json.loads(merged.read_text())["traceEvents"]
+    assert (first["ts"], second["ts"]) == (5.0, 2005.0)
+    assert (first["pid"], second["pid"]) == ("rank 0: 7", "rank 1: 7")
+
+
+def test_wrong_profiles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Invalid profiler activity 'gpu'"):
+        ProfileKwargs(activities=["gpu"])
+    with pytest.raises(ConfigError, match="no 'every'"):
+        ProfileKwargs(schedule_option={"every": 1})
+    if not torch.accelerator.is_available():
+        with pytest.raises(ConfigError, match="here there are cpu"):
+            ProfileKwargs(activities=["mtia"]).build()
+
+
+def test_operations_are_counted_as_the_matrices_say() -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+    x = torch.randn(5, 8)
+    assert count_flops(lambda: model(x).sum(), backward=False) == 2 * 5 * (8 * 16 + 16 * 4)
+    # Backward: both weights' gradients, and that of the layer between.
+    assert count_flops(lambda: model(x).sum()) == 2 * 5 * (2 * 8 * 16 + 3 * 16 * 4)
+
+
+def test_memory_that_runs_out_is_accounted_for_by_name(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(600, 500)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 600)).sum())
+    optimizer.step()
+    other = torch.zeros(900_000)
+    with pytest.raises(RuntimeError, match="allocate memory") as caught:  # noqa: SIM117
+        with accelerator.memory_snapshot(tmp_path / "memory_{rank}.txt"):
+            torch.empty(2**60)
+    text = (tmp_path / "memory_0.txt").read_text()
+    for name in ("model.weight", "gradient of model.weight", "exp_avg of model.weight", "exp_avg_sq of model.weight"):
+        assert f"float32 [500, 600] on cpu: {name}\n" in text
+    assert "float32 [900000] on cpu: unnamed" in caught.value.__notes__[0]
+    assert math.isclose(other.sum().item(), 0.0)
+
+
+def test_other_errors_pass_untouched() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="mine") as caught, accelerator.memory_snapshot():
+        raise ValueError("mine")
+    assert not getattr(caught.value, "__notes__", [])

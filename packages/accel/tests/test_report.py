@@ -1,0 +1,214 @@
+"""A report shows what the journal holds, over restarts, and looks like something in a real browser."""
+
+import json
+import math
+import shutil
+import struct
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, ProjectConfiguration
+from accel.cli.report import _BROWSERS, screenshot
+from accel.report import find_run, page_of, plots_of, read_history
+from accel.report.history import history_of
+from accel.report.plots import curve, number_text, running_median, ticks
+from accel_state.errors import ConfigError
+from accel_testing.launching import run_command
+
+BROWSER = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
+
+
+def logged(step: int, loss: float, at: float) -> dict[str, Any]:
+    return {"kind": "logged", "time": at, "step": step, "values": {"loss": loss}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was taken up again after two steps too many."""
+    folder = tmp_path_factory.mktemp("run")
+    for life in range(2):
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        )
+        loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
+        model, loader = accelerator.prepare(nn.Linear(8, 8), loader)
+        if life:
+            accelerator.load_state("latest")
+        accelerator.init_trackers("shown", {"lr": 0.1, "net": {"<width>": 8}})
+        meter = accelerator.meter(every=2, tokens=lambda batch: batch[0].numel(), flops_per_sample=10, peak_flops=1e6)
+        for batch in meter.watch(loader):
+            with accelerator.accumulate(model):
+                loss = model(batch[0]).square().mean()
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                meter.step(loss)
+                accelerator.log({"loss": loss, "lr": 0.1 / meter.steps}, step=meter.steps)
+                if meter.steps == 4 and not life:
+                    accelerator.save_state()
+                if meter.steps == 6 and not life:
+                    break
+        tracking = accelerator._tracking
+        assert tracking is not None
+        tracking.finish()
+    return folder
+
+
+class Wellformed(HTMLParser):
+    """Every element that is opened is closed, and nothing is fetched."""
+
+    EMPTY = frozenset({"meta", "line", "path", "rect", "circle"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_holds_the_run_and_fetches_nothing(run: Path) -> None:
+    page = page_of(read_history(find_run(run)))
+    reader = Wellformed()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.fetched == []
+    text = " ".join(reader.text)
+    for part in (
+        "2 starts",
+        "2 steps done again",
+        "net.<width>",
+        "effective batch 8; 8 steps an epoch",
+        "gradient_accumulation_steps",
+        "resumed",
+        "saved",
+        "precision no",
+        "0.1 at step 1",
+        "72 float32",
+    ):
+        assert part in text, part
+
+
+def test_curves_over_a_restart_hold_each_step_once(run: Path) -> None:
+    history = read_history(find_run(run))
+    assert [step for step, _ in history.curves["loss"]] == list(range(1, len(history.curves["loss"]) + 1))
+    assert [step for step, _ in history.lost["loss"]] == [5, 6]
+    steps = [reading["step"] for reading in history.readings]
+    assert steps == sorted(set(steps))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12))
+def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, second: int) -> None:
+    lines = [{"kind": "begun", "time": 0.0}]
+    lines += [logged(step, 1.0, 1.0 + step) for step in range(first)]
+    lines += [{"kind": "resumed", "time": 50.0, "marks": {"loss": mark}}]
+    after = min(mark, first - 1) + 1
+    lines += [logged(step, 2.0, 60.0 + step) for step in range(after, after + second)]
+    history = history_of(lines)
+    assert [step for step, _ in history.curves["loss"]] == list(range(after + second))
+    assert [step for step, _ in history.lost["loss"]] == list(range(after, first))
+    assert history.lives == [0.0, 50.0]
+
+
+def test_a_journal_that_was_cut_off_is_read(tmp_path: Path) -> None:
+    journal = tmp_path / "run.jsonl"
+    journal.write_text(json.dumps(logged(0, 1.0, 5.0)) + "\n" + '{"kind": "log')
+    assert read_history(journal).curves == {"loss": [(0, 1.0)]}
+
+
+def test_the_newest_run_below_a_folder_is_found(run: Path, tmp_path: Path) -> None:
+    assert find_run(run) == find_run(find_run(run).parent)
+    with pytest.raises(ConfigError, match="init_trackers"):
+        find_run(tmp_path)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+@settings(max_examples=60)
+def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
+    high = low + width
+    marks = ticks(low, high)
+    slack = (high - low) * 1e-6
+    assert len(marks) <= 12
+    assert all(low - slack <= mark <= high + slack for mark in marks)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.5, "0.5"), (1000, "1000"), (12500, "12.5k"), (3e6, "3M"), (2.5e9, "2.5G"), (0, "0")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+@pytest.mark.parametrize("points", [[], [(0, 1.0)], [(0, math.nan)], [(0, 1.0), (1, 1.0)], [(0, math.inf), (1, 2.0)]])
+def test_odd_curves_are_drawn_all_the_same(points: list[tuple[int, float]]) -> None:
+    drawn = curve(points)
+    assert drawn.startswith("<svg")
+    assert "nan" not in drawn
+    assert "inf" not in drawn.replace("infinity", "")
+
+
+def test_a_running_median_ignores_an_outlier() -> None:
+    points = [(float(step), 1.0) for step in range(100)]
+    points[50] = (50.0, 100.0)
+    assert max(y for _, y in running_median(points)) == 1.0
+
+
+def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "accel", "report", run, "-o", tmp_path / "r.html"]
+    assert run_command(words, timeout=120).check().output.strip().endswith("r.html")
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+def pixels(path: Path) -> tuple[int, int, set[bytes]]:
+    """Width, height and some colours of an RGB or RGBA PNG without interlacing."""
+    data = path.read_bytes()
+    width, height, _, kind = struct.unpack(">IIBB", data[16:26])
+    size = {2: 3, 6: 4}[kind]
+    body, position = b"", 8
+    while position < len(data):
+        (length,) = struct.unpack(">I", data[position : position + 4])
+        if data[position + 4 : position + 8] == b"IDAT":
+            body += data[position + 8 : position + 8 + length]
+        position += length + 12
+    raw = zlib.decompress(body)
+    return width, height, {raw[at : at + size] for at in range(1, len(raw) - size, 97)}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome: apt install chromium")
+def test_a_browser_shows_the_page_and_draws_each_plot(run: Path, tmp_path: Path) -> None:
+    history = read_history(find_run(run))
+    page = tmp_path / "page.html"
+    page.write_text(page_of(history))
+    screenshot(str(BROWSER), page, tmp_path / "page.png", (1200, 1600))
+    width, height, colours = pixels(tmp_path / "page.png")
+    assert (width, height) == (1200, 1600)
+    assert len(colours) > 20
+    words = [sys.executable, "-m", "accel", "report", run, "-o", page, "--png", tmp_path / "png"]
+    run_command(words, timeout=280).check()
+    drawn = {path.stem for path in (tmp_path / "png").glob("*.png")}
+    assert drawn == {plot.name for plot in plots_of(history)}
