@@ -165,10 +165,37 @@ def start(folder, run, ranks, workers, batch_size):
     ]
 
 
+RUNS = [
+    [(2, 1, 3), (3, 0, 2), (1, 2, 7)],
+    [(4, 0, 2), (2, 2, 5)],
+    [(2, 2, 4), (4, 1, 3)],
+    [(4, 2, 1), (4, 1, 6)],
+    [(4, 1, 2), (2, 0, 3), (4, 2, 2)],
+    [(2, 0, 3), (2, 1, 8)],
+    [(1, 2, 3), (4, 1, 2)],
+    [(2, 2, 2), (2, 2, 9)],
+    [(4, 1, 3), (3, 1, 3)],
+    [(3, 2, 2), (2, 1, 6), (4, 0, 1)],
+    [(4, 2, 2), (1, 0, 11)],
+    [(2, 1, 4), (4, 2, 1), (2, 2, 3)],
+]
+"""A dozen stories of (ranks, workers, batch size): all runs but the last are killed."""
+
+
 @pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.parametrize("runs", [[(2, 1, 3), (3, 0, 2), (1, 2, 7)], [(4, 0, 2), (2, 2, 5)]])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runs", RUNS, ids=lambda runs: "-".join(f"{r}x{w}x{b}" for r, w, b in runs))
 def test_killed_ranks_are_resumed_by_others_without_loss(tmp_path, runs):
+    check_killed(tmp_path, runs)
+
+
+@pytest.mark.fault
+def test_two_killed_ranks_are_resumed_by_one(tmp_path):
+    check_killed(tmp_path, [(2, 1, 3), (1, 1, 20)])
+
+
+def check_killed(tmp_path, runs):
     log = tmp_path / "log"
     for number, (ranks, workers, batch_size) in enumerate(runs):
         before = len(log.read_text().splitlines()) if log.exists() else 0

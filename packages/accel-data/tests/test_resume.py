@@ -51,6 +51,7 @@ class Segment(NamedTuple):
     batch_size: int
     mode: str
     stop: int
+    workers: int = 0
 
 
 class Job(NamedTuple):
@@ -65,14 +66,19 @@ class Job(NamedTuple):
 KINDS = ["sequential", "shuffled", "subset", "length_grouped", "walked", "ragged"]
 
 
+NO_WORKERS = st.just(0)
+ANY_WORKERS = st.sampled_from([0, 1, 2])
+
+
 @st.composite
-def jobs(draw):
+def jobs(draw, workers=NO_WORKERS):
     segments = [
         Segment(
             draw(st.integers(1, 5)),
             draw(st.integers(1, 7)),
             draw(st.sampled_from(["index", "split", "elastic"])),
             draw(st.integers(0, 12)),
+            draw(workers),
         )
         for _ in range(draw(st.integers(1, 4)))
     ]
@@ -101,7 +107,7 @@ def make_sampling(job, batch_size):
     return {**common, "shuffle": job.kind == "shuffled"}
 
 
-def make_loaders(job, segment, *, num_workers=0):
+def make_loaders(job, segment):
     batch_size, extra = segment.batch_size, {}
     if segment.mode == "split" and job.kind != "ragged":
         batch_size, extra = batch_size * segment.ranks, {"split_batches": True}
@@ -109,7 +115,7 @@ def make_loaders(job, segment, *, num_workers=0):
         extra = {"global_batch_size": 12}
     return [
         prepare_loader(
-            DataLoader(range(job.size), collate_fn=list, num_workers=num_workers, **make_sampling(job, batch_size)),
+            DataLoader(range(job.size), collate_fn=list, num_workers=segment.workers, **make_sampling(job, batch_size)),
             DataShard(rank, segment.ranks),
             options=LoaderOptions(even_batches=job.even, data_seed=7, **extra),
         )
@@ -170,6 +176,20 @@ def check(job):
 @settings(max_examples=200, deadline=None)
 @given(jobs())
 def test_every_sample_is_delivered_exactly_once_in_order_through_any_chain_of_resumes(job):
+    check(job)
+
+
+@settings(max_examples=5, deadline=None)
+@given(jobs(workers=ANY_WORKERS))
+def test_chains_of_resumes_with_changing_workers(job):
+    check(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=150, deadline=None)
+@given(jobs(workers=ANY_WORKERS))
+def test_many_chains_of_resumes_with_changing_workers(job):
     check(job)
 
 
