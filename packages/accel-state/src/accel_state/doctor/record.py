@@ -109,7 +109,7 @@ class Record:
             sequence = self.sequence = self.sequence + 1
             _SHARED.pack_into(memory, _shared_offset(sequence), sequence, crc32(f"{operation} {detail}".encode()))
         number = self._number = self._number + 1
-        text = self._text(operation, detail, _user_frame(sys._getframe(2)), sequence)
+        text = self._text(operation, detail, _user_frame(sys._getframe(1)), sequence)
         offset = _SLOTS_AT + (number % SLOTS) * _SLOT
         memory[offset + _ENTRY.size : offset + _ENTRY.size + len(text)] = text
         _ENTRY.pack_into(memory, offset, number, time.monotonic_ns(), 0, len(text))

@@ -87,6 +87,7 @@ class Doctor:
         if shared and self._memories and self.record.differs(self._memories):
             problem = self._mismatch()
             if problem is not None:
+                self.record.withdraw()
                 self.record.leave()
                 raise CollectiveMismatchError(problem)
 

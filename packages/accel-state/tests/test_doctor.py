@@ -1,0 +1,176 @@
+"""The hang doctor's record, and what it concludes from what is known of every rank."""
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import Session, collectives
+from accel_state.doctor.active import _active, outline, recorded
+from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose
+from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
+from accel_state.errors import CollectiveMismatchError
+
+
+def entry(operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None) -> Entry:
+    return Entry(sequence, sequence, operation, detail, site, 1.0, ended)
+
+
+def state(
+    rank: int, *entries: Entry, waiting: float = 0.0, life: Any = "alive", lasting: float = 99.0, reason: str = ""
+):
+    snapshot = Snapshot(entries, 1.0, 1.0, f"train.py:{rank}")
+    return RankState(rank, life, lasting, snapshot, waiting, reason)
+
+
+GATHER, BARRIER = entry("gather", "a.py:1"), entry("barrier", "b.py:2")
+LONG = PATIENCE + REMARKABLE
+
+
+@pytest.mark.parametrize(
+    ("states", "culprits", "final"),
+    [
+        ([state(0, GATHER, waiting=LONG), state(1, BARRIER, waiting=LONG), state(2, GATHER, waiting=LONG)], (1,), True),
+        ([state(0, GATHER, waiting=LONG), state(1, GATHER, life="dead")], (1,), True),
+        ([state(0, GATHER, waiting=LONG), state(1, life="left")], (1,), True),
+        ([state(0, GATHER, waiting=LONG), state(1, GATHER, life="stopped")], (1,), True),
+        ([state(0, GATHER, waiting=LONG), state(1)], (1,), False),
+        (
+            [
+                state(0, GATHER, waiting=LONG),
+                state(1, GATHER, life="left", reason="CollectiveError: rank 2"),
+                state(2, life="dead"),
+            ],
+            (2,),
+            True,
+        ),
+    ],
+    ids=["other operation", "dead", "left", "stopped", "elsewhere", "a consequence"],
+)
+def test_the_rank_to_blame_is_found(states: list[RankState], culprits: tuple[int, ...], final: bool) -> None:
+    found = diagnose(states)
+    assert found is not None
+    assert (found.culprits, found.final) == (culprits, final)
+    assert f"rank {culprits[0]}" in found.text
+    assert "a.py:1" in found.text
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        [state(0), state(1)],
+        [state(0, GATHER, waiting=STALLED / 2), state(1)],
+        [state(0, GATHER, waiting=LONG), state(1, GATHER, waiting=LONG)],
+        [state(0, GATHER, waiting=LONG), state(1, BARRIER, waiting=0.0)],
+        [state(0, GATHER, waiting=REMARKABLE - 1), state(1)],
+        [state(0, GATHER, waiting=LONG), state(1, GATHER, waiting=LONG, life="stopped", lasting=PATIENCE / 2)],
+    ],
+    ids=["nobody waits", "not for long", "together", "the other is busy", "the other may come", "stopped just now"],
+)
+def test_what_may_come_right_is_left_alone(states: list[RankState]) -> None:
+    assert diagnose(states) is None
+
+
+@pytest.fixture
+def record() -> Any:
+    record = Record()
+    yield record
+    record.close()
+
+
+def test_a_record_keeps_the_newest_operations_with_their_places(record: Record) -> None:
+    for number in range(SLOTS + 5):
+        record.enter("gather", f"float32[{number}]", shared=True)
+        line = sys._getframe().f_lineno - 1
+        record.leave()
+    record.enter("backward", "", shared=False)
+    seen = record.read()
+    assert len(seen.entries) == SLOTS
+    assert seen.current is not None
+    assert seen.current.operation == "backward"
+    last = seen.at(SLOTS + 5)
+    assert last is not None
+    assert last.what == f"gather(float32[{SLOTS + 4}])"
+    assert last.site.endswith(f"test_doctor.py:{line}")
+    record.leave()
+    assert record.read().current is None
+
+
+def test_parts_of_an_operation_have_no_number_of_their_own(record: Record) -> None:
+    record.enter("save_state", "", shared=True)
+    record.enter("agree", "", shared=True)
+    assert [one.sequence for one in record.read().entries] == [1, 0]
+    record.leave()
+    record.leave()
+    record.enter("gather", "", shared=True)
+    record.withdraw()
+    record.leave()
+    record.enter("reduce", "", shared=True)
+    assert record.sequence == 2
+
+
+def test_a_record_is_written_by_the_main_thread_only(record: Record) -> None:
+    told: list[bool] = []
+    thread = threading.Thread(target=lambda: told.append(record.enter("gather", "", shared=True)))
+    thread.start()
+    thread.join()
+    assert told == [False]
+
+
+def test_a_beat_says_what_the_process_does(record: Record) -> None:
+    record.beat("train.py:12")
+    seen = decode(record.image())
+    assert seen.said == "train.py:12"
+    assert seen.beat <= time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (torch.ones(2, 3), "float32[2, 3]"),
+        ({"a": torch.ones(1, dtype=torch.int64), "b": [torch.ones(())]}, "{a: int64[1], b: [float32[]]}"),
+        ("word", "str"),
+    ],
+)
+def test_an_outline_tells_structure_dtypes_and_shapes(tree: Any, text: str) -> None:
+    assert outline(tree) == text
+
+
+def test_long_outlines_differ_where_their_ends_do() -> None:
+    one = [torch.ones(2)] * 30
+    assert outline(one) != outline([*one[:-1], torch.ones(3)])
+    assert len(outline(one)) <= 80
+
+
+def test_without_a_doctor_an_operation_is_called_as_it_is() -> None:
+    assert not _active
+    assert recorded("double", lambda value: str(value))(lambda value: 2 * value)(4) == 8
+
+
+@pytest.mark.ranks(2, group=False)
+def test_a_mismatch_is_an_error_before_anything_is_sent(rank: int) -> None:
+    session = Session.open(cpu=True, init_method=os.environ["ACCEL_TESTING_INIT_METHOD"])
+    assert session.lease is not None
+    doctor = session.lease.doctor
+    assert doctor is not None
+    deadline = time.monotonic() + 30
+    while not doctor._memories and time.monotonic() < deadline:
+        time.sleep(0.01)
+    collectives.gather(torch.ones(2))
+    session.wait_for_everyone()
+    if rank == 0:
+        other = doctor._peers.watched[1]
+        while (seen := other.look().current) is None or seen.operation != "reduce":
+            time.sleep(0.01)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0: gather(.|\n)*rank 1: reduce"):
+            collectives.gather(torch.ones(3))
+    # What rank 0 does after its error meets what rank 1 waits in, and the two are together again.
+    assert collectives.reduce(torch.ones(1), "sum").item() == 2.0
+    collectives.gather(torch.ones(1))
+    session.close()
+    assert not _active
+    assert "accel-doctor" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,79 @@
+"""What the hang doctor promises: who is where, told to every rank within seconds, and never a hang."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_testing import run_command
+
+PROGRAM = Path(__file__).with_name("diverging_ranks.py")
+CULPRIT, SECONDS = 1, 10.0
+SAMPLE = ("skip:gather", "shape:reduce", "raise:barrier", "stop:gather", "kill:reduce", "skip:backward")
+KINDS = {
+    "gather": "skip shape dtype structure op extra raise exit stop kill",
+    "reduce": "skip shape dtype structure op raise kill",
+    "broadcast": "skip shape dtype op exit stop kill",
+    "barrier": "skip extra op raise exit kill",
+    "backward": "skip extra raise exit stop kill",
+    "save": "op raise stop kill",
+}
+SCENARIOS = tuple(f"{kind}:{where}" for where, kinds in KINDS.items() for kind in kinds.split())
+
+
+def line_of(mark: str) -> str:
+    """``file:line`` of the line of the program with this mark."""
+    lines = PROGRAM.read_text().splitlines()
+    return f"{PROGRAM.name}:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# line: {mark}'))}"
+
+
+def complaints(found: dict[str, Any]) -> list[str]:
+    """What is wrong with how the other ranks were told of rank 1."""
+    kind, where = found["scenario"].split(":")
+    wrong = [f"rank {rank} hung" for rank in found["hung"]]
+    # Where rank 1 went instead, as far as it came anywhere; else what the others wait in for it.
+    line = {"raise": line_of("raise"), "op": line_of("op"), "skip": line_of("end")}.get(kind, line_of(where))
+    for rank, said in enumerate(found["said"]):
+        if rank == CULPRIT:
+            continue
+        text = said.rpartition("Error: ")[2] if "Error: " in said else said
+        if not re.search(rf"\brank {CULPRIT}\b", text):
+            wrong.append(f"rank {rank} was not told of rank {CULPRIT}")
+        elif line not in said:
+            wrong.append(f"rank {rank} was not told of {line}")
+        times = [float(seconds) for seconds in re.findall(r"^(?:\[rank\d\]: )?TOLD ([\d.]+)", said, re.MULTILINE)]
+        if not times:
+            wrong.append(f"rank {rank} did not fail with an error")
+        elif times[0] > SECONDS:
+            wrong.append(f"rank {rank} was told after {times[0]} s")
+    return wrong
+
+
+def run(scenarios: tuple[str, ...], folder: Path) -> dict[str, dict[str, Any]]:
+    done = run_command([sys.executable, PROGRAM, folder, *scenarios], timeout=120 + 50 * len(scenarios)).check()
+    found = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"scenario"')]
+    return {one["scenario"]: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run(SAMPLE, tmp_path_factory.mktemp("sample"))
+
+
+@pytest.mark.parametrize("scenario", SAMPLE)
+def test_every_rank_is_told_who_went_another_way_and_where(scenario: str, sampled: dict[str, dict[str, Any]]) -> None:
+    found = sampled[scenario]
+    assert complaints(found) == [], "\n".join(found["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_of_forty_scenarios_nearly_all_are_told_rightly_and_none_hangs(tmp_path: Path) -> None:
+    found = run(SCENARIOS, tmp_path)
+    assert len(found) == len(SCENARIOS) == 40
+    assert [scenario for scenario, one in found.items() if one["hung"]] == []
+    wrong = {scenario: told for scenario, one in found.items() if (told := complaints(one))}
+    assert len(wrong) <= 2, wrong
