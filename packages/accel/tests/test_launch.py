@@ -471,7 +471,7 @@ def machines(
 
 def test_two_machines_form_one_job_and_restart_together(tmp_path: Path) -> None:
     with machines(tmp_path, "--max_restarts", "1", script=ALL_REDUCE, env={"FAILURES": "1"}) as made:
-        outputs = [process.communicate(timeout=90) for process in made]
+        outputs = [process.communicate(timeout=200) for process in made]
     assert [process.returncode for process in made] == [0, 0], outputs
     assert outputs[0][0].splitlines() == ["attempt 0 sum 3.0", "attempt 1 sum 3.0"]
 
@@ -483,7 +483,7 @@ if os.environ["RANK"] == "1": raise ValueError("the cause")
 time.sleep(60)
 """
     with machines(tmp_path, script=script) as made:
-        (_, zero), (_, one) = [process.communicate(timeout=60) for process in made]
+        (_, zero), (_, one) = [process.communicate(timeout=200) for process in made]
     assert [process.returncode for process in made] == [1, 1]
     assert one.rstrip().endswith("ValueError: the cause")
     assert "rank 1 failed on machine 1" in zero

@@ -481,7 +481,7 @@ def test_two_machines_in_networks_of_their_own_form_one_job(
         for rank, (name, _, interface) in enumerate(two_networks)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in made]
+        outputs = [process.communicate(timeout=240) for process in made]
     finally:
         for process in made:
             process.kill()
