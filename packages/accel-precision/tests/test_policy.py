@@ -78,7 +78,17 @@ def test_a_text_that_makes_no_policy_is_refused_with_the_nearest(spec, words):
         ("fp64", BARE, ["does not compute fp64", "'no'"]),
         ("bf16-true", OLD, ["does not compute bf16", "'fp16-true'"]),
         ("fp8", replace(CPU, fp8_libraries=()), ["torchao is not installed", "nearest that works here: 'bf16'"]),
-        (replace(PrecisionPolicy.parse("fp8"), fp8=TERecipeKwargs()), CPU, ["transformer_engine is not installed"]),
+        *(
+            (
+                replace(PrecisionPolicy.parse("fp8"), fp8=TERecipeKwargs(use_mxfp8_block_scaling=blocks)),
+                CPU,
+                [
+                    "transformer_engine is not installed",
+                    "nearest that works here: 'fp8' with AORecipeKwargs() (torchao)",
+                ],
+            )
+            for blocks in (False, True)
+        ),
     ],
 )
 def test_what_a_device_cannot_do_is_refused_with_what_it_can(spec, facts, words):
@@ -158,5 +168,5 @@ def test_a_refusal_always_names_a_policy_that_works(facts, name):
     try:
         assert unsupported(resolve(PrecisionPolicy.Named[name], facts, recipe_given=False), facts) is None
     except PrecisionError as error:
-        nearest = str(error).rsplit("'", 2)[1]
+        nearest = str(error).partition("nearest that works here: ")[2].split("'")[1]
         assert unsupported(PrecisionPolicy.Named[nearest], facts) is None

@@ -196,6 +196,31 @@ def test_a_prepared_optimizer_pickles_as_the_one_inside() -> None:
     assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
 
 
+class TwoSets(torch.optim.SGD):
+    """Keeps one set of weights to train and one to evaluate, as schedule-free optimizers do."""
+
+    mode = "train"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+def test_an_optimizer_with_two_sets_of_weights_is_switched() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = accelerator.prepare(model, TwoSets(model.parameters(), lr=0.1))[1]
+    optimizer.eval()
+    assert optimizer.optimizer.mode == optimizer.mode == "eval"
+    optimizer.train()
+    assert optimizer.optimizer.mode == "train"
+    plain = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain.train()  # has one set
+    plain.eval()
+
+
 def test_a_closure_is_called_and_its_loss_returned() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = accelerator.prepare(*parts())

@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accel.accumulation import normalise, weighted_scale
+from accel.clock import Window
+from accel_backends.clip import scale_gradients
 from accel_state.errors import ConfigError
 
 STEPS, GLOBAL = 20, 12
@@ -189,3 +192,22 @@ def test_options_of_ddp_reach_it_however_it_was_chosen(rank: int, strategy: str 
 def test_options_of_ddp_beside_another_strategy_are_refused(rank: int) -> None:
     with pytest.raises(ConfigError, match="the strategy is 'fsdp'"):
         Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[DistributedDataParallelKwargs()])
+
+
+@pytest.mark.ranks(4)
+def test_weights_are_summed_over_the_ranks_whose_gradients_are_averaged(rank: int) -> None:
+    """Two pairs of ranks train apart: each pair divides by its own weights."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    class Pair:
+        gradient_average = 2
+        gradient_group = groups[rank // 2]
+        scale_gradients = staticmethod(scale_gradients)
+
+    window, model = Window(), nn.Linear(1, 1, bias=False)
+    scale = weighted_scale(window, 1.0 + rank, Pair(), torch.device("cpu"))
+    (model(torch.ones(1, 1)).sum() * scale).backward()
+    normalise(window, [model], Pair())
+    assert model.weight.grad.item() == pytest.approx(2 / (3 if rank < 2 else 7))

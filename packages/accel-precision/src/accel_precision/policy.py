@@ -251,7 +251,8 @@ def resolve(policy: PrecisionPolicy, facts: DeviceFacts, *, recipe_given: bool =
         return policy
     chain = ("fp8", "bf16", "fp16", "no") if policy.autocast else ("bf16-true", "fp16-true", "bf16", "no")
     nearest = next(name for name in chain if unsupported(PrecisionPolicy.Named[name], facts) is None)
-    raise PrecisionError(f"precision {policy.name!r}: {reason}; nearest that works here: {nearest!r}")
+    recipe = " with AORecipeKwargs() (torchao)" if nearest == "fp8" and policy.fp8 is not None else ""
+    raise PrecisionError(f"precision {policy.name!r}: {reason}; nearest that works here: {nearest!r}{recipe}")
 
 
 def unsupported(policy: PrecisionPolicy, facts: DeviceFacts) -> str | None:
