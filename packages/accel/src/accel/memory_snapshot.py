@@ -31,7 +31,8 @@ def names_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optim
     of_parameter: dict[int, str] = {}
     for number, model in enumerate(models):
         prefix = "model" if number == 0 else f"model_{number}"
-        for name, parameter in model.named_parameters():
+        for name, weight in model.named_parameters():
+            parameter: torch.Tensor = weight
             of_parameter[id(parameter)] = f"{prefix}.{name}"
             names[_storage(parameter)] = f"{prefix}.{name}"
             if parameter.grad is not None:

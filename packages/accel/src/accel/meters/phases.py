@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, final
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ class GradientWait:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -125,6 +125,6 @@ def observed(kind: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[C
             observer.log_event(kind, path=str(result), seconds=time.perf_counter() - started)
             return result
 
-        return timed
+        return cast(Callable[Concatenate[S, P], R], timed)
 
     return decorate

@@ -2,6 +2,7 @@
 
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
@@ -35,12 +36,9 @@ class TensorBoardTracker(GeneralTracker):
         return self.writer
 
     def start(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            from tensorboardX import SummaryWriter
+        writer = _library("torch.utils.tensorboard", "tensorboardX").SummaryWriter
         options = {**self._options, **({} if self._purge is None else {"purge_step": self._purge})}
-        self.writer = SummaryWriter(str(self.logging_dir), **options)  # type: ignore[no-untyped-call]
+        self.writer = writer(str(self.logging_dir), **options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_name": self.run_name}
@@ -62,12 +60,9 @@ class TensorBoardTracker(GeneralTracker):
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in flatten(nested)
         }
-        try:
-            from torch.utils.tensorboard.summary import hparams
-        except ImportError:
-            from tensorboardX.summary import hparams
+        hparams = _library("torch.utils.tensorboard.summary", "tensorboardX.summary").hparams
         # add_hparams would open a second run; these are the same three records, in this one.
-        for record in hparams(flat, {}):  # type: ignore[no-untyped-call]
+        for record in hparams(flat, {}):
             self.writer.file_writer.add_summary(record)
         self.writer.flush()
 
@@ -89,3 +84,11 @@ class TensorBoardTracker(GeneralTracker):
 
     def finish(self) -> None:
         self.writer.close()
+
+
+def _library(first: str, second: str) -> Any:
+    """torch's writer, which needs tensorboard; else that of tensorboardX."""
+    try:
+        return import_module(first)
+    except ImportError:
+        return import_module(second)
