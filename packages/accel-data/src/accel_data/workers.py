@@ -12,6 +12,14 @@ _PATIENCE = 0.5
 """Seconds: a dying process closes its connections a little before it is dead."""
 
 
+def read_out_of_order(dataloader: Any) -> int:
+    """How many batches may be ahead of one that is delivered later; 0 where batches come in order."""
+    if dataloader.num_workers < 2 or getattr(dataloader, "in_order", True):
+        return 0
+    ahead: int = dataloader.num_workers * (dataloader.prefetch_factor or 2)
+    return ahead
+
+
 def death_of_workers(run: Pass) -> DataError | None:
     """What to raise when workers that read for ``run`` have died; None when all live, or there are none.
 
