@@ -21,7 +21,9 @@ Sizes = Mapping[str, tuple[int, bool]]
 
 @click.command("estimate-memory")
 @click.argument("words", nargs=-1, required=True, metavar="MODEL")
-@click.option("--dtypes", multiple=True, metavar="NAMES", help=f"Any of {', '.join(BITS)}. Default: {' '.join(DEFAULTS)}.")
+@click.option(
+    "--dtypes", multiple=True, metavar="NAMES", help=f"Any of {', '.join(BITS)}. Default: {' '.join(DEFAULTS)}."
+)
 @click.option("--library_name", metavar="NAME", help="timm or transformers; for a folder with a configuration only.")
 @click.option("--trust_remote_code", is_flag=True, help="Let a configuration bring its own code.")
 @as_json
@@ -70,9 +72,7 @@ def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
         training = None
         if dtype in _TRAINED:
             training = {"model": size, "gradients": size, "optimizer": 2 * size, "step": 4 * size}
-        rows.append(
-            {"dtype": dtype, "largest_layer": largest * BITS[dtype] // 8, "total": size, "training": training}
-        )
+        rows.append({"dtype": dtype, "largest_layer": largest * BITS[dtype] // 8, "total": size, "training": training})
     return rows
 
 
@@ -117,9 +117,7 @@ def _sizes_of_module(module: Any) -> Sizes:
 
     found = {name: (p.numel(), p.is_floating_point()) for name, p in named_parameters(module).items()}
     state = module.state_dict()
-    return found | {
-        name: (b.numel(), b.is_floating_point()) for name, b in module.named_buffers() if name in state
-    }
+    return found | {name: (b.numel(), b.is_floating_point()) for name, b in module.named_buffers() if name in state}
 
 
 def _header(path: Path) -> Sizes:

@@ -17,15 +17,21 @@ _COLUMNS = ("", "strategy", "param", "grad", "optim", "activ", "comm", "peak", "
 
 @click.command()
 @click.argument("build", metavar="MODULE:BUILD")
-@click.option("--devices", metavar="NxSIZE", help="Devices of a node and their memory: 8x80GB, 8xH100. Not given: here.")
+@click.option(
+    "--devices", metavar="NxSIZE", help="Devices of a node and their memory: 8x80GB, 8xH100. Not given: here."
+)
 @click.option("--nodes", type=int, metavar="N", help="Nodes of such devices.")
 @click.option("--optimizer", default="adamw", metavar="NAME", help="Of torch.optim, or module:Class. Default: adamw.")
 @click.option("--mixed_precision", default="no", metavar="NAME", help="no, bf16, fp16, fp8, bf16-true, or roles.")
 @click.option("--batch_size", type=int, metavar="N", help="Samples of one device's micro-batch.")
 @click.option("--seq_length", type=int, metavar="N", help="Tokens of a sample, for language models.")
 @click.option("--sample", metavar="MODULE:FN", help="Function of batch size and sequence length that makes a batch.")
-@click.option("--loss", metavar="MODULE:FN", help="Function of model and batch that gives the loss; else it is guessed.")
-@click.option("--margin", type=float, default=0.1, metavar="PART", help="Part of the memory to leave free. Default: 0.1.")
+@click.option(
+    "--loss", metavar="MODULE:FN", help="Function of model and batch that gives the loss; else it is guessed."
+)
+@click.option(
+    "--margin", type=float, default=0.1, metavar="PART", help="Part of the memory to leave free. Default: 0.1."
+)
 @click.option("--candidates", metavar="NAMES", help="Only these, with commas: ddp,fsdp:full_shard,zero:3.")
 @click.option("--intra_bandwidth", metavar="RATE", help="Between devices of a node, a device: 300GB/s.")
 @click.option("--inter_bandwidth", metavar="RATE", help="Between nodes, a node: 50GB/s.")

@@ -1,6 +1,6 @@
 """Predicts memory, traffic and order of speed of every way to train a model, and chooses one.
 
-    from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
+from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
 """
 
 from importlib import import_module

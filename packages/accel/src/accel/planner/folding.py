@@ -97,14 +97,22 @@ def _repeat(marks: list[Mark], kept: tuple[int, int, int], missing: Sequence[int
         copies = [_moved(mark, number * grown, unit if mark.unit == pattern else mark.unit) for mark in forward]
         copies[-1] = replace(copies[-1], unit=following)
         result += copies
-    lift = len(missing) * grown
-    result += [_moved(mark, lift, mark.unit) for mark in marks[ended + 1 : back + 1]]
+    # What blocks leave until forward ends (weights that autocast cast) is gone in backward: it starts lower.
+    shrunk = marks[back].level - marks[stop].level
+    out = _place(marks, "exit", 0)
+    if not ended < out < back:
+        raise CannotFoldError
+    result += [_moved(mark, len(missing) * grown, mark.unit) for mark in marks[ended + 1 : out + 1]]
+    result += [_moved(mark, len(missing) * shrunk, mark.unit) for mark in marks[out + 1 : back + 1]]
+    first_after = len(result) - (back - out)
+    highest = max(marks[out].level + len(missing) * grown, marks[out + 1].highest + len(missing) * shrunk)
+    result[first_after] = replace(result[first_after], highest=highest)
     result[-1] = replace(result[-1], unit=missing[-1])
     backward = marks[back + 1 : stop + 1]
     for number, unit in enumerate(reversed(missing), 1):
         following = missing[-1 - number] if number < len(missing) else pattern
         copies = [
-            _moved(mark, (len(missing) - number + 1) * grown, unit if mark.unit == pattern else mark.unit)
+            _moved(mark, (len(missing) - number + 1) * shrunk, unit if mark.unit == pattern else mark.unit)
             for mark in backward
         ]
         copies[-1] = replace(copies[-1], unit=following)

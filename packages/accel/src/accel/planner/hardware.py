@@ -139,11 +139,7 @@ class Hardware:
             return cls.of_cpu(per_node, nodes, total)
         found = cls(devices=per_node, nodes=nodes, memory=total, kind=device.type)
         product = next((PRODUCTS[name] for name in PRODUCTS if name.split("-")[0] in _device_name(device)), None)
-        return (
-            found
-            if product is None
-            else replace(found, flops=product.flops * 0.45, local=product.link * 0.75)
-        )
+        return found if product is None else replace(found, flops=product.flops * 0.45, local=product.link * 0.75)
 
     @classmethod
     def here(cls) -> "Hardware":

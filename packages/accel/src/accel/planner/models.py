@@ -114,9 +114,7 @@ def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 def buffer_bytes(model: nn.Module, policy: PrecisionPolicy) -> int:
     """Bytes of the buffers as a backend keeps them."""
     found = {id(buffer): buffer for buffer in model.buffers()}.values()
-    return sum(
-        b.numel() * ((policy.buffers or b.dtype) if b.is_floating_point() else b.dtype).itemsize for b in found
-    )
+    return sum(b.numel() * ((policy.buffers or b.dtype) if b.is_floating_point() else b.dtype).itemsize for b in found)
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -107,9 +107,7 @@ class _Look:
         self.unit_of = {
             name: names.index(unit) for unit, group in parameters_of_units(model, units).items() for name in group
         }
-        ignored = {
-            id(parameter) for name in units.ignored for parameter in model.get_submodule(name).parameters()
-        }
+        ignored = {id(parameter) for name in units.ignored for parameter in model.get_submodule(name).parameters()}
         self.parameters = tuple(
             ParameterFact(
                 name,
@@ -138,10 +136,8 @@ class _Look:
             try:
                 few = self._trace(variant, batch, loss, self.runs)
                 return folding.unfold(few, self.names, self.runs)
-            except PlanError:
-                raise
             except Exception:  # the model looks into its blocks, or they are not as alike as they seem
-                pass
+                pass  # what is wrong with the batch itself comes up again below
         return self._trace(variant, batch, loss, [])
 
     def _trace(self, variant: Variant, batch: Batch, loss: Loss, runs: list[list[str]]) -> Timeline:
@@ -161,7 +157,9 @@ class _Look:
         units = {index: copied.get_submodule(name) for index, name in enumerate(self.names) if index}
         unit_of = {id(parameter): self.unit_of.get(name, 0) for name, parameter in kept.items()}
         if variant.checkpointed:
-            wrapped = {id(copied.get_submodule(name)): checkpointed(copied.get_submodule(name)) for name in self.units.blocks}
+            wrapped = {
+                id(copied.get_submodule(name)): checkpointed(copied.get_submodule(name)) for name in self.units.blocks
+            }
             units = {index: wrapped.get(id(module), module) for index, module in units.items()}
             replace_modules(copied, wrapped)
         folding.fold(copied, runs)

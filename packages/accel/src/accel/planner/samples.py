@@ -96,7 +96,9 @@ def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    found = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    found = [
+        leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
     if not found:
         raise PlanError(
             f"{type(model).__name__} gives no floating-point tensor to compute a loss of; give a loss function"

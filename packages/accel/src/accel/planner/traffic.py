@@ -62,7 +62,9 @@ def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidat
     summed = sum(_size(p, reduce or compute) for p in profile.trainable)
     if candidate.kind == "zero":
         # Stage 3 gathers in forward and in backward; 1 and 2 gather the updated parameters once.
-        amount = _passed(gathered, shards) * (2 if candidate.stage == 3 else 1) + _passed(_sum(profile, compute), shards)
+        amount = _passed(gathered, shards) * (2 if candidate.stage == 3 else 1) + _passed(
+            _sum(profile, compute), shards
+        )
         collectives = units * (3 if candidate.stage == 3 else 2)
         stays = shards <= hardware.devices
         host = 2 * (gathered // shards + summed // shards) if candidate.offload else 0
@@ -81,9 +83,7 @@ def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidat
     return Traffic(within, between, host, collectives)
 
 
-def estimate_seconds(
-    flops: int, traffic: Traffic, hardware: "Hardware", stepped: int, candidate: "Candidate"
-) -> float:
+def estimate_seconds(flops: int, traffic: Traffic, hardware: "Hardware", stepped: int, candidate: "Candidate") -> float:
     """Computing and sending overlap, but for a part of the sending; what a node sends, its devices share.
 
     Args:

@@ -1,0 +1,157 @@
+"""strategy="auto": chosen when a model is prepared, alike on all ranks, and trained with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator
+from accel.planner import AutoStrategy, Hardware, PlanError, choose, optimizer_facts, plan_all, profile_model
+from accel.planner.auto import able, first_batch
+from accel_backends import BackendConfig, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel_state import AccelError, ConfigError
+from accel_testing.models import TinyTransformer
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return TinyTransformer(64, 32, layers=4, heads=4)
+
+
+TOKENS = torch.arange(32 * 16).view(32, 16) % 64
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def memory_for(strategy: str, ranks: int) -> int:
+    """Bytes of a device with which exactly this strategy is the fastest that fits."""
+    built = model()
+    profile = profile_model(built, TOKENS[:8], loss=loss_of)
+    facts = optimizer_facts(torch.optim.AdamW(built.parameters()), profile.parameters)
+    hardware = Hardware.of_cpu(ranks, 1, 2**34)
+    plans = plan_all(profile, facts, hardware, able(hardware, profile.blocks))
+    (wanted,) = [plan for plan in plans if plan.candidate.name == strategy]
+    assert choose(plans, wanted.peak, 0.0).plan is wanted
+    return wanted.peak * ranks
+
+
+def auto(**options: Any) -> AutoStrategy:
+    return AutoStrategy(sample=TOKENS[:8], loss=loss_of, margin=0.0, **options)
+
+
+def trained(strategy: Any, rank: int, world: int) -> tuple[Accelerator, dict[str, torch.Tensor]]:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    built = model()
+    optimizer: Any = torch.optim.AdamW(built.parameters(), lr=0.01, eps=1e-3)
+    prepared, optimizer = accelerator.prepare(built, optimizer)
+    for step in range(3):
+        accelerator.backward(loss_of(prepared, TOKENS[8 * step :][:8].chunk(world)[rank]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, accelerator.get_state_dict(prepared)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("fitting", "backend"),
+    [("ddp", "ddp"), ("ddp+ckpt", "ddp"), ("fsdp:full_shard+ckpt", "fsdp")],
+)
+def test_ranks_choose_alike_and_train_as_one_would(fitting: str, backend: str, rank: int, world_size: int) -> None:
+    hardware = Hardware.of_cpu(world_size, 1, memory_for(fitting, world_size))
+    accelerator, state = trained(auto(hardware=hardware), rank, world_size)
+    assert accelerator.choice.name == accelerator.backend.name == backend
+    assert f"chose {fitting}" in str(accelerator.choice)
+    assert len(set(accelerator.gather_for_metrics([str(accelerator.choice)], use_gather_object=True))) == 1
+    again, expected = trained("ddp", rank, world_size)
+    if rank == 0:
+        assert set(state) == set(expected)
+        assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+    for one in (accelerator, again):
+        one.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_nothing_fits_on_every_rank(rank: int) -> None:
+    accelerator = Accelerator(cpu=True, strategy=auto(hardware=Hardware.of_cpu(2, 1, 2000)))
+    with pytest.raises(AccelError, match="nothing fits 2 x 1 kB .* Nearest is fsdp:full_shard") as raised:
+        accelerator.prepare(model())
+    assert isinstance(raised.value, PlanError) == (rank == 0)
+
+
+def test_until_a_model_is_prepared_the_run_has_the_backend_of_its_processes() -> None:
+    accelerator = Accelerator(cpu=True, strategy="auto")
+    assert accelerator.choice.name == accelerator.backend.name == "single"
+    assert "until a model is prepared" in str(accelerator.choice)
+
+
+def test_a_loader_of_the_same_call_says_what_a_batch_is_like() -> None:
+    accelerator = Accelerator(cpu=True, strategy="auto")
+    built = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    loader = DataLoader(TensorDataset(torch.randn(40, 8), torch.randint(3, (40,))), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = accelerator.prepare(built, torch.optim.SGD(built.parameters(), lr=0.1), loader)
+    assert "chose single" in str(accelerator.choice)
+    assert "not counted" not in str(accelerator.choice)
+    for inputs, labels in loader:
+        accelerator.backward(nn.functional.cross_entropy(prepared(inputs), labels))
+        optimizer.step()
+
+
+def test_looking_at_a_loader_moves_no_random_number() -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return (super().__getitem__(index)[0] + torch.rand(()),)
+
+    before = torch.get_rng_state()
+    batch = first_batch(DataLoader(Noisy(torch.zeros(5, 2)), batch_size=8), 2)
+    assert batch[0].shape == (4, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_only_evaluates_decides_nothing() -> None:
+    accelerator = Accelerator(cpu=True, strategy="auto")
+    accelerator.prepare_model(model(), evaluation_mode=True)
+    assert "until a model is prepared" in str(accelerator.choice)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hardware": "8x80GB"}, "8 devices, and there are 1 processes"),
+        ({"hardware": "80QB"}, "is no size"),
+        ({"candidates": ["ddq"]}, "no candidate 'ddq'"),
+    ],
+)
+def test_what_auto_is_told_has_to_fit(options: dict[str, Any], words: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=auto(**options))
+    with pytest.raises(ConfigError, match=words):
+        accelerator.prepare(model())
+
+
+def test_auto_looks_at_one_model() -> None:
+    with pytest.raises(ConfigError, match="looks at one model, and 2 were given"):
+        Accelerator(cpu=True, strategy=auto()).prepare(model(), model())
+
+
+def test_auto_does_not_go_with_what_it_would_choose() -> None:
+    with pytest.raises(ConfigError, match=r"chooses .* and FSDPConfig says it already|both given"):
+        Accelerator(cpu=True, strategy="auto", fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_options_of_ddp_wait_for_ddp_to_be_chosen() -> None:
+    accelerator = Accelerator(
+        cpu=True, strategy=auto(), kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)]
+    )
+    accelerator.prepare(model())
+    assert accelerator.choice.name == "single"
+
+
+def test_zero_is_chosen_from_only_where_its_library_is() -> None:
+    from importlib.util import find_spec
+
+    names = {candidate.backend for candidate in able(Hardware(devices=8), blocks=True)}
+    assert ("deepspeed" in names) == (find_spec("deepspeed") is not None)
+    assert isinstance(AutoStrategy(), BackendConfig)

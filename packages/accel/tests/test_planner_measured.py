@@ -1,0 +1,80 @@
+"""Predictions against real ranks: parameters, gradients and states within 2 %, the peak within 15 %."""
+
+import pytest
+import torch
+
+from accel.planner.candidate import candidates
+from benchmarks.planner import SHAPES, compared, differences
+
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
+    off = differences(compared(shape, strategy, ranks=ranks, **options))
+    assert all(abs(off[part]) <= 2 for part in PARTS), off
+    assert abs(off["peak"]) <= 15, off
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("shape", "strategy", "precision", "optimizer"),
+    [
+        ("mlp", "ddp", "no", "AdamW"),
+        ("gpt", "fsdp:full_shard+ckpt", "no", "SGD"),
+        ("llama", "fsdp:full_shard", "bf16", "AdamW"),
+    ],
+)
+def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precision: str, optimizer: str) -> None:
+    check(shape, strategy, 2, precision=precision, optimizer=optimizer)
+
+
+@pytest.mark.ranks(4)
+def test_a_hybrid_takes_what_is_predicted() -> None:
+    check("llama", "fsdp:hybrid_shard+ckpt", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("strategy", [c.name for c in candidates(2) if c.kind != "zero"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_predicted_is_what_two_ranks_take(shape: str, strategy: str, precision: str) -> None:
+    check(shape, strategy, 2, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp:full_shard"])
+def test_what_other_optimizers_keep_is_predicted(strategy: str, optimizer: str) -> None:
+    if optimizer == "Adafactor" and strategy != "ddp":
+        pytest.skip("torch's Adafactor does not step on sharded matrices")
+    check("mlp", strategy, 2, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", [c.name for c in candidates(2, 2) if c.kind != "zero" and not c.offload])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_predicted_is_what_four_ranks_take(shape: str, strategy: str) -> None:
+    check(shape, strategy, 4)
+
+
+@pytest.mark.ranks(2)
+def test_in_a_budget_between_two_measured_peaks_the_choice_fits_and_the_next_faster_does_not() -> None:
+    from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
+    from accel.planner.candidate import named
+    from benchmarks.planner import loss_of
+
+    names = ["ddp", "fsdp:full_shard+ckpt"]
+    rows = {name: compared("llama", name, ranks=2) for name in names}
+    peaks = [rows[name]["measured"]["peak"] for name in names]
+    budget = sum(peaks) // 2
+    shape = SHAPES["llama"]
+    profile = profile_model(shape.build, shape.batch, loss=loss_of)
+    facts = optimizer_facts(torch.optim.AdamW(shape.build().parameters()), profile.parameters)
+    chosen = [c for name in names for c in named(candidates(2), [name]) if c.name == name]
+    decision = choose(plan_all(profile, facts, Hardware.of_cpu(2, 1, 2 * budget), chosen), margin=0.0)
+    assert decision.plan.candidate.name == names[1]
+    assert [plan.candidate.name for plan in decision.faster] == names[:1]
+    assert peaks[1] <= budget < peaks[0]
