@@ -177,7 +177,9 @@ class DeepSpeedConfig(BackendConfig):
         setattr(self, name, None if chosen == AUTO else chosen)
         self.origins[key] = origin
         section = key.rpartition(".")[0]
-        if chosen is not None and (chosen != "none" or find(document, section) is not None):
+        if chosen in (None, "none") and find(document, section) is None:
+            return
+        if chosen != AUTO or written is not None:
             put(document, key, chosen)
 
     def _check(self, env: Mapping[str, str]) -> None:

@@ -73,7 +73,7 @@ def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[
     if find(config, f"{ZERO}.stage") == 1 and find(config, f"{ZERO}.overlap_comm"):
         put(config, f"{ZERO}.overlap_comm", False)
         origins[f"{ZERO}.overlap_comm"] = "stage 1 reduces once, after the last micro-batch"
-    for key, value in leaves(config):
+    for key, value in list(leaves(config)):
         if value == AUTO:
             section, _, last = key.rpartition(".")
             del (find(config, section) if section else config)[last]

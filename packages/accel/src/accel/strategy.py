@@ -91,7 +91,8 @@ def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
             )
     missing = {name: said for name, said in implied.items() if not config.is_given(name)}
     origins = {**config.origins, **{name: Origin("call", said.origin) for name, said in missing.items()}}
-    return dataclasses.replace(config, origins=origins, **{name: said.value for name, said in missing.items()})
+    values: dict[str, Any] = {name: said.value for name, said in missing.items()}
+    return dataclasses.replace(config, origins=origins, **values) if values else config
 
 
 def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
