@@ -21,8 +21,8 @@ class LoaderOptions:
         use_seedable_sampler: shuffle with ``randperm`` seeded by (seed + epoch), as ``SeedableRandomSampler`` does.
         data_seed: the seed of every order; None: drawn from the sampler's generator, or from torch's.
         non_blocking: copies to the device may overlap with what the host does next.
-        use_stateful_dataloader: iterable datasets are read through torchdata's ``StatefulDataLoader``, and each worker's
-            own state is noted after every batch instead of as often as is cheap.
+        use_stateful_dataloader: iterable datasets are read through torchdata's ``StatefulDataLoader``, and the state of
+            each worker's stream is noted after every batch instead of as often as is cheap.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches. The loader's batch size is
             then the most that one rank takes at once; the same global batches come out on any number of ranks.
         sharding: "index" interleaves batches over ranks, "node" gives each of ``num_nodes`` nodes one contiguous
