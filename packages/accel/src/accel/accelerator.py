@@ -16,6 +16,7 @@ from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
 from accel.facets.gradients import GradientFacet
 from accel.facets.observing import ObservingFacet, RunProgress
+from accel.facets.memory import MemoryFacet
 from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet
@@ -47,6 +48,7 @@ class Accelerator(
     GradientFacet,
     SettingsFacet,
     PreemptionFacet,
+    MemoryFacet,
     CheckpointFacet,
     WeightsFacet,
     TrackingFacet,

@@ -73,7 +73,7 @@ class PreemptionFacet(ABC):
         """
         saved: Any = self  # the facet of checkpoints
         try:
-            folder: Path = saved.load_state()
+            folder: Location = saved.load_state()
         except CheckpointError:
             series = saved._series()
             if series is None or series.entries():

@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> None:
     folder, *template = arguments
     if template:
         prefix = prefix_of(template[0], os.environ)
-        sys.stdout = Prefixed(sys.stdout, prefix)  # type: ignore[assignment]
-        sys.stderr = Prefixed(sys.stderr, prefix)  # type: ignore[assignment]
+        sys.stdout = Prefixed(sys.stdout, prefix)
+        sys.stderr = Prefixed(sys.stderr, prefix)
     function, args = unpack_call(Path(folder))
     result = function(*args)
     sys.stdout.flush()

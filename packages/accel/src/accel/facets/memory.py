@@ -1,0 +1,100 @@
+"""An Accelerator's side towards memory: how much of a batch fits at once."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel.clock import StepClock
+from accel_state.errors import ConfigError
+from accel_state.session import Session
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+
+
+class MemoryFacet(ABC):
+    """Tries a step out, on all ranks together, and leaves no trace of it."""
+
+    session: Session
+    clock: StepClock
+    backend: "Backend"
+    _models: list[nn.Module]
+
+    def find_micro_batch_size(self, compute: Callable[[Any], torch.Tensor], batch: Any, *, smallest: int = 1) -> int:
+        """The largest micro-batch, of ``batch`` or a half, a quarter... of it, that every rank's memory holds.
+
+        ``compute`` makes a loss of a batch with the prepared models; its forward and backward are tried with the first
+        rows of ``batch`` (tensors in any nesting). Give the result to the DataLoader and the batch that training needs
+        to ``DataLoaderConfiguration(global_batch_size=...)``: accumulation then makes up for the smaller micro-batches,
+        so the steps are the same whatever the memory is. Optimizer states do not exist yet before the first step; try
+        with a batch somewhat larger than the rest of the memory would just hold. To be called on all processes,
+        between steps; weights, buffers, gradients and random state are as before.
+
+        Raises:
+            ConfigError: not even ``smallest`` rows fit, or an accumulation window is open.
+        """
+        from accel_state.collectives import agree, reduce
+        from accel_state.memory import clear_device_cache
+        from accel_state.nested import find_batch_size, slice_tensors
+
+        rows = find_batch_size(batch)
+        if rows is None or rows < smallest:
+            raise ConfigError(f"batch has {rows} rows; expected at least smallest={smallest}, as tensors")
+        if self.clock.open:
+            raise ConfigError("find_micro_batch_size was called inside an accumulation window; call it between steps")
+        size: int = rows
+        while True:
+            fits, problem = self._try_step(compute, slice_tensors(batch, slice(0, size)))
+            clear_device_cache(garbage_collection=True)
+            if self.session.group is not None and self.session.world_size > 1:
+                agree(problem, group=self.session.group)
+                told = torch.tensor(int(fits), device=self.session.device.torch)
+                fits = bool(reduce(told, "min", group=self.session.group).item())
+            if problem is not None:
+                raise problem
+            if fits:
+                return size
+            if size == smallest:
+                raise ConfigError(f"not even {smallest} rows of the batch fit into memory on every process")
+            size = max(size // 2, smallest)
+
+    def _try_step(self, compute: Callable[[Any], torch.Tensor], batch: Any) -> tuple[bool, Exception | None]:
+        """Whether a step fits here, or the error that it has besides."""
+        from accel_state.memory import should_reduce_batch_size
+
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(self.backend.no_sync(model))
+                stack.enter_context(_unchanged(model))
+            try:
+                compute(batch).backward()
+            except Exception as error:
+                if should_reduce_batch_size(error):
+                    return False, None
+                return False, error
+        return True, None
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts gradients, buffers and the random state back to what they were before."""
+    from accel_state.rng import rng_state, set_rng_state
+
+    random = rng_state()
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(random, strict=False)
