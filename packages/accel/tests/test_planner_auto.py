@@ -77,7 +77,7 @@ def test_ranks_choose_alike_and_train_as_one_would(fitting: str, backend: str, r
 @pytest.mark.ranks(2)
 def test_nothing_fits_on_every_rank(rank: int) -> None:
     accelerator = Accelerator(cpu=True, strategy=auto(hardware=Hardware.of_cpu(2, 1, 2000)))
-    with pytest.raises(AccelError, match="nothing fits 2 x 1 kB .* Nearest is fsdp:full_shard") as raised:
+    with pytest.raises(AccelError, match=r"nothing fits 2 x 1 kB .* Nearest is fsdp:full_shard") as raised:
         accelerator.prepare(model())
     assert isinstance(raised.value, PlanError) == (rank == 0)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.planner import Hardware, optimizer_facts, plan_all, profile_model
+from accel.planner import Candidate, Hardware, candidates, optimizer_facts, plan_all, profile_model
 from accel.planner.candidate import named
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.wrapping import find_units
@@ -84,18 +84,14 @@ def test_shards_are_those_that_fully_shard_makes(ranks: int) -> None:
     assert (plan.parts.parameters, plan.parts.optimizer) == (stored, numbers)
 
 
-def named_for(ranks: int) -> list:
+def named_for(ranks: int) -> "list[Candidate]":
     """Sharded over all ranks; over one, that is as many replicas."""
-    from accel.planner import candidates
-
     wanted = "fsdp:full_shard" if ranks > 1 else "fsdp:no_shard"
     return [c for c in named(candidates(max(2, ranks)), [wanted]) if c.name == wanted]
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 4), (16, 8), (512, 8)])
 def test_hybrid_shards_are_those_that_fully_shard_makes(nodes: int, devices: int) -> None:
-    from accel.planner import candidates
-
     with torch.device("meta"):
         model = small(64)
     profile = profile_model(model)
@@ -111,8 +107,6 @@ def test_hybrid_shards_are_those_that_fully_shard_makes(nodes: int, devices: int
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 512, 4096])
 def test_shards_of_seventy_billion_parameters_are_those_that_fully_shard_makes(ranks: int) -> None:
-    from accel.planner import candidates
-
     with torch.device("meta"):
         model = llama_70b()
     profile = profile_model(model)

@@ -79,7 +79,7 @@ def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
 def _model_and_dtypes(words: Iterable[str], dtypes: Iterable[str]) -> tuple[str, list[str]]:
     """The model, and the dtypes: several may follow one ``--dtypes``, as they do with other estimators."""
     named = [word for text in dtypes for word in text.replace(",", " ").split()]
-    models = []
+    models: list[str] = []
     for word in words:
         (named if word in BITS and named else models).append(word)
     unknown = [name for name in named if name not in BITS]

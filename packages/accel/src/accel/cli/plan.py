@@ -7,6 +7,7 @@ import rich_click as click
 
 from accel.cli.options import as_json
 from accel.cli.printing import print_json
+from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.planner import Decision, Hardware, MemoryPlan, ModelProfile
@@ -47,7 +48,12 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     from accel.cli.loading import load_function, load_object
     from accel.planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
     from accel.planner.candidate import candidates, named
+    from accel_precision import PrecisionError, PrecisionPolicy
 
+    try:
+        policy = PrecisionPolicy.parse(options["mixed_precision"])
+    except PrecisionError as error:
+        raise ConfigError(str(error)) from error
     hardware = _hardware(devices, nodes, options)
     sample, loss = options["sample"], options["loss"]
     profile = profile_model(
@@ -56,7 +62,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         batch_size=options["batch_size"],
         seq_length=options["seq_length"],
         loss=None if loss is None else load_function(loss, "--loss"),
-        policy=options["mixed_precision"],
+        policy=policy,
     )
     facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
     found = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))

@@ -207,7 +207,8 @@ def first_batch(loader: Any, share: int) -> Any:
     """
     from accel_state.rng import rng_state, set_rng_state
 
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    size = getattr(loader, "batch_size", None)
     if not size or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
         return None
     before = rng_state()

@@ -9,7 +9,7 @@ from accel.planner.hardware import gigabytes
 from accel.planner.memory import MemoryPlan
 
 MARGIN = 0.1
-"""The part of a device's memory that a plan leaves free: fragmentation, the driver, libraries, what was not foreseen."""
+"""The part of a device's memory that a plan leaves free: fragmentation, driver, libraries, the unforeseen."""
 
 
 @final

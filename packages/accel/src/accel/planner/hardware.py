@@ -105,7 +105,7 @@ class Hardware:
         Raises:
             ConfigError: something else, with what it could have been.
         """
-        parts = [part.strip() for part in re.split(r"[x×*]", text.strip(), flags=re.IGNORECASE)]
+        parts = [part.strip() for part in re.split(r"[x*]", text.strip(), flags=re.IGNORECASE)]
         if not 1 <= len(parts) <= 3 or not all(parts):
             raise ConfigError(f"devices {text!r} are not understood; expected like {_EXAMPLES}")
         counts = []

@@ -23,7 +23,7 @@ class StorageWatch(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), *, count_flops: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[Any, int]] = []
         self.live = 0
         self.peak = 0

@@ -78,7 +78,7 @@ def _part(size: int, ranks: int) -> int:
 
 
 def _flat_states(optimizer: OptimizerFacts, profile: ModelProfile, flat: ParameterFact) -> int:
-    """States of the flat part: as many for each number as the optimizer keeps for those of the parameters' own shape."""
+    """States of the flat part: as many for each number as the optimizer keeps in the parameters' own shape."""
     if not profile.trainable:
         return 0
     first = profile.trainable[0]
