@@ -17,6 +17,7 @@ RUNS = {
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
+    "planner": (["--ranks", "1", "--shapes", "mlp"], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
     "resume": ([], {"raw_us", "accel_us", "accel_ratio"}),
     "step_overhead": (["--ranks", "1"], {"raw_us", "accel_adds_us", "accel_ratio"}),
 }
