@@ -15,8 +15,8 @@ from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
 from accel.facets.gradients import GradientFacet
-from accel.facets.observing import ObservingFacet, RunProgress
 from accel.facets.memory import MemoryFacet
+from accel.facets.observing import ObservingFacet, RunProgress
 from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
 from accel.facets.settings import SettingsFacet

@@ -81,19 +81,24 @@ class MemoryFacet(ABC):
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and the random state back to what they were before."""
+    """Puts gradients, buffers and the random state back; meanwhile DDP sends no buffers, as ranks may fail apart."""
     from accel_state.rng import rng_state, set_rng_state
 
     random = rng_state()
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    sending = [module for module in model.modules() if getattr(module, "broadcast_buffers", False)]
+    for module in sending:
+        module.broadcast_buffers = False  # type: ignore[assignment]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for module in sending:
+            module.broadcast_buffers = True  # type: ignore[assignment]
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
