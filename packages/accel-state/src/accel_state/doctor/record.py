@@ -107,12 +107,13 @@ class Record:
         memory, sequence = self._memory, 0
         if shared and not self._open:  # else it is a part of an operation that is noted already
             sequence = self.sequence = self.sequence + 1
-            _SHARED.pack_into(memory, _shared_offset(sequence), sequence, crc32(f"{operation} {detail}".encode()))
         number = self._number = self._number + 1
         text = self._text(operation, detail, _user_frame(sys._getframe(1)), sequence)
         offset = _SLOTS_AT + (number % SLOTS) * _SLOT
         memory[offset + _ENTRY.size : offset + _ENTRY.size + len(text)] = text
         _ENTRY.pack_into(memory, offset, number, time.monotonic_ns(), 0, len(text))
+        if sequence:  # last: who sees it may read the entry
+            _SHARED.pack_into(memory, _shared_offset(sequence), sequence, crc32(f"{operation} {detail}".encode()))
         self._open.append(number)
         return True
 
