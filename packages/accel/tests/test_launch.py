@@ -220,7 +220,7 @@ def test_bad_input_is_refused_within_seconds(argv: list[str], words: str, tmp_pa
     assert done.returncode not in (0, None)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_more_processes_than_accelerators_are_refused(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_processes_that_ignore_signals_are_killed_with_their_children(impatient:
             time.sleep(0.3)
             process.terminate()
         process.communicate(timeout=20)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
     assert process.returncode == 143
     assert len(children) == 4
     assert survivors(children) == []
@@ -426,6 +426,22 @@ def test_the_death_of_the_launcher_ends_its_processes(tmp_path: Path) -> None:
         process.communicate(timeout=20)
     assert len(children) == 2
     assert survivors(children) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_killed_launcher_leaves_no_folder_and_no_children_of_its_processes(tmp_path: Path) -> None:
+    with started(tmp_path, "--num_processes", "2", "script.py", script=STUBBORN + SLEEP) as process:
+        children = processes_of(process)
+        folders = list(tmp_path.glob("accel_launch_*"))
+        process.kill()
+        process.communicate(timeout=20)
+    assert len(children) == 4
+    assert len(folders) == 1
+    assert survivors(children, seconds=30) == []
+    deadline = time.monotonic() + 30
+    while folders[0].exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_a_failed_rank_left_running_is_ended(tmp_path: Path) -> None:

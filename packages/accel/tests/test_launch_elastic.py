@@ -1,5 +1,6 @@
 """Machines that come and go: ``--nnodes 1:2`` over real launchers, one of which is killed or comes late."""
 
+import ast
 import os
 import signal
 import socket
@@ -59,7 +60,12 @@ def elastic(folder: Path, port: int, **env: str) -> Iterator[Callable[[], subpro
     (folder / "count.py").write_text(COUNT)
     argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:2", "--num_processes", "2"]
     argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "3"]
-    argv += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=15", "--grace_period", "2"]
+    argv += [
+        "--rdzv_conf",
+        "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=15",
+        "--grace_period",
+        "2",
+    ]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "TORCHELASTIC"))}
     made: list[subprocess.Popen[str]] = []
 
@@ -133,3 +139,71 @@ def _listens(port: int) -> bool:
 def test_a_wrong_option_of_the_meeting_is_named(text: str, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         options_of(text)
+
+
+# Trains on a fixed global batch and saves after every step; what every step has seen and cost is told by rank 0.
+TRAIN = """
+import os, time, torch
+from accel import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(global_batch_size=8), project_dir="run")
+x = torch.randn(96, 4, dtype=torch.float64)
+data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 1, dtype=torch.float64)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), data)
+step = 0
+if os.path.exists("run/latest"):
+    where = open("run/latest").read()
+    accelerator.load_state(where)
+    step = int(where.rpartition("_")[2])
+for features, target in data:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.mse_loss(model(features), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not accelerator.sync_gradients:
+        continue
+    step += 1
+    accelerator.save_state(f"run/step_{step}")
+    if accelerator.is_main_process:
+        weights = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
+        with open(f"trace_{step}", "w") as file:
+            file.write(repr((accelerator.num_processes, sum(weights, []))))
+        with open("staged", "w") as file: file.write(f"run/step_{step}")
+        os.replace("staged", "run/latest")
+    while os.path.exists("hold") and accelerator.num_processes == 2 and step == 5:
+        time.sleep(0.05)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_training_goes_on_exactly_when_a_machine_is_lost(tmp_path: Path) -> None:
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    for folder in (whole, lost):
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAIN)
+    argv = [sys.executable, "-m", "accel", "launch", "--cpu", "train.py"]
+    subprocess.run(argv, cwd=whole, check=True, timeout=240)
+    port = free_port()
+    (lost / "hold").touch()
+    with elastic(lost, port) as start:
+        (lost / "count.py").write_text(TRAIN)
+        first = start()
+        wait_until(lambda: _listens(port), "nobody keeps the store")
+        second = start()
+        wait_until((lost / "trace_5").exists, "no two machines")
+        second.send_signal(signal.SIGKILL)
+        (lost / "hold").unlink()
+        _, said = first.communicate(timeout=200)
+    assert first.returncode == 0, said
+    steps = range(1, 13)
+    traces = {
+        folder.name: [ast.literal_eval((folder / f"trace_{step}").read_text()) for step in steps]
+        for folder in (whole, lost)
+    }
+    assert {world for world, _ in traces["lost"]} == {1, 2}
+    for (_, expected), (_, found) in zip(traces["whole"], traces["lost"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)

@@ -1,6 +1,10 @@
 """The job that ``accel test`` launches: ``save FOLDER`` trains and saves, ``resume FOLDER`` loads and trains on."""
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def main(word: str, folder: str) -> None:
@@ -38,8 +42,8 @@ def main(word: str, folder: str) -> None:
     accelerator.end_training()
 
 
-def _sum(model: object) -> float:
-    return sum(float(p.double().sum()) for p in model.parameters())  # type: ignore[attr-defined]
+def _sum(model: "nn.Module") -> float:
+    return sum(p.double().sum().item() for p in model.parameters())
 
 
 if __name__ == "__main__":

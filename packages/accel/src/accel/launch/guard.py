@@ -14,7 +14,7 @@ from typing import final
 _SCRIPT = """
 trap '' HUP INT TERM
 while read -r line; do groups=$line; done
-for group in $groups; do kill -KILL -- "-$group" 2>/dev/null; done
+for group in $groups; do kill -KILL "-$group" 2>/dev/null; done
 rm -rf -- "$1"
 """
 
