@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_data.dispatch import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
 from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import Arriving, pack
+from accel_data.dispatch_message import Arriving, body_size, joined_body, pack, split_body
 
 Pair = namedtuple("Pair", "x y")
 
@@ -24,7 +24,11 @@ class Example:
 
 def roundtrip(content):
     packed = pack(content, Blocks())
-    arriving = Arriving(bytearray(bytes(packed.body.tolist())), Blocks())
+    front, *rest = split_body(packed.body)
+    body = bytearray(body_size(front))
+    for room, sent in zip(joined_body(front, body), rest, strict=True):
+        room.copy_(sent)
+    arriving = Arriving(body, Blocks())
     for room, sent in zip(arriving.room, packed.large, strict=True):
         room.copy_(sent)
     return arriving.content()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 import torch
 
 from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import Arriving, pack
+from accel_data.dispatch_message import FRONT, Arriving, body_size, joined_body, pack, split_body
 from accel_data.peers import Peers
 from accel_state.errors import DataError
 
@@ -180,7 +180,7 @@ class Sender:
                 continue
             if index not in packed:
                 made = pack(messages[index], self._blocks)
-                packed[index] = torch.tensor([made.body.nbytes]), made.body, *made.large
+                packed[index] = (*split_body(made.body), *made.large)
             for tensor in packed[index]:
                 work = dist.isend(tensor, group=self._peers.group, group_dst=rank)
                 assert work is not None
@@ -235,10 +235,10 @@ class Receiver:
             self.lane.put(Message("failed", (type(error).__name__, f"the reading rank is gone: {error}")))
 
     def _receive(self) -> Message:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._wait(size)
-        block = self._blocks.take(int(size))
-        self._wait(torch.frombuffer(block, dtype=torch.uint8))
+        front = torch.empty(FRONT, dtype=torch.uint8)
+        self._wait(front)
+        block = self._blocks.take(body_size(front))
+        self._wait(*joined_body(front, block))
         arriving = Arriving(block, self._blocks)
         self._wait(*arriving.room)
         if self.lane.closed:

@@ -17,6 +17,8 @@ from accel_data.dispatch_memory import Blocks
 
 _ALIGNMENT = 64
 _WORD = 8
+FRONT = 4096
+"""Bytes of what is sent first, so that its receiver knows how much to expect of it."""
 _LARGE = 128 << 10
 """Tensors of this many bytes and more are sent from where they are: copying them would cost as much as sending."""
 
@@ -121,6 +123,33 @@ class _Unpickler(pickle.Unpickler):
         if not is_large:
             self._position = _aligned(self._position + tensor.nbytes)
         return tensor.view(shape)
+
+
+def split_body(body: torch.Tensor) -> list[torch.Tensor]:
+    """A body as what is sent: a front of ``FRONT`` bytes, which says how long it is, and the rest, where there is one.
+
+    Each thing that is sent wakes threads on both sides; the front spares short bodies a second time.
+    """
+    front = torch.zeros(FRONT, dtype=torch.uint8)
+    front[:_WORD].view(torch.int64).fill_(body.nbytes)
+    first = body[: FRONT - _WORD]
+    front[_WORD : _WORD + len(first)] = first
+    rest = body[FRONT - _WORD :]
+    return [front, rest] if len(rest) else [front]
+
+
+def body_size(front: torch.Tensor) -> int:
+    """How long the body is that begins in ``front``."""
+    return int(front[:_WORD].view(torch.int64))
+
+
+def joined_body(front: torch.Tensor, block: Any) -> list[torch.Tensor]:
+    """Puts what ``front`` holds of a body into ``block``; what is still to be received there."""
+    whole = torch.frombuffer(block, dtype=torch.uint8)[: body_size(front)]
+    first = whole[: FRONT - _WORD]
+    first.copy_(front[_WORD : _WORD + len(first)])
+    rest = whole[FRONT - _WORD :]
+    return [rest] if len(rest) else []
 
 
 def _size(tensor: torch.Tensor) -> int:
