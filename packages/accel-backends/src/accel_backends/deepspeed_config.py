@@ -347,8 +347,7 @@ def _read(name: str, value: Any, origin: str) -> Any:
     Raises:
         ConfigError: it cannot be read as one, with what can.
     """
-    reader = _READERS.get(name, _device if name.endswith("_device") else _path)
-    return reader(name, value, origin)
+    return _READERS.get(name, _path)(name, value, origin)
 
 
 def _stage(name: str, value: Any, origin: str) -> int:
@@ -396,4 +395,6 @@ _READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
     "gradient_accumulation_steps": _count,
     "gradient_clipping": _norm,
     "zero3_save_16bit_model": _flag,
+    "offload_optimizer_device": _device,
+    "offload_param_device": _device,
 }

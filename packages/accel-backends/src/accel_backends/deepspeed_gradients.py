@@ -374,80 +374,6 @@ class PartitionedGradients(Gradients):
                 optimizer.norm_for_param_grads[key] = torch.linalg.vector_norm(part)
 
 
-@final
-class ShardedGradients(Gradients):
-    """Stage 3: every backward reduces, and each rank's parts add up in one buffer."""
-
-    def reduce(self) -> None:
-        """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is."""
-        if self.optimizer.offload_optimizer:
-            self._at_boundary(self.optimizer.finalize_gradient_accumulation_boundary)
-
-    def reopen(self) -> None:
-        """Nothing: the buffer stays as it is."""
-
-    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """This rank's part goes into the buffer."""
-        optimizer = self.optimizer
-        held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]  # type: ignore[attr-defined]
-        start = held.numel() * optimizer._get_param_partition_rank(parameter)
-        size = max(0, min(held.numel(), gradient.numel() - start))
-        held.zero_()
-        if size:
-            held.narrow(0, 0, size).copy_(gradient.reshape(-1).narrow(0, start, size))
-            optimizer._offload_boundary_param_ids.add(parameter.ds_id)  # type: ignore[attr-defined]
-
-    def begun(self) -> None:
-        """The next backward adds to the buffer."""
-        optimizer = self.optimizer
-        optimizer.micro_step_id = 0
-        optimizer._epilogue_ran_this_backward = True
-        if not optimizer.offload_optimizer:
-            held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-            optimizer.averaged_gradients = {
-                index: [held[parameter.ds_id] for parameter in group]
-                for index, group in enumerate(optimizer.fp16_groups)
-            }
-
-    def in_place(self) -> list[torch.Tensor]:
-        """The one buffer, or with offloading its copies where the optimizer is."""
-        if self.optimizer.offload_optimizer:
-            return [cast(torch.Tensor, part.grad) for part in self.optimizer.fp32_partitioned_groups_flat]
-        return [self.optimizer.grad_partitions_flat_buffer]
-
-    def measure(self) -> None:
-        """Measures again what DeepSpeed measures while it copies gradients to the host."""
-        optimizer = self.optimizer
-        if not optimizer.offload_optimizer:
-            return
-        for group in optimizer.fp16_groups:
-            for parameter in group:
-                index, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                part = optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, start, size)
-                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = torch.linalg.vector_norm(part)
-
-    def pending(self) -> Iterable[torch.Tensor]:
-        """The one buffer."""
-        return [self.optimizer.grad_partitions_flat_buffer]
-
-    def scaled_norm(self) -> Any:
-        """DeepSpeed's own, over the parts of all ranks."""
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        return combine_grad_norm_groups(self.optimizer._get_norm_groups())
-
-    def discard(self) -> None:
-        """The next backward overwrites the buffer."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.optimizer.offload_optimizer:
-            self.optimizer.reset_cpu_buffers()
-            self.optimizer._offload_boundary_param_ids = set()
-        else:
-            self.optimizer.averaged_gradients = {}
-        self.optimizer.grad_partitions_flat_buffer.zero_()
-        self.stepped()
-
-
 def gradients_of(engine: Any) -> Gradients:
     """The accumulated gradients of an engine, by where its optimizer keeps them.
 
@@ -456,6 +382,8 @@ def gradients_of(engine: Any) -> Gradients:
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        from accel_backends.deepspeed_sharded import ShardedGradients
+
         return ShardedGradients(engine)
     if hasattr(optimizer, "averaged_gradients"):
         return PartitionedGradients(engine)
