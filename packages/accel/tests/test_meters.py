@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +17,8 @@ from accel import Accelerator
 from accel.facets.observing import RunProgress
 from accel.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
 from accel.meters.progress import clock_text
+
+QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Slow(Dataset):
@@ -34,7 +36,7 @@ class Slow(Dataset):
         return torch.full((4,), math.nan if index == self.bad else 0.1)
 
 
-@settings(max_examples=50)
+@QUICKLY
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.floats(0, 1e3)), max_size=30))
 def test_phases_add_up_to_the_time_that_has_passed(moves: list[tuple[str, float]]) -> None:
     now = 5.0
@@ -100,7 +102,8 @@ def test_a_slow_data_path_is_attributed_to_its_rank_and_the_shares_fill_the_time
     if rank == 0:
         (log,) = tmp_path.glob("p/*/run.jsonl")
         events = [json.loads(line) for line in log.read_text().splitlines()]
-        assert [(e["rank"], e["phase"]) for e in events if e["kind"] == "straggler"][0] == (1, "data")
+        first = next(event for event in events if event["kind"] == "straggler")
+        assert (first["rank"], first["phase"]) == (1, "data")
 
 
 def test_a_save_is_not_computing(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_a_spike_stands_out_and_does_not_become_usual() -> None:
 
 
 @given(st.lists(st.floats(0.5, 1.5), min_size=1, max_size=100))
-@settings(max_examples=30)
+@QUICKLY
 def test_losses_of_one_size_are_no_spikes(losses: list[float]) -> None:
     watch = LossWatch(times=2000.0)
     assert all(watch.check(loss) is None for loss in losses)

@@ -156,3 +156,15 @@ def test_other_errors_pass_untouched() -> None:
     with pytest.raises(ValueError, match="mine") as caught, accelerator.memory_snapshot():
         raise ValueError("mine")
     assert not getattr(caught.value, "__notes__", [])
+
+
+def test_a_file_gets_plain_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.console import install_tracebacks
+
+    before = sys.excepthook
+    assert not install_tracebacks()
+    assert sys.excepthook is before
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "excepthook", before)
+    assert install_tracebacks()
+    assert sys.excepthook is not before

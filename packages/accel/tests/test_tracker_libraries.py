@@ -186,3 +186,23 @@ def test_trackio(tmp_path: Path) -> None:
 
 def test_aim(tmp_path: Path) -> None:
     assert "run_hash" in tracked("aim", tmp_path)
+
+
+def test_a_dead_endpoint_holds_nothing_up_and_is_told_once(tmp_path: Path) -> None:
+    """Nobody listens on port 9: the library itself tries for minutes, and the run ends when its patience does."""
+    _need("mlflow")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging\nfrom accel import Accelerator\nfrom accel.tracking import QueueOptions\n"
+        "logging.basicConfig()\n"
+        "accelerator = Accelerator(cpu=True, log_with='mlflow', project_dir='.')\n"
+        "accelerator.init_trackers('p', {'lr': 1}, queue=QueueOptions(patience=3))\n"
+        "for step in range(100):\n    accelerator.log({'loss': 1.0}, step=step)\n"
+        "accelerator.end_training()\nprint('TRAINED')\n"
+    )
+    env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    said = run_command([sys.executable, script], cwd=tmp_path, env=env, timeout=180).check().output
+    assert "TRAINED" in said
+    assert said.count("tracker mlflow ended with trouble") == 1
+    (waiting,) = tmp_path.glob("p/*/undelivered-mlflow.jsonl")
+    assert len(waiting.read_text().splitlines()) == 100

@@ -8,11 +8,11 @@ import math
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel import Accelerator
@@ -34,6 +34,7 @@ from accel_state.errors import ConfigError
 from accel_testing.compare import assert_close_state
 from accel_testing.faults import limited_file_size
 
+QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 QUICK = QueueOptions(interval=0.01, patience=30, pause=0.05)
 
 
@@ -109,7 +110,7 @@ def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
     assert plain(taken) == {"loss": 3.0, "all": [1.0, 2.0]}
 
 
-@settings(max_examples=40)
+@QUICKLY
 @given(st.recursive(st.floats() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
 def test_anything_nested_becomes_json(value: Any) -> None:
     json.dumps(as_json(value), allow_nan=False)
@@ -190,7 +191,7 @@ def test_a_run_without_trackers_has_its_own_log(tmp_path: Path, monkeypatch: pyt
         ("1", "0.25", "1.0"),
     ]
     kinds = [event["kind"] for event in events_of(tmp_path / "runs")]
-    assert kinds == ["begun", "configured", "logged", "logged", "ended"]
+    assert kinds == ["begun", "configured", "described", "logged", "logged", "ended"]
 
 
 def test_values_of_one_step_share_a_row(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_values_of_one_step_share_a_row(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=40)
+@QUICKLY
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), min_size=1)), max_size=12
@@ -433,7 +434,7 @@ def test_making_a_tracker_opens_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_brings_what_was_not_delivered(tmp_path: Path) -> None:
-    never: ClassVar[Any] = QueueOptions(interval=10_000, patience=30)
+    never = QueueOptions(interval=10_000, patience=30)
     first = Accelerator(cpu=True, log_with=[Kept()], project_dir=tmp_path)
     first.init_trackers("p", queue=never)
     for step in range(4):
@@ -448,6 +449,23 @@ def test_a_checkpoint_brings_what_was_not_delivered(tmp_path: Path) -> None:
     assert [step for step, _ in second_tracker.entries] == [0, 1, 2, 3, 4]
     assert second_tracker.resumed is not None
     first.end_training()
+
+
+def test_a_life_that_logs_nothing_hands_the_run_on() -> None:
+    states = []
+    for life in range(3):
+        tracker = Kept()
+        accelerator = Accelerator(cpu=True, log_with=[tracker])
+        accelerator.init_trackers("p", queue=QUICK)
+        if states:
+            accelerator.continue_trackers(states[-1])
+        if life != 1:
+            accelerator.log({"loss": 1.0}, step=life)
+        states.append(accelerator.state_dict_of_trackers())
+        accelerator.end_training()
+    assert len({state["run"] for state in states}) == 1
+    assert tracker.resumed is not None
+    assert tracker.resumed.marks.get("loss", 0) == 0
 
 
 def test_a_checkpoint_of_an_untracked_run_loads_into_a_tracked_one(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class RunTracking:
 
     def state_dict(self) -> dict[str, Any]:
         """What a later process needs to go on with the run: its id, what was logged, and each tracker's part; JSON."""
-        lanes = {lane.name: lane.state_dict() for lane in self.lanes if lane.running}
+        lanes = {lane.name: lane.state_dict() for lane in self.lanes if lane.used}
         return {RUN: self.run_id, LOGGED: dict(self._logged), LANES: lanes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

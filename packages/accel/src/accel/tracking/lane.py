@@ -98,9 +98,9 @@ class Lane:
         return True
 
     @property
-    def running(self) -> bool:
-        """The tracker has been given something."""
-        return self._thread is not None
+    def used(self) -> bool:
+        """The tracker has been given something, here or by the run that goes on here."""
+        return self._thread is not None or self._resumed is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Which run it is, what it has been given, and what is still to be given; JSON."""
