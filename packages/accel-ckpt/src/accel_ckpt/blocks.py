@@ -113,6 +113,11 @@ class CheckedFile:
         for number in blocks:
             self._checked[number] = 1
 
+    @property
+    def compared(self) -> list[int]:
+        """The blocks that have been compared, here or by somebody else."""
+        return [number for number, done in enumerate(self._checked) if done]
+
     def unchecked(self, begin: int = 0, end: int | None = None) -> list[int]:
         """The blocks that bytes ``begin`` to ``end`` touch and nobody compared yet."""
         stop = self.record.size if end is None else end

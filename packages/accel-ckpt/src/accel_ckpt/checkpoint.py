@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from difflib import get_close_matches
@@ -108,6 +108,16 @@ class Checkpoint:
                 )
         return self._read(tree, {} if like is None else leaves(like), place)
 
+    def fetch(self, name: str, like: Tree | None = None, *, place: Place | None = None) -> Callable[[], Tree]:
+        """As ``read`` with ``strict`` off, in two steps: all is read and compared now, into this machine's memory.
+
+        What is returned puts the tensors into their places. So all of a run's states can be known to be intact before
+        the first is loaded, without reading anything twice.
+        """
+        shell, wanted = self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place)
+        finish = dict(zip(wanted, self._reader.fetch(list(wanted.values())), strict=True))
+        return lambda: _fill(shell, {target: put() for target, put in finish.items()})
+
     def read_local(self, name: str, rank: int) -> Tree | None:
         """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
         file = local_file(rank)
@@ -162,10 +172,17 @@ class Checkpoint:
     def verify(self, *, group: "ProcessGroup | None" = None) -> None:
         """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.
 
+        What any of them has compared before, because it was read, is not compared again.
+
         Raises:
             CheckpointCorruptError: names every file that is missing, cut off or altered.
         """
         peers = Peers(None) if group is None else Peers.of(group)
+        if peers.size > 1:
+            compared = {name: file.compared for name, file in self._files.items()}
+            for others in peers.together(f"verifying {self.path}", lambda: compared):
+                for name, blocks in others.items():
+                    self._trust(name, blocks)
         found = peers.together(f"verifying {self.path}", lambda: self._damage(peers.rank, peers.size))
         damage = sorted({problem for problems in found for problem in problems})
         if damage:
@@ -187,6 +204,13 @@ class Checkpoint:
         self.close()
 
     def _read(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> Tree:
+        shell, wanted = self._requests(document, like, place)
+        return _fill(shell, dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True)))
+
+    def _requests(
+        self, document: Json, like: Mapping[TreePath, Any], place: Place | None
+    ) -> tuple[Tree, dict[tuple[str, object], tuple[str, Any]]]:
+        """The tree with marks where tensors belong, and the tensors to read for them, tied ones once."""
         wanted: dict[tuple[str, object], tuple[str, Any]] = {}
 
         def request(key: str, path: TreePath) -> "_Wanted":
@@ -200,9 +224,7 @@ class Checkpoint:
             wanted.setdefault(target, (key, model))
             return _Wanted(target)
 
-        shell = decode(document, request)
-        tensors = dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True))
-        return _fill(shell, tensors)
+        return decode(document, request), wanted
 
     def _entry_facts(self, key: str) -> torch.Tensor:
         entry = self._reader.entry(key)
@@ -238,6 +260,12 @@ class Checkpoint:
                 source, record, name, block=self.manifest.block_size, digest=self.manifest.digest
             )
         return self._files[name]
+
+    def _trust(self, name: str, blocks: Sequence[int]) -> None:
+        try:
+            self._file(name).trust(blocks)
+        except CheckpointError:  # this rank does not see the file, which is found out by who looks for damage
+            return
 
     def _damage(self, share: int, shares: int) -> list[str]:
         """Problems in this rank's share of all blocks."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -13,7 +13,7 @@ from accel_ckpt.peers import Peers
 from accel_ckpt.retention import Retention, SavedCheckpoint, keep_all, to_remove
 from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tree import Json, Tree, decode
-from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,15 +85,22 @@ class CheckpointDirectory:
         self.prune()
         return saved
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, accept: Callable[[Checkpoint], object] | None = None) -> Checkpoint | None:
         """The newest checkpoint all of whose bytes are as written; None if there is none.
 
-        Damaged ones are passed over with a warning that says what is wrong with them.
+        Damaged ones are passed over with a warning that says what is wrong with them. ``accept`` is asked instead of
+        comparing all bytes, if it is given, and raises CheckpointCorruptError on all ranks to pass one over; so what
+        is needed can be read and compared in one go.
         """
         peers = self._peers
         for _, path in reversed(peers.first(f"looking into {self.path}", self._committed)):
             try:
-                return open_checkpoint(path, group=peers.group)
+                checkpoint = open_checkpoint(path, verify=accept is None, group=peers.group)
+                if accept is not None:
+                    accept(checkpoint)
+                return checkpoint
+            except CheckpointMismatchError:
+                raise
             except CheckpointError as error:
                 if peers.rank == 0:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)

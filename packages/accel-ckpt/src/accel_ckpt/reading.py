@@ -48,6 +48,12 @@ class TensorReader:
             results += [target.finish() for target in targets]
         return results
 
+    def fetch(self, wanted: Sequence[tuple[str, torch.Tensor | None]]) -> list[Callable[[], torch.Tensor]]:
+        """As ``read``, but all in this machine's memory; each result is put into its place when it is asked for."""
+        targets = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in wanted]
+        self._fill(targets)
+        return [target.finish for target in targets]
+
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """One part of a tensor, on the CPU."""
         layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))

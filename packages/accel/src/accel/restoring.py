@@ -2,10 +2,11 @@
 
 import copy
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
@@ -22,34 +23,88 @@ _LOG = logging.getLogger(__name__)
 RNG, SEED_KEY = "rng", "seed"
 
 
-def restore(checkpoint: "Checkpoint", parts: TrainState, session: "Session", *, ignored: Collection[str]) -> None:
-    """Loads every part but the ``ignored`` ones. Collective.
+@final
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """Everything that a checkpoint gives to a run, read and compared; nothing of the run has changed yet."""
 
-    What each part needs is compared with what is saved before anything is touched. Then those are loaded of which
-    only loading tells whether they accept it (loaders, objects of the user), and put back if one of them does not, on
-    any rank; models and optimizers, which were compared and would be large to put back, come last.
+    checkpoint: "Checkpoint"
+    session: "Session"
+    large: Mapping[str, tuple[ModelState | OptimizerState, Callable[[], Any]]]
+    """Models and optimizers, with what puts their tensors into place."""
+    small: Mapping[str, tuple[Stateful, Any]]
 
-    Raises:
-        CheckpointMismatchError: the checkpoint is another run's; every part is as it was.
-        Exception: what a part raised when it was loaded; every part is as it was.
-    """
+    @classmethod
+    def read(
+        cls, checkpoint: "Checkpoint", parts: TrainState, session: "Session", *, ignored: Collection[str]
+    ) -> "Restoration":
+        """Compares what each part needs with what is saved, then reads it, and compares every byte. Collective.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint is another run's.
+            CheckpointCorruptError: it is damaged; on all ranks.
+        """
+        from accel_state.objects import agree
+
+        parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+        wanted = {name: part for name, part in parts.items() if name not in ignored}
+        models = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
+        likes = {name: part.state_dict() for name, part in models.items()}
+        error: Exception | None = None
+        try:
+            for name, part in models.items():
+                part.check(name, likes[name], checkpoint.facts(name))
+        except Exception as caught:
+            error = caught
+        agree(error, group=session.group)
+        large: dict[str, tuple[ModelState | OptimizerState, Callable[[], Any]]] = {}
+        small: dict[str, tuple[Stateful, Any]] = {}
+
+        def fetch() -> None:
+            for name, part in wanted.items():
+                if name in models:
+                    place = part.placement() if isinstance(part, OptimizerState) else None
+                    large[name] = (models[name], checkpoint.fetch(name, likes.pop(name), place=place))
+                else:
+                    small[name] = (part, _read(checkpoint, name, part, session))
+
+        _intact(fetch, checkpoint, session)
+        return cls(checkpoint, session, large, small)
+
+    def apply(self) -> None:
+        """Loads all parts, or none. Collective.
+
+        First those of which only loading tells whether they accept it (loaders, objects of the user); they are put
+        back if one of them does not, on any rank. Models and optimizers, which were compared and would be large to
+        put back, come last.
+
+        Raises:
+            Exception: what a part raised when it was loaded; every part is as it was.
+        """
+        _load_small(self.small, self.session)
+        for part, values in self.large.values():
+            part.load_state_dict(values())
+
+
+def _intact(fetch: Callable[[], None], checkpoint: "Checkpoint", session: "Session") -> None:
+    """Reads by ``fetch``, then compares what no rank has read; damage that one rank finds is raised on all."""
+    from accel_ckpt.peers import Peers
+    from accel_state.errors import CheckpointCorruptError, CheckpointError
     from accel_state.objects import agree
 
-    parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
-    wanted = {name: part for name, part in parts.items() if name not in ignored}
-    large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
-    likes = {name: part.state_dict() for name, part in large.items()}
+    damage: str | None = None
     error: Exception | None = None
     try:
-        for name, part in large.items():
-            part.check(name, likes[name], checkpoint.facts(name))
+        fetch()
+    except CheckpointError as caught:
+        damage = str(caught)
     except Exception as caught:
         error = caught
     agree(error, group=session.group)
-    _load_small(checkpoint, {name: part for name, part in wanted.items() if name not in large}, session)
-    for name, part in large.items():
-        place = part.placement() if isinstance(part, OptimizerState) else None
-        part.load_state_dict(checkpoint.read(name, like=likes.pop(name), strict=False, place=place))
+    told = Peers.of(session.group).together(f"reading {checkpoint.path}", lambda: damage)
+    if found := sorted({text for text in told if text is not None}):
+        raise CheckpointCorruptError("; ".join(found))
+    checkpoint.verify(group=session.group)
 
 
 def restore_local(
@@ -88,27 +143,26 @@ def restore_local(
         )
 
 
-def _load_small(checkpoint: "Checkpoint", parts: dict[str, Stateful], session: "Session") -> None:
+def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> None:
     from accel.belonging import check_keys
     from accel_state.objects import agree
 
     before: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        states = {name: _read(checkpoint, name, part, session) for name, part in parts.items()}
-        for name, part in parts.items():
+        for name, (part, state) in parts.items():
             own = part.state_dict()
             if name.startswith("scheduler"):
-                check_keys(name, own, states[name])
+                check_keys(name, own, state)
             before[name] = copy.deepcopy(own)
-            part.load_state_dict(states[name])
+            part.load_state_dict(state)
     except Exception as caught:
         error = caught
     try:
         agree(error, group=session.group)
     except Exception:
         for name, state in before.items():
-            parts[name].load_state_dict(state)
+            parts[name][0].load_state_dict(state)
         raise
 
 

@@ -6,6 +6,7 @@ import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from accel.config.model import AccelConfig
 from accel.handlers import ProjectConfiguration
 from accel.meters.phases import observed
 from accel.optimizer import PreparedOptimizer
-from accel.restoring import RNG, SEED_KEY, restore, restore_local
+from accel.restoring import RNG, SEED_KEY, Restoration, restore_local
 from accel.scheduler import PreparedScheduler
 from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_ckpt.storage import Location, locate
@@ -172,6 +173,11 @@ class CheckpointFacet(ABC):
         return missing
 
     def _check_place(self, output_dir: str | os.PathLike[str] | None) -> None:
+        if self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1:
+            raise ConfigError(
+                "save_on_each_node goes for save() and not for save_state: a checkpoint is one place that all nodes "
+                "share; give a shared file system or a URL"
+            )
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError(
                 "save_state needs a folder: give output_dir, or "
@@ -238,24 +244,25 @@ class CheckpointFacet(ABC):
                 What does not fit is found out before anything has changed.
         """
         self._wait_for_save()
-        with self._find(input_dir) as checkpoint:
-            self._restore(checkpoint, strict=strict)
+        checkpoint, found = self._find(input_dir, partial(self._read, strict=strict))
+        with checkpoint:
+            restoration = self._read(checkpoint, strict=strict) if found is None else found
+            restoration.apply()
+            restore_local(checkpoint, self.session, self.backend, self._models, self.clock)
+            noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
+            for name, companion in self._companions.items():
+                companion.load(noted.get(name))
         self._continue_numbering(checkpoint.path)
         return checkpoint.path
 
-    def _restore(self, checkpoint: "Checkpoint", *, strict: bool) -> None:
-        """Loads every part, or none."""
+    def _read(self, checkpoint: "Checkpoint", *, strict: bool) -> Restoration:
         models = list(self._models)
         for hook in list(self._load_hooks.values()):
             hook(models, str(checkpoint.path))
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
         parts = self._train_state(strict=strict)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        restore(checkpoint, parts, self.session, ignored=ignored)
-        restore_local(checkpoint, self.session, self.backend, self._models, self.clock)
-        noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
-        for name, companion in self._companions.items():
-            companion.load(noted.get(name))
+        return Restoration.read(checkpoint, parts, self.session, ignored=ignored)
 
     def _train_state(self, *, strict: bool = True) -> TrainState:
         state = TrainState()
@@ -292,21 +299,28 @@ class CheckpointFacet(ABC):
         retention = keep_all() if project.total_limit is None else keep_last(project.total_limit)
         return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.session.group)
 
-    def _find(self, input_dir: str | os.PathLike[str] | None) -> "Checkpoint":
-        """Opens the checkpoint that ``input_dir`` names, or the newest intact one."""
+    def _find(
+        self, input_dir: str | os.PathLike[str] | None, read: Callable[["Checkpoint"], Restoration]
+    ) -> "tuple[Checkpoint, Restoration | None]":
+        """The checkpoint that ``input_dir`` names, or the newest intact one and what was read of it.
+
+        Hooks are shown none that is damaged, so where there are any every byte is compared before they are called.
+        """
         from accel_ckpt import open_checkpoint
 
+        verify = bool(self._load_hooks)
         if input_dir is not None and os.fspath(input_dir) != LATEST:
-            return open_checkpoint(locate(input_dir), group=self.session.group)
+            return open_checkpoint(locate(input_dir), verify=verify, group=self.session.group), None
         series = self._series()
         if series is None:
             raise ConfigError(
                 "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
             )
-        latest = series.latest()
+        found: list[Restoration] = []
+        latest = series.latest(None if verify else lambda checkpoint: found.append(read(checkpoint)))
         if latest is None:
             raise CheckpointError(f"there is no intact checkpoint in {series.path}")
-        return latest
+        return latest, found[0] if found else None
 
     def _continue_numbering(self, path: Location) -> None:
         """The next automatic checkpoint follows the one that was saved or loaded."""
