@@ -167,6 +167,20 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_what_the_user_has_wrapped_and_stepped_stays_as_it_is() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel(make_model("mlp"), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 8)).mean().backward()
+    optimizer.step()
+    state = {id(parameter): value["exp_avg"] for parameter, value in optimizer.state.items()}
+    backend = open_backend()
+    assert backend.prepare(Bundle([wrapped], [optimizer])).models[0] is wrapped
+    assert {id(parameter): value["exp_avg"] for parameter, value in optimizer.state.items()} == state
+
+
+@pytest.mark.ranks(2)
 def test_ranks_that_prepare_different_models_are_refused(rank: int) -> None:
     with pytest.raises(AccelError, match="ranks prepare different models"):
         open_backend().prepare(Bundle([nn.Linear(2, 2 + rank)]))

@@ -115,8 +115,8 @@ class FSDP1Backend(Backend):
                 check_model(model, self._units(model), upcast=self.policy.autocast and self.policy.params is None)
             splitting |= {id(parameter): parameter for parameter in model.parameters()}
         check_optimizers(bundle.optimizers, self._options, splitting)
-        for optimizer in bundle.optimizers:
-            if any(optimizer.state.values()) and len(_updated(optimizer, bundle.models)) != 1:
+        for optimizer in _to_split(bundle):
+            if len(_updated(optimizer, bundle.models)) != 1:
                 raise PrepareError(
                     f"{type(optimizer).__name__} has stepped already and updates several models, and fsdp_version=1 "
                     "cannot split its state; give each model an optimizer, or use fsdp_version=2"
@@ -126,9 +126,10 @@ class FSDP1Backend(Backend):
         """As every backend, once all ranks are known to prepare the same; states of optimizers are split."""
         if not bundle.training:
             return super().bind(bundle)
+        whole = [model for model in bundle.models if find_fsdp1(model) is None]
         synchronised = self._options.sync_module_states
-        self._filled = compare_ranks(bundle.models, self._units, synchronised=synchronised, group=self.session.group)
-        stepped = [optimizer for optimizer in bundle.optimizers if any(optimizer.state.values())]
+        self._filled = compare_ranks(whole, self._units, synchronised=synchronised, group=self.session.group)
+        stepped = _to_split(bundle)
         states = [optimizer_state(optimizer, bundle.models) for optimizer in stepped]
         for optimizer in stepped:
             optimizer.state.clear()
@@ -152,11 +153,11 @@ class FSDP1Backend(Backend):
         self.convert_layers(cast_parameters(model, self.policy))
         units, root = self._units(model), innermost(model)
         values: dict[str, Any] = {}
-        if not any(self._filled):
+        if not any(self._filled) and is_meta(root):
             values = {"param_init_fn": self._initialiser()}
         elif not all(self._filled):
             materialise(root.modules(), self.device, made={}, values_follow=True)
-        if self._options.sync_module_states and any(self._filled):
+        if self._options.sync_module_states and not values:
             model.to(self.device)
             broadcast([*(p.data for p in model.parameters()), *model.buffers()], group=self.session.group)
         blocks = {id(root.get_submodule(name)): root.get_submodule(name) for name in units.blocks}
@@ -368,6 +369,12 @@ def _updated(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[nn.Modul
     """The models that hold parameters of the optimizer."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [model for model in models if held & {id(parameter) for parameter in model.parameters()}]
+
+
+def _to_split(bundle: Bundle) -> list[Optimizer]:
+    """The optimizers that have stepped on models which are still whole."""
+    whole = [model for model in bundle.models if find_fsdp1(model) is None]
+    return [one for one in bundle.optimizers if any(one.state.values()) and _updated(one, whole)]
 
 
 def _placed(value: Any, model: Any) -> Any:
