@@ -67,6 +67,19 @@ def test_one_update_for_several_optimizers():
     assert [weight.item() for weight in weights] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(("overflows", "scale"), [((True, False, False), 32768.0), ((False, False, False), 131072.0)])
+def test_a_held_scale_changes_at_the_first_update_that_lets_it(overflows, scale):
+    """An overflow while it is held is not forgotten; steps while it is held do not count towards growth."""
+    scaler, weight = LossScaler(GradScalerKwargs(growth_interval=1)), parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for number, overflow in enumerate(overflows):
+        assert one_step(scaler, optimizer, weight, math.inf if overflow else 0.5) is not overflow
+        assert scaler.current == 65536.0
+        scaler.update(hold=number < len(overflows) - 1)
+        assert scaler.step_was_skipped is overflow
+    assert scaler.current == scale
+
+
 def test_unscaling_twice_divides_once():
     scaler, weight = LossScaler(), parameter()
     optimizer = torch.optim.SGD([weight], lr=1.0)

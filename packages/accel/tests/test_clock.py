@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.clock import GradientAccumulationPlugin, StepClock
+from accel.clock import PATIENCE, GradientAccumulationPlugin, StepClock
 from accel_state.errors import ConfigError
 
 
@@ -96,6 +96,34 @@ def test_groups_of_models_have_windows_of_their_own() -> None:
     clock = clock_of(2)
     dues = [(clock.tick((0,)), clock.tick((1,))) for _ in range(4)]
     assert dues == [(False, False), (True, True)] * 2
+
+
+class Updates(list[bool]):
+    """Whether each update of the loss scale was held."""
+
+    def update_scaler(self, *, hold: bool = False) -> None:
+        self.append(hold)
+
+
+def test_the_loss_scale_is_settled_once_a_round() -> None:
+    clock, updates = clock_of(1), Updates()
+    for _ in range(3):
+        for key in ((0,), (1,)):
+            clock.tick(key)
+            clock.settle_scale(updates)
+            clock.stepped()
+    assert updates == [False, False]  # before the second and the third round
+
+
+def test_an_unfinished_window_holds_the_loss_scale_until_it_counts_as_abandoned() -> None:
+    clock, updates = clock_of(2), Updates()
+    clock.tick((1,))
+    for _ in range(PATIENCE + 2):
+        clock.tick((0,))
+        clock.tick((0,))
+        clock.settle_scale(updates)
+        clock.stepped()
+    assert updates == [True] * PATIENCE + [False]
 
 
 def test_an_inner_loop_gives_the_outer_one_back() -> None:
