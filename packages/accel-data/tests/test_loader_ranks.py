@@ -10,6 +10,7 @@ from collections import deque
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import LoaderOptions, prepare_loader
@@ -321,3 +322,15 @@ def test_an_index_outside_of_the_dataset_is_named_on_every_rank_before_it_is_rea
 def test_a_batch_that_cannot_be_split_is_refused_on_every_rank(rank, world_size):
     with pytest.raises(ConfigError, match="3 is not a multiple of 2"):
         make(rank, world_size, options=LoaderOptions(split_batches=True))
+
+
+def test_a_pretended_group_has_nobody_to_tell():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        loader = make(1, 4, options=LoaderOptions(data_seed=1))
+        assert loader._alarm is None
+        assert len(list(loader)) == len(loader)
+    finally:
+        dist.destroy_process_group()

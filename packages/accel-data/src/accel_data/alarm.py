@@ -31,7 +31,10 @@ def alarm() -> "Alarm | None":
     if group is None or group.size() == 1:
         return None
     shared: Any = dist.distributed_c10d._get_default_store()
-    store = shared.clone()  # a connection of its own: one that waits keeps others of the same connection waiting
+    try:
+        store = shared.clone()  # with a connection of its own, for a thread of its own
+    except RuntimeError:
+        return None  # the store of a pretended group: there is nobody to tell
     number = store.add(f"accel-data/loaders/{group.rank()}", 1)
     return Alarm(store, f"accel-data/{number}", group.rank(), group.size())
 
