@@ -160,7 +160,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def compared(
-    shape: str, strategy: str, *, ranks: int, precision: str = "no", optimizer: str = "AdamW"
+    shape: str, strategy: str, *, world: int, precision: str = "no", optimizer: str = "AdamW"
 ) -> dict[str, Any]:
     """Predicts and measures one strategy; called on every rank, with a group of that many.
 
@@ -174,7 +174,7 @@ def compared(
 
     chosen = SHAPES[shape]
     batch = chosen.batch
-    devices, nodes = (2, 2) if ranks == 4 else (ranks, 1)
+    devices, nodes = (2, 2) if world == 4 else (world, 1)
     (candidate,) = [c for c in candidates(devices, nodes) if c.name == strategy] or named(
         candidates(devices, nodes), [strategy]
     )
@@ -221,7 +221,7 @@ def main() -> None:
     names = [c.name for c in candidates(devices, nodes) if c.kind != "zero"]
     columns = ["shape", "strategy", "ranks", "precision", "parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"]
     report = Report("Predicted against measured, off by percent", columns)
-    how = {"precision": args.precision, "optimizer": args.optimizer, "ranks": args.ranks}
+    how = {"precision": args.precision, "optimizer": args.optimizer, "world": args.ranks}
     with RankPool(args.ranks, timeout=900) as pool:
         for shape in args.shapes.split(",")[: 1 if args.quick else None]:
             for name in names[:2] if args.quick else names:

@@ -10,7 +10,7 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
-    off = differences(compared(shape, strategy, ranks=ranks, **options))
+    off = differences(compared(shape, strategy, world=ranks, **options))
     assert all(abs(off[part]) <= 2 for part in PARTS), off
     assert abs(off["peak"]) <= 15, off
 
@@ -67,7 +67,7 @@ def test_in_a_budget_between_two_measured_peaks_the_choice_fits_and_the_next_fas
     from benchmarks.planner import loss_of
 
     names = ["ddp", "fsdp:full_shard+ckpt"]
-    rows = {name: compared("llama", name, ranks=2) for name in names}
+    rows = {name: compared("llama", name, world=2) for name in names}
     peaks = [rows[name]["measured"]["peak"] for name in names]
     budget = sum(peaks) // 2
     shape = SHAPES["llama"]
