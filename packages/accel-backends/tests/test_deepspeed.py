@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError, PrepareError
 
-pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 STAGES = [0, 1, 2, 3]
 

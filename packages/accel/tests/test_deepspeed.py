@@ -1,6 +1,7 @@
 """DeepSpeed through an Accelerator: the same weights as one process, states that go anywhere."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from accel_testing.layouts import Layout
 from accel_testing.models import make_model
 from accel_testing.program import Program
 
-pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 STEPS, GLOBAL, LENGTH = 20, 24, 4
 

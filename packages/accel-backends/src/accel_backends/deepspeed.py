@@ -47,9 +47,9 @@ class DeepSpeedBackend(Backend):
     distributed_type: ClassVar[str] = "DEEPSPEED"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        library()
         self.scaler_options: GradScalerKwargs | None = kwargs.get("scaler")
         super().__init__(*args, **kwargs)
+        library(self.session.device.type)
         self._options = cast(DeepSpeedConfig, self.config)
         self._engines: list[Prepared] = []
         self._mesh: DeviceMesh | None = None

@@ -63,7 +63,7 @@ def start_engine(
     Raises:
         PrepareError: DeepSpeed refuses, in its words.
     """
-    deepspeed = library()
+    deepspeed = library(session.device.type)
     use_device(session)
     open_communication(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

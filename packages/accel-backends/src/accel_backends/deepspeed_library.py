@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -23,6 +21,9 @@ EXTRA = "accel-backends[deepspeed]"
 # A kernel for inference that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
 _SHM = "deepspeed_shm_comm"
 _STALE_AFTER = 600.0
+# What DeepSpeed sets in the environment when it is imported.
+_SETS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_DEVICES = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu")
 
 
 def installed() -> bool:
@@ -30,8 +31,10 @@ def installed() -> bool:
     return find_spec("deepspeed") is not None
 
 
-def library() -> ModuleType:
-    """The package ``deepspeed``, imported now and not before.
+def library(device_type: str = "") -> ModuleType:
+    """The package ``deepspeed``, imported now and not before, for devices of a type.
+
+    Left to look for itself, it changes the environment of the process.
 
     Raises:
         BackendError: it is not installed, or cannot be imported.
@@ -41,8 +44,15 @@ def library() -> ModuleType:
             f"strategy 'deepspeed' needs the package deepspeed, which is not installed: install {EXTRA}; nearest "
             "without it: strategy='fsdp', which shards the same"
         )
+    variables = {name: os.environ.get(name, value) for name, value in _SETS.items()}
+    if device_type in _DEVICES:
+        variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", device_type)
     try:
-        import deepspeed
+        with patch_environment(**variables):
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator()
     except Exception as error:
         raise BackendError(f"deepspeed is installed and cannot be imported: {error}") from error
     module: ModuleType = deepspeed
@@ -150,6 +160,7 @@ def build_operation(name: str) -> Any:
     Raises:
         BackendError: it cannot be compiled here.
     """
+    library("cpu")
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(name)
@@ -168,16 +179,3 @@ def build_operation(name: str) -> Any:
         return builder.load()
     except (RuntimeError, ImportError, OSError) as error:
         raise BackendError(f"DeepSpeed's operation {builder.name} cannot be compiled: {error}") from error
-
-
-def fp16_supported() -> bool:
-    """Whether DeepSpeed computes in fp16 on its device."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
-
-
-def barrier() -> None:
-    """Waits for all ranks, if there is a group."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
