@@ -24,14 +24,15 @@ accelerator = Accelerator(cpu=True, log_with=trackers, project_config=ProjectCon
     project_dir=folder, automatic_checkpoint_naming=True))
 model = torch.nn.Linear(4, 1)
 model = accelerator.prepare(model)
+queue = QueueOptions(interval=interval, patience=120)
 if early:
-    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval, patience=120))
+    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=queue)
 start = 0
 if Path(folder, "checkpoints").exists():
     accelerator.load_state("latest")
     start = 8 * accelerator.save_iteration
 if not early:
-    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=QueueOptions(interval=interval, patience=120))
+    accelerator.init_trackers("run", {"lr": 0.01, "net": {"width": 4}}, queue=queue)
 for step in range(start, 24):
     loss = model(torch.full((2, 4), step / 24)).square().mean()
     accelerator.backward(loss)

@@ -15,6 +15,7 @@ from accel.tracking.values import as_json, flatten
 TABLE, JOURNAL = "metrics.csv", "run.jsonl"
 STEP, OWN_ID = "step", "run_id"
 KIND, TIME, VALUES = "kind", "time", "values"
+_ENCODER = json.JSONEncoder(allow_nan=False)
 BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "configured", "ended"
 
 
@@ -75,8 +76,17 @@ class RunLogTracker(GeneralTracker):
     def event(self, kind: str, step: int | None = None, time: float | None = None, **facts: Any) -> None:
         """Notes that something happened: one line of JSON."""
         assert self._journal is not None
-        line = {KIND: kind, TIME: clock.time() if time is None else time, **({} if step is None else {STEP: step})}
-        self._journal.write(json.dumps(as_json({**line, **facts})) + "\n")
+        line: dict[str, Any] = {
+            KIND: kind,
+            TIME: clock.time() if time is None else time,
+            **({} if step is None else {STEP: step}),
+        }
+        line.update(facts)
+        try:
+            text = _ENCODER.encode(line)
+        except (TypeError, ValueError):
+            text = _ENCODER.encode(as_json(line))
+        self._journal.write(text + "\n")
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         self.event("table", step=step, name=table_name, columns=kwargs.get("columns"), data=kwargs.get("data"))
@@ -178,6 +188,8 @@ class _Table:
 
 
 def _line(values: list[Any]) -> str:
+    if all(isinstance(value, int | float) or value == "" for value in values):
+        return ",".join(map(str, values)) + "\n"
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
