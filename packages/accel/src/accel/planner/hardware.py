@@ -137,9 +137,7 @@ class Hardware:
         per_node, nodes = topology.local_world_size, topology.num_nodes
         if device.type == "cpu":
             return cls.of_cpu(per_node, nodes, total)
-        found = cls(devices=per_node, nodes=nodes, memory=total, kind=device.type)
-        product = next((PRODUCTS[name] for name in PRODUCTS if name.split("-")[0] in _device_name(device)), None)
-        return found if product is None else replace(found, flops=product.flops * 0.45, local=product.link * 0.75)
+        return _as_product(cls(devices=per_node, nodes=nodes, memory=total, kind=device.type), device)
 
     @classmethod
     def here(cls) -> "Hardware":
@@ -150,9 +148,8 @@ class Hardware:
         device = Device.choose(Topology())
         if device.type == "cpu":
             return cls.of_cpu(1, 1, device.memory().total)
-        found = cls(devices=max(1, count_devices(device.type)), memory=device.memory().total, kind=device.type)
-        product = next((PRODUCTS[name] for name in PRODUCTS if name.split("-")[0] in _device_name(device)), None)
-        return found if product is None else replace(found, flops=product.flops * 0.45, local=product.link * 0.75)
+        count = max(1, count_devices(device.type))
+        return _as_product(cls(devices=count, memory=device.memory().total, kind=device.type), device)
 
     @classmethod
     def of_cpu(cls, devices: int, nodes: int, memory: int) -> "Hardware":
@@ -198,6 +195,13 @@ def gigabytes(size: float) -> str:
         if abs(size) >= unit:
             return f"{size / unit:.3g} {name}" if abs(size) < 1000 * unit else f"{size / unit:.0f} {name}"
     return f"{size:.0f} B"
+
+
+def _as_product(hardware: Hardware, device: object) -> Hardware:
+    """With the rates of the product that the device is, if it is a known one."""
+    name = _device_name(device)
+    product = next((PRODUCTS[known] for known in PRODUCTS if known.partition("-")[0] in name), None)
+    return hardware if product is None else replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)
 
 
 def _device_name(device: object) -> str:

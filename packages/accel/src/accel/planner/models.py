@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from accel.planner.errors import PlanError
-from accel_backends.names import named_parameters
 from accel_precision.policy import PrecisionPolicy
 
 Constructor = Callable[[], nn.Module]
@@ -81,7 +80,6 @@ def fake_copy(
         PlanError: the model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {}
-    tensors: list[torch.Tensor] = []
     with mode:
         for parameter in model.parameters():
             fake = _empty(parameter, dtype_of(parameter))
@@ -94,7 +92,6 @@ def fake_copy(
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = _empty(value, value.dtype)
-                    tensors.append(value)
     try:
         with mode:
             copied = copy.deepcopy(model, memo)
@@ -104,11 +101,6 @@ def fake_copy(
             "function that builds it instead"
         ) from error
     return copied.train(model.training)
-
-
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their first names."""
-    return named_parameters(model)
 
 
 def buffer_bytes(model: nn.Module, policy: PrecisionPolicy) -> int:
