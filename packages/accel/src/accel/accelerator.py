@@ -145,10 +145,6 @@ class Accelerator(
         self._choose_trackers(log_with)
         self._profile_options = parts.handlers.profile
         self._progress_of_run, self._told_stragglers = RunProgress.start(), set()
-        self._companions = {
-            "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
-            "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
-        }
         self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin, parts.config)
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
@@ -289,6 +285,12 @@ class Accelerator(
         known: list[Any] = self._optimizers if isinstance(item, PreparedOptimizer) else self._schedulers
         if not any(item is other for other in known):
             known.append(item)
+
+    def _companions(self) -> dict[str, Companion]:
+        return {
+            "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
+            "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
+        }
 
     def _places(self, device_placement: bool | None) -> bool:
         return self.device_placement if device_placement is None else device_placement

@@ -55,7 +55,6 @@ class CheckpointFacet(ABC):
     _schedulers: list[PreparedScheduler]
     _dataloaders: list[Any]
     _custom_objects: list[Stateful]
-    _companions: dict[str, Companion]
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
     _saver: "AsyncSaver | None" = None
@@ -64,6 +63,10 @@ class CheckpointFacet(ABC):
     _swept: bool = False
     last_save: "SaveHandle | None" = None
     """The last asynchronous save: whether it is done, how long it held up the loop."""
+
+    def _companions(self) -> Mapping[str, Companion]:
+        """What goes with a checkpoint, by name; made anew each time, as it refers to the Accelerator."""
+        return {}
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Makes ``save_state`` and ``load_state`` include these objects.
@@ -223,7 +226,7 @@ class CheckpointFacet(ABC):
             CONFIG_KEY: json.loads(self.config.to_document()),
             TOPOLOGY_KEY: {name: getattr(self.session.topology, name) for name in _TOPOLOGY},
             STRATEGY_KEY: self.backend.name,
-            COMPANIONS_KEY: {name: one.save() for name, one in self._companions.items()},
+            COMPANIONS_KEY: {name: one.save() for name, one in self._companions().items()},
         }
 
     def _wait_for_save(self) -> None:
@@ -250,7 +253,7 @@ class CheckpointFacet(ABC):
             restoration.apply()
             restore_local(checkpoint, self.session, self.backend, self._models, self.clock)
             noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
-            for name, companion in self._companions.items():
+            for name, companion in self._companions().items():
                 companion.load(noted.get(name))
         self._continue_numbering(checkpoint.path)
         return checkpoint.path
