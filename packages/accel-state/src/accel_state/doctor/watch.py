@@ -23,7 +23,7 @@ _DISTANT_PULSE = 2.0
 _GRACE = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
-_OF_PEERS = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
+_OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
 
 @final
