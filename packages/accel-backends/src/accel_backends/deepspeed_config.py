@@ -347,7 +347,8 @@ def _read(name: str, value: Any, origin: str) -> Any:
     Raises:
         ConfigError: it cannot be read as one, with what can.
     """
-    return _READERS.get(name, _path)(name, value, origin)
+    reader: Callable[[str, Any, str], Any] = _READERS.get(name, _path)
+    return reader(name, value, origin)
 
 
 def _stage(name: str, value: Any, origin: str) -> int:

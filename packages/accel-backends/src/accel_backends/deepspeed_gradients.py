@@ -31,12 +31,12 @@ class Gradients(ABC):
         self.optimizer = engine.optimizer
         self.filled = False
         self.settled = False
+        # A method of the optimizer and what it returned for what is settled: the step need not measure again.
+        self._measured: tuple[str, Any] | None = None
 
     def backward(self, run: Callable[[], Any]) -> None:
         """Runs one backward, whose gradients add to what there is."""
-        if self.settled:
-            self.reopen()
-            self.settled = False
+        self._open()
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()  # without it stage 3 takes two backwards with no forward between them for one
@@ -58,9 +58,7 @@ class Gradients(ABC):
 
     def scale(self, factor: Factor) -> None:
         """Multiplies what there is."""
-        if self.settled:
-            self.reopen()
-            self.settled = False
+        self._open()
         for tensor in self.pending():
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
 
@@ -82,13 +80,21 @@ class Gradients(ABC):
         bound = value * float(getattr(self.optimizer, "loss_scale", 1.0))
         for tensor in self.in_place():
             tensor.clamp_(-bound, bound)
+        self._measured = None
         self.measure()
 
     def step(self) -> bool:
         """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective."""
         self.settle()
         configured = self.engine.gradient_clipping()
-        self._at_boundary(self.engine.step)
+        measured = self._measured
+        if measured is not None:
+            setattr(self.optimizer, measured[0], lambda: measured[1])
+        try:
+            self._at_boundary(self.engine.step)
+        finally:
+            if measured is not None:
+                delattr(self.optimizer, measured[0])
         if hasattr(self.optimizer, "clip_grad"):
             self.optimizer.clip_grad = configured
         self.stepped()
@@ -97,6 +103,14 @@ class Gradients(ABC):
     def stepped(self) -> None:
         """The engine has stepped and let go of the gradients."""
         self.filled = self.settled = False
+        self._measured = None
+
+    def _open(self) -> None:
+        """Lets more be added, or what there is be changed."""
+        if self.settled:
+            self.reopen()
+            self.settled = False
+        self._measured = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced."""
@@ -326,7 +340,8 @@ class PartitionedGradients(Gradients):
 
     def scaled_norm(self) -> Any:
         """DeepSpeed's own, over the parts of all ranks."""
-        return self.optimizer.scaled_global_norm()
+        self._measured = "scaled_global_norm", self.optimizer.scaled_global_norm()
+        return self._measured[1]
 
     def discard(self) -> None:
         """What DeepSpeed does with gradients that overflowed."""
