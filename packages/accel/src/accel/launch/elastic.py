@@ -15,6 +15,7 @@ from accel.launch.interrupts import Interrupts
 from accel.launch.meeting import MeetingPoint
 from accel.launch.planning import LaunchPlan
 from accel.launch.ports import reserved_port
+from accel_state.environment import patch_environment
 from accel_state.errors import LaunchError
 
 # Seconds that a meeting waits for more machines once enough are there; between two signs of life; and how many of
@@ -52,7 +53,9 @@ class ElasticMeeting(MeetingPoint):
             self._inner = self._make_inner()
         with self._lost():
             try:
-                info = self._inner.next_rendezvous()
+                # Torch would otherwise name its own store in the first round only, where newcomers do not look.
+                with patch_environment(torch_disable_share_rdzv_tcp_store="1"):
+                    info = self._inner.next_rendezvous()
             except RendezvousError as error:
                 reason = self.given_up() or f"fewer than {self._few} machines came: {error}"
                 raise LaunchError(f"{reason} (nnodes {self._few}:{self._many})") from error
