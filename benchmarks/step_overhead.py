@@ -1,8 +1,8 @@
 """Microseconds that a training step costs more than the same step written by hand in PyTorch.
 
-``adds us`` is what the clock on the wall says. On several ranks a step mostly waits for the others, and that wait varies
-by more than what is sought; ``busy us`` is the processor time of the thread that runs the loop, which waiting is no part
-of.
+``adds us`` is what the clock on the wall says. On several ranks a step mostly waits for the others, and that wait
+varies by more than what is sought; ``busy us`` is the processor time of the thread that runs the loop, which waiting
+is no part of.
 """
 
 import statistics
@@ -46,7 +46,12 @@ def main() -> None:
     args = options.parse_args()
     rounds, steps = (2, 10) if args.quick else (args.rounds, 400)
     names = [name for name, _ in variants(args.peers) if name != "raw"]
-    columns = ["case", "ranks", "raw_us", *(f"{name}_{what}" for name in names for what in ("adds_us", "busy_us", "ratio"))]
+    columns = [
+        "case",
+        "ranks",
+        "raw_us",
+        *(f"{name}_{what}" for name in names for what in ("adds_us", "busy_us", "ratio")),
+    ]
     report = Report("What a step costs beyond raw PyTorch (goal: 15 µs plain, 20 µs with one of the others)", columns)
     from accel_testing import RankPool
 

@@ -92,7 +92,7 @@ class Closed:
 
 def pack(value: Any) -> bytes:
     """Pickles by value what cannot be imported elsewhere: closures, lambdas, everything of ``__main__``."""
-    from cloudpickle import dumps  # type: ignore[import-untyped]
+    from cloudpickle import dumps
 
     data: bytes = dumps(value)
     return data

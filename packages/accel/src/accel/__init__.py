@@ -67,9 +67,7 @@ _EXPORTS = {
 _PLACE_OF = {name: (module, name) for module, names in _EXPORTS.items() for name in names}
 _PLACE_OF["DataLoaderConfiguration"] = ("accel_data", "LoaderOptions")
 # Reachable as attributes without an import of their own, as users of these names are used to.
-_SUBMODULES = frozenset(
-    {"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils"}
-)
+_SUBMODULES = frozenset({"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils"})
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
 

@@ -9,7 +9,7 @@ them came after all.
 import json
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel_state.errors import CheckpointError
 
@@ -44,11 +44,11 @@ class Attendance:
     @classmethod
     def of(cls, session: "Session") -> "Attendance | None":
         """That of a session's ranks; None where there is one only."""
-        if session.group is None or session.world_size == 1:
+        if session.group is None or session.timeout is None or session.world_size == 1:
             return None
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        store = session.group.get_group_store().clone()
+        store: Any = session.group.get_group_store().clone()  # type: ignore[attr-defined]
         number = store.add(f"{_PREFIX}/{session.rank}", 1)  # all ranks make theirs in the same order
         return cls(PrefixStore(f"{_PREFIX}/{number}", store), session.rank, session.world_size, session.timeout)
 
