@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from accel_data import iterable_reader
 from accel_data.cursor import Cursor
 from accel_data.iterable import Stride
 from accel_data.iterable_reader import StreamReader, WorkerInit
@@ -314,7 +315,8 @@ def test_workers_may_change_between_save_and_resume(before, after, dataset):
     assert got + listed(other) == [[2, 3], [6, 7], [10, 11], [14, 15], [18, 19]]
 
 
-def test_a_seekable_dataset_is_not_read_again_from_the_front():
+def test_a_seekable_dataset_is_not_read_again_from_the_front(monkeypatch):
+    monkeypatch.setattr(iterable_reader, "_SNAPSHOT_SHARE", float("inf"))  # however slow the machine is just now
     loader = prepared(Seekable(1000))
     iterator = iter(loader)
     for _ in range(450):
@@ -323,7 +325,7 @@ def test_a_seekable_dataset_is_not_read_again_from_the_front():
     other = prepared(dataset)
     other.load_state_dict(loader.state_dict())
     assert next(iter(other)).tolist() == [900, 901]
-    assert dataset.reads < 500
+    assert dataset.reads < 10
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])

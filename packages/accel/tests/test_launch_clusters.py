@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -178,12 +179,12 @@ def test_machines_with_different_numbers_of_slots_are_refused() -> None:
         plan_ssh(resolve_config({}, {}), ["a.py"], MACHINES, folder="/", env={})
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_deepspeeds_hostfile_starts_machines_or_tells_this_one_its_place(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     script = tmp_path / "train.py"
     script.write_text("")
     given = {"use_deepspeed": True, "deepspeed_hostfile": str(tmp_path / "hosts"), "cpu": True}
-    pytest.importorskip("deepspeed")
     over_ssh = prepare(resolve_config(given, {}), [str(script)], {}).plan.to_json()
     assert [machine["name"] for machine in over_ssh["machines"]] == ["a", "b"]  # type: ignore[attr-defined]
     by_hand = given | {"deepspeed_multinode_launcher": "standard", "machine_rank": 1}

@@ -167,28 +167,14 @@ def test_parameters_and_optimizer_states_are_spread_over_the_devices():
     assert all(one.startswith("{devices=[") and "replicated" not in one for one in specs)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_checkpoints_go_to_the_cpu_and_back(shard, tmp_path):
-    path = tmp_path / "state"
-
-    def on_xla(first: Path | None, last: Path, *, epochs):
-        _, _, accelerator, model, optimizer = trained(sharded() if shard else None, count=88, epochs=0)
-        if first is not None:
-            accelerator.load_state(first)
-        return go_on(accelerator, model, optimizer, last)
-
-    on_devices(4, lambda: on_xla(None, path / "1", epochs=1))
-    on_devices(1, lambda: on_cpu(path / "1", path / "2"))
-    losses, state = on_devices(4, lambda: on_xla(path / "2", path / "3", epochs=1))
-    expected, model = plain(count=88, epochs=3)
-    assert losses == pytest.approx(expected[-11:], rel=1e-5)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-
-
-def go_on(accelerator, model, optimizer, last):
-    """An epoch from where the Accelerator is, and a checkpoint."""
-    loader = accelerator.prepare(DataLoader(TensorDataset(samples(88)), batch_size=8))
+def one_epoch(first: Path | None, last: Path, *, shard=False, cpu=False):
+    """Goes on from a checkpoint for one epoch and leaves another."""
+    accelerator = Accelerator(strategy=sharded() if shard else None, cpu=cpu)
+    model = network()
+    loader = DataLoader(TensorDataset(samples(88)), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+    if first is not None:
+        accelerator.load_state(first)
     losses = []
     for (x,) in loader:
         loss = model(x).square().mean()
@@ -196,18 +182,20 @@ def go_on(accelerator, model, optimizer, last):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    accelerator.free_memory(loader)
-    accelerator._models, accelerator._optimizers = [model], [optimizer]
     accelerator.save_state(last)
     return [float(one) for one in losses], accelerator.get_state_dict(model)
 
 
-def on_cpu(first, last):
-    accelerator = Accelerator(cpu=True)
-    model = network()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    accelerator.load_state(first)
-    return go_on(accelerator, model, optimizer, last)
+@pytest.mark.parametrize("shard", [False, True])
+def test_checkpoints_go_to_the_cpu_and_back(shard, tmp_path):
+    path = tmp_path / "state"
+    on_devices(4, one_epoch, None, path / "1", shard=shard)
+    on_devices(1, one_epoch, path / "1", path / "2", cpu=True)
+    losses, state = on_devices(4, one_epoch, path / "2", path / "3", shard=shard)
+    expected, model = plain(count=88, epochs=3)
+    assert losses == pytest.approx(expected[-11:], rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_random_numbers_go_on_after_a_resume(tmp_path):

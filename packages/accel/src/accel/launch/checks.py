@@ -94,7 +94,8 @@ def _check_machines(config: AccelConfig) -> None:
         raise LaunchError(f"nnodes is {config.nnodes}: the first number is how few machines, the second how many")
     if config.rdzv_conf is not None and not is_elastic(config):
         raise LaunchError("rdzv_conf means nothing to machines with given ranks; add --rdzv_backend c10d, or drop it")
-    if not is_elastic(config) and config.machine_rank >= many:
+    # A hostfile of DeepSpeed says how many machines there are; the plan made of it is checked again.
+    if not is_elastic(config) and config.deepspeed_hostfile is None and config.machine_rank >= many:
         raise LaunchError(f"machine_rank is {config.machine_rank} of num_machines {many}; expected 0 to {many - 1}")
     started_from_here = any(config.is_on(name) for name in _STARTERS)
     if many > 1 and not started_from_here and not (config.main_process_ip and config.main_process_port):

@@ -130,4 +130,5 @@ def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: 
         deepspeed_exclusion_filter=None,
         origins={**config.origins, "num_machines": said},
     )
+    check_settings(settled)
     return _here(settled, program, env)
