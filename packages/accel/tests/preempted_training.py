@@ -22,13 +22,13 @@ MOMENT, RANK = os.environ.get("MOMENT", ""), int(os.environ["RANK"])
 
 
 def at(moment: str) -> None:
-    """Has the launcher told to end if this is the moment; from then on every read of data takes very long."""
+    """Has the launcher told to end if this is the moment; reading data, or loading, then takes very long."""
     global MOMENT
     if moment == MOMENT:
         MOMENT = "over"
         if RANK == 0:
             os.kill(int(os.environ["ACCEL_LAUNCHER_PID"]), signal.SIGTERM)
-        if moment == "data":
+        if moment in ("data", "loading"):
             time.sleep(60)
 
 
@@ -50,7 +50,8 @@ class Progress:
         self.ledger: list[list[float]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        at("saving")
+        # Loading asks as well, for what it would put back if another part refused; nothing has been trained then.
+        at("saving" if self.steps else "loading")
         return {"steps": self.steps, "ledger": self.ledger}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -100,6 +100,10 @@ def test_a_run_preempted_and_killed_again_and_again_ends_as_if_nothing_had_happe
         assert run.seconds < 59, "a read of 60 s was waited for"
         assert resumed_at(run) == [done] * 2
         done = int((folder / "done").read_text())
+    run = launched(folder, MOMENT="loading")
+    assert run.status == 128 + signal.SIGTERM, run.output  # nothing has been done that could be saved, or lost
+    assert not run.orphans
+    assert not resumed_at(run)
     run = launched(folder, "--max_restarts", "1", KILL="18").check()
     assert "rank 1 of 2 failed first" in run.output
     assert resumed_at(run) == [done] * 2 + [14] * 2

@@ -71,6 +71,8 @@ class CheckpointFacet(ABC):
     def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Makes ``save_state`` and ``load_state`` include these objects.
 
+        Loading asks for their ``state_dict`` as well: it is put back if another part refuses what was saved.
+
         Raises:
             ConfigError: an object has no ``state_dict`` and ``load_state_dict``; none of them is registered then.
         """
