@@ -1,6 +1,8 @@
 """The hang doctor's record, and what it concludes from what is known of every rank."""
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -8,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from accel_state import Session, collectives
 from accel_state.doctor.active import _active, outline, recorded
 from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose
+from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
 from accel_state.errors import CollectiveMismatchError
 
@@ -174,3 +178,25 @@ def test_a_mismatch_is_an_error_before_anything_is_sent(rank: int) -> None:
     session.close()
     assert not _active
     assert "accel-doctor" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_that_left_before_it_was_met_is_known_by_its_last_message(record: Record) -> None:
+    store = HashStore()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = Peers(store, 1, 2, record)
+    store.set("who/1", json.dumps({**left._me, "pid": ended.pid}))
+    record.enter("barrier", "", shared=True)
+    record.beat(LEFT + "CollectiveMismatchError: at b.py:2")
+    left.send()
+    mine = Record()
+    peers = Peers(store, 0, 2, mine)
+    peers.meet()
+    assert peers.look()[1].life == "dead"
+    peers.receive()
+    seen = peers.look()[1]
+    assert (seen.life, seen.reason) == ("left", "CollectiveMismatchError: at b.py:2")
+    assert seen.current is not None
+    assert seen.current.operation == "barrier"
+    peers.close()
+    mine.close()

@@ -31,6 +31,7 @@ class Watched:
         self.memory: mmap.mmap | None = None
         self.image: bytes | None = None
         self._pid = 0
+        self._gone = False
         self._pidfd = -1
         self._life: Life = "alive"
         self._since = self._looked = self._heard = self._still = time.monotonic()
@@ -45,6 +46,7 @@ class Watched:
             if memory[:16].hex() == token:
                 self.memory, self._pid = memory, pid
                 self._pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        self._gone = self.memory is None and _has_ended(pid)
 
     @property
     def is_local(self) -> bool:
@@ -90,6 +92,8 @@ class Watched:
     def _alive(self, snapshot: Snapshot | None, now: float) -> tuple[Life, str]:
         if snapshot is not None and snapshot.said.startswith(LEFT):
             return "left", snapshot.said[1:]
+        if self._gone:  # before its memory could be mapped
+            return "dead", ""
         if self._pidfd >= 0 and select.select([self._pidfd], [], [], 0)[0]:
             return "dead", ""
         if self._pid:
@@ -97,9 +101,7 @@ class Watched:
         return ("silent" if now - self._heard > 2 * STALLED else "alive"), ""
 
     def _state(self) -> str:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return "?"
+        return _state_of(self._pid)
 
     def _runs(self) -> bool:
         return bool(self._pid) and self._state() == "R"
@@ -131,9 +133,9 @@ class Peers:
             if not self._store.check([key]):
                 continue
             who = json.loads(self._store.get(key))
-            self._unknown.discard(rank)
             if who["host"] == self._me["host"] and who["descriptor"] >= 0:
                 self.watched[rank].map(who["pid"], who["descriptor"], who["token"])
+            self._unknown.discard(rank)
 
     @property
     def complete(self) -> bool:
@@ -164,6 +166,22 @@ class Peers:
         """Lets go of the others' memories."""
         for one in self.watched:
             one.close()
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return _state_of(pid) in "ZX"
 
 
 def _host() -> str:

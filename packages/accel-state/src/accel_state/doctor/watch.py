@@ -44,6 +44,7 @@ class Doctor:
         self._patience = REMARKABLE
         self._process = os.getpid()
         self._closed = threading.Event()
+        self._informed = threading.Event()
         self._lock = threading.Lock()
         self._memories: list[Any] = []
         self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
@@ -65,10 +66,11 @@ class Doctor:
         atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
             self._thread.join(_GRACE)
-        self.record.beat(LEFT + _farewell())
+        farewell = _farewell()
+        self.record.beat(LEFT + farewell)
         if not self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                if self._peers.scattered:
+                if self._peers.scattered or farewell:  # one that has not mapped the memory by now cannot any more
                     self._peers.send()
             self._peers.close()
             self.record.close()
@@ -103,7 +105,9 @@ class Doctor:
         deadline = time.monotonic() + _SEARCH
         found = self._finding
         while found is None and time.monotonic() < deadline and not self._closed.is_set():
-            found = diagnose(self._look(), lost=True)
+            # Who has not met all yet would blame one of those that it knows.
+            informed = self._informed.is_set() or deadline - time.monotonic() < _SEARCH / 2
+            found = diagnose(self._look(), lost=True) if informed else None
             if found is None or not found.final:
                 found = None
                 time.sleep(0.1)
@@ -131,7 +135,7 @@ class Doctor:
     def _watch(self) -> None:
         sent = 0.0
         lost = False
-        while not self._closed.wait(_PULSE if self._memories or lost else 0.05):
+        while not self._closed.wait(_PULSE if self._informed.is_set() else 0.05):
             self.record.beat(describe_place(self._main))
             try:
                 if not lost and not self._peers.complete:
@@ -144,6 +148,8 @@ class Doctor:
                     self._peers.receive()
             except RuntimeError:
                 lost = True  # rank 0 is gone, or does not answer; what is in memory has to do
+            if lost or self._peers.complete:
+                self._informed.set()
             states = self._look()
             own = states[self._rank]
             if own.waiting >= STALLED:
