@@ -5,6 +5,7 @@ import math
 import shutil
 import struct
 import sys
+import time
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,7 @@ from accel.cli.report import _BROWSERS, draw, screenshot
 from accel.report import find_run, page_of, plots_of, read_history
 from accel.report.history import history_of
 from accel.report.plots import curve, number_text, running_median, ticks
+from accel.tracking import QueueOptions
 from accel_state.errors import ConfigError
 from accel_testing.launching import run_command
 
@@ -33,9 +35,13 @@ def logged(step: int, loss: float, at: float) -> dict[str, Any]:
     return {"kind": "logged", "time": at, "step": step, "values": {"loss": loss}}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was taken up again after two steps too many."""
+@pytest.fixture(scope="module", params=[0.02, 1000.0], ids=["delivered", "not-delivered"])
+def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A run that was taken up again after two steps too many.
+
+    What had been logged by the checkpoint was in the journal by then, or was on its way there and is in the checkpoint.
+    """
+    queue = QueueOptions(interval=request.param)
     folder = tmp_path_factory.mktemp("run")
     for life in range(2):
         accelerator = Accelerator(
@@ -47,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model, loader = accelerator.prepare(nn.Linear(8, 8), loader)
         if life:
             accelerator.load_state("latest")
-        accelerator.init_trackers("shown", {"lr": 0.1, "net": {"<width>": 8}})
+        accelerator.init_trackers("shown", {"lr": 0.1, "net": {"<width>": 8}}, queue=queue)
         meter = accelerator.meter(every=2, tokens=lambda batch: batch[0].numel(), flops_per_sample=10, peak_flops=1e6)
         for batch in meter.watch(loader):
             with accelerator.accumulate(model):
@@ -57,6 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 meter.step(loss)
                 accelerator.log({"loss": loss, "lr": 0.1 / meter.steps}, step=meter.steps)
                 if meter.steps == 4 and not life:
+                    wait_for_delivery(accelerator, request.param)
                     accelerator.save_state()
                 if meter.steps == 6 and not life:
                     break
@@ -64,6 +71,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert tracking is not None
         tracking.finish()
     return folder
+
+
+def wait_for_delivery(accelerator: Accelerator, interval: float) -> None:
+    """Waits until the journal holds all there is, where it is ever to."""
+    tracking = accelerator._tracking
+    assert tracking is not None
+    deadline = time.monotonic() + 60
+    while interval < 1 and tracking.lanes[0].state_dict()["held"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Wellformed(HTMLParser):
@@ -123,16 +140,19 @@ def test_curves_over_a_restart_hold_each_step_once(run: Path) -> None:
 
 
 @QUICKLY
-@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12))
-def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, second: int) -> None:
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12), st.integers(0, 13))
+def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, second: int, waiting: int) -> None:
+    """``waiting``: values that were on their way to the journal when the checkpoint was saved, and so are in both."""
     lines = [{"kind": "begun", "time": 0.0}]
     lines += [logged(step, 1.0, 1.0 + step) for step in range(first)]
-    lines += [{"kind": "resumed", "time": 50.0, "marks": {"loss": mark}}]
     after = min(mark, first - 1) + 1
+    delivered = max(after - waiting, 0)
+    lines += [{"kind": "resumed", "time": 50.0, "marks": {"loss": delivered - 1} if delivered else {}}]
+    lines += [logged(step, 1.0, 1.0 + step) for step in range(delivered, after)]
     lines += [logged(step, 2.0, 60.0 + step) for step in range(after, after + second)]
     history = history_of(lines)
     assert [step for step, _ in history.curves["loss"]] == list(range(after + second))
-    assert [step for step, _ in history.lost["loss"]] == list(range(after, first))
+    assert [step for step, _ in history.lost.get("loss", [])] == list(range(after, first))
     assert history.lives == [0.0, 50.0]
 
 
@@ -149,12 +169,14 @@ def test_the_newest_run_below_a_folder_is_found(run: Path, tmp_path: Path) -> No
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+@example(900719925.9882812, 1e-06)
 @QUICKLY
 def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
     high = low + width
     marks = ticks(low, high)
     slack = (high - low) * 1e-6
     assert len(marks) <= 12
+    assert marks == sorted(set(marks))
     assert all(low - slack <= mark <= high + slack for mark in marks)
 
 

@@ -93,8 +93,7 @@ def read_history(journal: Path) -> History:
 
 def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History:
     """What a journal's lines tell. A restart moves to ``lost`` what was logged after its checkpoint."""
-    # What was on its way when a checkpoint was saved is in it, and may have been written a second time.
-    lines = list({json.dumps(line, sort_keys=True): line for line in lines}.values())
+    lines = _without_repetitions(lines)
     began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
     history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
     for line in lines:
@@ -119,6 +118,20 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
             text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
             history.events.append(Event(seconds, line.get(STEP), kind, text, len(history.lives)))
     return history
+
+
+def _without_repetitions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each line once. What was on its way when a checkpoint was saved is in it, and may be written a second time.
+
+    Values count where they were written last: a restart takes back what its marks do not hold, and is given it anew.
+    """
+    once: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        text = json.dumps(line, sort_keys=True)
+        if line[KIND] == LOGGED:
+            once.pop(text, None)
+        once.setdefault(text, line)
+    return list(once.values())
 
 
 def _add_values(history: History, line: dict[str, Any]) -> None:

@@ -157,13 +157,15 @@ def ticks(low: float, high: float, *, whole: bool = False, count: int = 5) -> li
     """Round numbers in a range, about ``count`` of them."""
     if high <= low:
         return [low]
-    raw = (high - low) / count
+    # Marks closer than two neighbouring floats would fall together.
+    raw = max((high - low) / count, math.ulp(max(abs(low), abs(high))))
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
     if whole:
         step = max(1, round(step))
     first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    marks = (number * step for number in range(first, math.floor(high / step + 1e-9) + 1))
+    return list(dict.fromkeys(min(max(mark, low), high) for mark in marks))
 
 
 def number_text(value: float) -> str:
