@@ -99,7 +99,7 @@ def trained(strategy, *, count=91, epochs=2, even=True):
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
-            rows.append(accelerator.gather_for_metrics(x))
+            rows.append(accelerator.gather_for_metrics(x.cpu()))
     return [float(one) for one in losses], torch.cat(rows).cpu(), accelerator, model, optimizer
 
 

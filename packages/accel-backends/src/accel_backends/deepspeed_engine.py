@@ -66,6 +66,7 @@ def start_engine(
     deepspeed = library(session.device.type)
     use_device(session)
     open_communication(session)
+    _count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         with local_rank(session):
@@ -84,6 +85,25 @@ def start_engine(
         raise
     engine.__dict__[WRAPS] = "module"
     return engine
+
+
+def _count_alike(session: "Session") -> None:
+    """Lets all ranks give the next module, and the next parameter, the same number.
+
+    Stage 3 numbers both over all engines of a process and compares the numbers between ranks, which differ if one of
+    them had an engine of its own before. Modules are counted in the default argument of the method that numbers them.
+    """
+    if session.world_size == 1:
+        return
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    modules = defaults[0] if defaults and isinstance(defaults[0], list) else [0]
+    most = torch.tensor([modules[0], Init.param_id], device=session.device.torch)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=session.group)
+    modules[0], Init.param_id = most.tolist()
 
 
 def take_engine(

@@ -118,8 +118,7 @@ class XLABackend(Backend):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters and ends the recording of the step, which runs then."""
         taken = super().step(optimizer, closure)
-        self._sync()
-        self.watch.stepped()
+        self.watch.end_step(self._sync)
         return taken
 
     # States

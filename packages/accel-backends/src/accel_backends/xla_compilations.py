@@ -1,5 +1,6 @@
 """How often XLA compiled, and a word to the user when it does so late: shapes that change cost seconds each time."""
 
+from collections.abc import Callable
 from typing import final
 
 from accel_state.logging import get_logger
@@ -9,7 +10,9 @@ _log = get_logger(__name__)
 
 @final
 class CompilationWatch:
-    """Looks after each optimizer step whether the number of compilations has grown.
+    """Looks whether ending an optimizer step compiled something, as it should only in the first few.
+
+    What a user reads from the devices between steps may compile programs of its own; those are not counted.
 
     Attributes:
         steps: optimizer steps seen.
@@ -20,13 +23,14 @@ class CompilationWatch:
         self.steps = 0
         self.late = 0
         self._quiet_steps = quiet_steps
-        self._seen = compilations()
 
-    def stepped(self) -> None:
-        """An optimizer step has ended."""
-        self.steps += 1
+    def end_step(self, end: Callable[[], None]) -> None:
+        """Calls ``end``, which ends an optimizer step."""
+        before = compilations()
+        end()
         now = compilations()
-        new, self._seen = now - self._seen, now
+        self.steps += 1
+        new = now - before
         if new and self.steps > self._quiet_steps:
             self.late += new
             _log.warning(
