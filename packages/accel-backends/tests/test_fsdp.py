@@ -1,5 +1,6 @@
 """Sharded over ranks, a model trains as it does on one."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, TorchDynamoPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, ConfigError, PrepareError, Session
+from accel_testing import RankPool
 from accel_testing.models import WithBuffers, WithFrozen, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
@@ -279,10 +281,20 @@ def test_what_the_user_sharded_is_taken_as_it_is() -> None:
     assert backend.step(optimizer)
 
 
-@pytest.mark.ranks(2)
+@pytest.fixture(scope="module")
+def fresh_pool() -> Iterator[RankPool]:
+    """Ranks that have not seen DeepSpeed: once it has run in a process, equal blocks no longer share a graph there."""
+    with RankPool(2, preload=["torch._dynamo"]) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-def test_compiled_units_compute_the_same(regional: bool, checkpointing: bool) -> None:
+def test_compiled_units_compute_the_same(fresh_pool: RankPool, regional: bool, checkpointing: bool) -> None:
+    fresh_pool.run(compile_and_compare, regional, checkpointing)
+
+
+def compile_and_compare(regional: bool, checkpointing: bool) -> None:
     import torch._dynamo
     from torch._dynamo.utils import counters
 
