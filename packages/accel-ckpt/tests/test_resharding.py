@@ -74,7 +74,7 @@ COMMANDS = {
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of memory")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_memory_holds_few_tensors_at_a_time(tmp_path: Path, command: str) -> None:
-    """Of sixteen tensors of 8 MiB, two (or the blocks that threads look at) and what is compared of them."""
+    """Of sixteen tensors of 8 MiB, few (one for each thread that looks at them) and what is compared of them."""
     for name in ("one", "other"):
         state = {"model": {f"w{number}": torch.full((1024, 2048), float(number)) for number in range(16)}}
         accel_ckpt.save(tmp_path / name, state)
@@ -95,4 +95,4 @@ before = memory("VmRSS:")
 print(memory("VmHWM:") - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) < 72, "MiB"
+    assert int(done.stdout) < 100, "MiB"

@@ -85,11 +85,15 @@ class Watch:
         except (RuntimeError, OSError):
             return  # the store went with the rank that kept it
 
+    def said(self) -> str | None:
+        """What another rank has said; None as long as all is well."""
+        return self.heard
+
     def heeding(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, until another rank has failed; raises ``DataError`` then."""
         for batch in batches:
             if self.heard is not None:
-                raise DataError(f"this rank stops because another cannot go on: {self.heard}")
+                raise stopped(self.heard)
             yield batch
 
     def tell(self, error: BaseException) -> None:
@@ -107,3 +111,8 @@ class Watch:
     def close(self) -> None:
         """The pass is over."""
         self._over.set()
+
+
+def stopped(trouble: str) -> DataError:
+    """What a rank raises that has heard of another's trouble."""
+    return DataError(f"this rank stops because another cannot go on: {trouble}")

@@ -3,12 +3,13 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 
+from accel_data.alarm import stopped
 from accel_data.dispatch_memory import Blocks
 from accel_data.dispatch_message import FRONT, Arriving, body_size, joined_body, pack, split_body
 from accel_data.peers import Peers
@@ -22,6 +23,7 @@ READER = 0
 _HELD_MESSAGES = 2
 _MOST_STEPS = 16
 _MOST_BYTES = 8 << 20
+_LOOK_EVERY = 0.5
 _GOODBYE = 5.0
 """Seconds a leaving rank waits for its thread; what is left then is finished in the background."""
 
@@ -256,10 +258,24 @@ class Receiver:
             work.wait()
 
 
-def take(end: "Sender | Receiver", patience: float | None, number: int) -> Message:
-    """The next message for the loop; raises what went wrong, on every rank, as a ``DataError`` that names it."""
+def take(
+    end: "Sender | Receiver", patience: float | None, number: int, trouble: Callable[[], str | None] | None
+) -> Message:
+    """The next message for the loop; raises what went wrong, on every rank, as a ``DataError`` that names it.
+
+    ``trouble`` tells what another rank has said in another way: the reader may be gone before it could send anything.
+    """
     began = time.monotonic()
-    message = end.lane.get(patience)
+    while True:
+        left = None if patience is None else max(patience - (time.monotonic() - began), 0.0)
+        message = end.lane.get(left if trouble is None else min(_LOOK_EVERY, _LOOK_EVERY if left is None else left))
+        if message is not None or left == 0.0 or trouble is None:
+            break
+        if (said := trouble()) is not None:
+            message = end.lane.get(_LOOK_EVERY)  # the reader's own word, if it still comes
+            if message is None:
+                raise stopped(said)
+            break
     if message is None:
         raise DataError(
             f"no batch came from rank {READER} for {time.monotonic() - began:.0f} s (batch {number} of this rank); it "

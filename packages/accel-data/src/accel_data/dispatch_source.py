@@ -167,7 +167,7 @@ class DispatchPass(Pass):
         end = self._end = self._open(peers)
         number = 1
         while True:
-            message = take(end, peers.patience, number)
+            message = take(end, peers.patience, number, self.trouble)
             if message.kind == "end":
                 self._finish()
                 return

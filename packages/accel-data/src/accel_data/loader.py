@@ -80,7 +80,9 @@ class PreparedLoader:
         complete = False
         if observer is not None:
             observer.began(self)
-        batches = run.batches if watch is None else watch.heeding(run.batches)
+        batches = run.batches
+        if watch is not None:
+            batches, run.trouble = watch.heeding(batches), watch.said
         batches = batches if self.gate is None else self.gate(self, batches)
         try:
             if run.exact and self._placer is None:

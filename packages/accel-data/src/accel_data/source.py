@@ -12,7 +12,7 @@ tells the observer, and counts what it has delivered; a source does none of that
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_data.cursor import Cursor, Step
@@ -35,6 +35,8 @@ class Pass(ABC):
             nothing. A pass may learn it as late as when its last batch is taken.
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
             and whether the user then went on to the end of the loop.
+        trouble: set by the loader: what another rank has said went wrong with it, for a pass that waits for others;
+            None where nobody listens.
     """
 
     batches: Iterator[Any]
@@ -44,6 +46,7 @@ class Pass(ABC):
     delivered: int = 0
     at_end: bool = False
     complete: bool = False
+    trouble: Callable[[], str | None] | None = None
 
     @property
     def readers(self) -> Iterator[Any]:
