@@ -3,9 +3,9 @@
 Names are imported on first use: the pytest plugin is loaded in every run, and must cost next to nothing there.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from accel_state.lazy import lazy_names
 from accel_testing._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -49,13 +49,4 @@ _EXPORTS = {
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *sorted(_MODULES)]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

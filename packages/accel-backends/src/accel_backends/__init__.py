@@ -1,9 +1,9 @@
 """How a model is placed, synchronised and stepped."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_backends._version import __version__ as __version__
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_backends.averaging import average_tensors as average_tensors
@@ -101,13 +101,4 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'accel_backends' has no attribute {name!r}")
-    return getattr(import_module(f"accel_backends.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{module}" for name, module in _HOMES.items()})

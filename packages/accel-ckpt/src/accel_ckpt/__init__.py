@@ -3,10 +3,10 @@
 Names are imported on first use, so that ``import accel_ckpt`` costs next to nothing.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from accel_ckpt._version import __version__ as __version__
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_ckpt.background import AsyncSaver as AsyncSaver
@@ -57,13 +57,4 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted([*_MODULE_OF, "__version__"])
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

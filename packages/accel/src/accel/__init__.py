@@ -5,10 +5,10 @@
 Names are imported on first use, so that ``import accel`` costs next to nothing and touches no device.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from accel._version import __version__ as __version__
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
@@ -64,21 +64,10 @@ _EXPORTS = {
         "synchronize_rng_states",
     ),
 }
-_PLACE_OF = {name: (module, name) for module, names in _EXPORTS.items() for name in names}
-_PLACE_OF["DataLoaderConfiguration"] = ("accel_data", "LoaderOptions")
+_PLACE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_PLACE_OF["DataLoaderConfiguration"] = "accel_data:LoaderOptions"
 # Reachable as attributes without an import of their own, as users of these names are used to.
-_SUBMODULES = frozenset({"data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils"})
+_SUBMODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
-
-def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _PLACE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, original = _PLACE_OF[name]
-    return getattr(import_module(module), original)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {**_PLACE_OF, **{name: f".{name}:" for name in _SUBMODULES}})

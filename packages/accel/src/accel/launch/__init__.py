@@ -3,8 +3,9 @@
 Names are imported on first use; torch is imported only where several machines have to find each other.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.launch.host import HostFacts as HostFacts
@@ -23,13 +24,4 @@ _MODULE_OF = {
     "run": "accel.launch.running",
 }
 __all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -1,7 +1,8 @@
 """What a run spends its time on, how fast it goes, and whether it is well."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.meters.flops import count_flops as count_flops
@@ -26,13 +27,4 @@ _EXPORTS = {
 }
 _PLACE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_PLACE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{module}" for name, module in _PLACE_OF.items()})

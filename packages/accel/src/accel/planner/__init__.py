@@ -3,8 +3,9 @@
 from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.planner.auto import AutoStrategy as AutoStrategy
@@ -56,13 +57,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'accel.planner' has no attribute {name!r}")
-    return getattr(import_module(f"accel.planner.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{module}" for name, module in _HOMES.items()})

@@ -1,7 +1,8 @@
 """A run's own log as one page: what happened, how fast, and with which settings."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.report.history import History as History
@@ -18,13 +19,4 @@ _PLACE_OF = {
     "read_history": "history",
 }
 __all__ = sorted(_PLACE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{module}" for name, module in _PLACE_OF.items()})

@@ -1,7 +1,8 @@
 """Where a run's numbers go: trackers, and the queues that keep them from ever holding up or ending a run."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.tracking.aim import AimTracker as AimTracker
@@ -43,15 +44,12 @@ _PLACE_OF = {name: module for module, names in _EXPORTS.items() for name in name
 __all__ = sorted([*_PLACE_OF, "LOGGER_TYPE_TO_CLASS"])
 
 
+_named, __dir__ = lazy_names(__name__, {name: f".{module}" for name, module in _PLACE_OF.items()})
+
+
 def __getattr__(name: str) -> Any:
     if name == "LOGGER_TYPE_TO_CLASS":
         from accel.tracking.registry import LIBRARIES, load_tracker
 
         return {library: load_tracker(library) for library in LIBRARIES}
-    if name not in _PLACE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return _named(name)

@@ -1,7 +1,8 @@
 """Helpers under the names of ``accelerate.utils``; each is imported on first use."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
@@ -409,13 +410,4 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
