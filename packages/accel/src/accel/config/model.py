@@ -52,22 +52,6 @@ class Explanation:
     help: str
 
 
-SECTIONS = (
-    TrainingSettings,
-    CompilationSettings,
-    Fp8Settings,
-    ProcessSettings,
-    MachineSettings,
-    OutputSettings,
-    ParallelismSettings,
-    FSDPSettings,
-    DeepSpeedSettings,
-    MegatronSettings,
-    TPUSettings,
-)
-"""The parts of the table, in the order in which they are shown."""
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class AccelConfig(
@@ -86,8 +70,8 @@ class AccelConfig(
     """One resolved configuration. Made by ``resolve_config``; built directly, every value counts as a default.
 
     Each field is one row of the table from which resolving, flags, their help and ``accel config show`` derive; they
-    stand in ``accel.config.sections``. Fields marked ``launch_only`` steer ``accel launch`` and mean nothing to the
-    training script.
+    stand in ``accel.config.sections``, whose classes are shown in the order in which they are named here. Fields marked
+    ``launch_only`` steer ``accel launch`` and mean nothing to the training script.
     """
 
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
@@ -155,7 +139,9 @@ def spread(variables: dict[str, str]) -> dict[str, str]:
 @cache
 def settings() -> Mapping[str, Setting]:
     """The table itself: every setting by name."""
-    return MappingProxyType({name: row for section in SECTIONS for name, row in settings_of(section).items()})
+    return MappingProxyType(
+        {name: row for section in AccelConfig.__bases__ for name, row in settings_of(section).items()}
+    )
 
 
 def known_setting(name: str, where: str) -> Setting:
