@@ -3,7 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -23,6 +23,7 @@ from accel.facets.settings import SettingsFacet
 from accel.facets.tracking import TrackingFacet
 from accel.facets.weights import WeightsFacet
 from accel.handlers import ProjectConfiguration
+from accel.micro_batch import MicroBatch
 from accel.optimizer import PreparedOptimizer
 from accel.preparation import batch_sizes, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
@@ -302,7 +303,7 @@ class Accelerator(
 
         Give each loss of a loop with several (a GAN's) a block of its own with the models it trains.
         """
-        return _MicroBatch(self, models)
+        return MicroBatch(self, models)
 
     @recorded("backward", shared=False)
     def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
@@ -390,28 +391,3 @@ class Accelerator(
         self._end_tracking()
         self.backend.close()
         self.session.close()
-
-
-class _MicroBatch:
-    """The block of ``accumulate``: a plain class, because a generator costs three times as much per step."""
-
-    __slots__ = ("_accelerator", "_models", "_stack")
-
-    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        self._accelerator = accelerator
-        self._models = models
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        accelerator = self._accelerator
-        if accelerator._preemption is not None:
-            accelerator._preemption.before_micro_batch()
-        due = accelerator.clock.tick(accelerator._key(self._models))
-        if not due and not accelerator.clock.plugin.sync_each_batch:
-            self._stack = ExitStack()
-            for model in self._models:
-                self._stack.enter_context(accelerator.backend.no_sync(model))
-
-    def __exit__(self, *exc: object) -> None:
-        if self._stack is not None:
-            self._stack.close()
