@@ -20,6 +20,7 @@ class XLADevices:
     def __init__(self, device: torch.device, *, fill: bool = True) -> None:
         self.device, self.fill = device, fill
         self._rows = 0
+        self._specs: dict[int, Any] = {}
 
     def start(self, batch: Any) -> Placed:
         """Begins the copies to the devices; they run beside the step."""
@@ -41,14 +42,24 @@ class XLADevices:
         return map_leaves(fill, batch)
 
     def _send(self, leaf: Any) -> Any:
-        import torch_xla.core.xla_model as xla_model
-        import torch_xla.distributed.spmd as spmd
-
-        mesh = spmd.get_global_mesh()
-        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.dim() == 0 or mesh is None:
+        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.dim() == 0:
             return leaf
-        spec = spmd.ShardingSpec(mesh, (mesh.axis_names[0], *[None] * (leaf.dim() - 1)))
+        if leaf.dim() not in self._specs:
+            self._specs[leaf.dim()] = _rows_spread(leaf.dim())
+        spec = self._specs[leaf.dim()]
+        if spec is None:
+            return leaf
+        import torch_xla.core.xla_model as xla_model
+
         return xla_model.send_cpu_data_to_device([leaf], self.device, spec)[0]
+
+
+def _rows_spread(dimensions: int) -> Any:
+    """How the rows of a tensor are spread over torch_xla's global mesh; None where no backend has opened one."""
+    import torch_xla.distributed.spmd as spmd
+
+    mesh = spmd.get_global_mesh()
+    return None if mesh is None else spmd.ShardingSpec(mesh, (mesh.axis_names[0], *[None] * (dimensions - 1)))
 
 
 @final
