@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -112,8 +113,13 @@ def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
 
 @QUICKLY
 @given(st.recursive(st.floats() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
-def test_anything_nested_becomes_json(value: Any) -> None:
-    json.dumps(as_json(value), allow_nan=False)
+def test_anything_nested_becomes_json_and_what_json_has_comes_back(value: Any) -> None:
+    def expected(given: Any) -> Any:
+        if isinstance(given, dict):
+            return {name: expected(item) for name, item in given.items()}
+        return str(given) if isinstance(given, float) and not math.isfinite(given) else given
+
+    assert json.loads(json.dumps(as_json(value), allow_nan=False)) == expected(value)
 
 
 @given(
@@ -125,7 +131,8 @@ def test_flat_names_lead_back_to_the_values(nested: dict[str, dict[str, int]]) -
 
 
 def test_numbers_leave_text_out() -> None:
-    assert numbers({"a": {"b": 1, "c": "x"}, "d": 0.5, "e": True}) == {"a/b": 1, "d": 0.5, "e": 1}
+    values = {"a": {"b": 1, "c": "x"}, "d": 0.5, "e": True, "f": np.float32(0.5), "g": np.int64(3), "h": 1j}
+    assert numbers(values) == {"a/b": 1, "d": 0.5, "e": 1, "f": 0.5, "g": 3}
 
 
 @pytest.mark.parametrize(

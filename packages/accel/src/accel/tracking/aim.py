@@ -1,56 +1,52 @@
 """Aim."""
 
 import os
-from importlib import import_module
-from typing import Any, final
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, final
 
-from accel.tracking.base import Continuation, GeneralTracker
+from accel.tracking.runs import RunTracker
 from accel.tracking.values import as_json, flatten
 
 
 @final
-class AimTracker(GeneralTracker):
+class AimTracker(RunTracker):
     """Writes to the Aim repository at ``logging_dir``, experiment ``run_name``; ``kwargs`` go to ``aim.Run``."""
 
     name = "aim"
     requires_logging_directory = True
+    module = "aim"
+    identity = "run_hash"
+    continued: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._options: dict[str, Any] = {"repo": os.fspath(logging_dir), "experiment": run_name, **kwargs}
-        self.writer: Any = None
+        super().__init__(run_name, **{"repo": os.fspath(logging_dir), "experiment": run_name, **kwargs})
 
     @property
-    def tracker(self) -> Any:
+    def writer(self) -> Any:
         """The ``aim.Run``."""
-        return self.writer
+        return self.run
 
-    def start(self) -> None:
-        self._aim = import_module("aim")
-        self.writer = self._aim.Run(**self._options)
+    def _begin(self, options: Mapping[str, Any]) -> Any:
+        return self._library.Run(**options)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_hash": self.writer.hash}
-
-    def resume(self, run: Continuation) -> None:
-        if "run_hash" in run.state:
-            self._options["run_hash"] = run.state["run_hash"]
+        return {self.identity: self.run.hash}
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer["hparams"] = as_json(values)
+        self.run["hparams"] = as_json(values)
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, value in flatten(values):
-            self.writer.track(value, name=name, step=step, **kwargs)
+            self.run.track(value, name=name, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         """Images, or pairs of an image and its caption; options under ``aim_image`` and ``track``."""
         options = kwargs.get("kwargs") or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            one = self._aim.Image(image, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(one, name=name, step=step, **options.get("track", {}))
+            one = self._library.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.run.track(one, name=name, step=step, **options.get("track", {}))
 
     def finish(self) -> None:
-        self.writer.close()
+        self.run.close()

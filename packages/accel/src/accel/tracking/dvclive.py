@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_json, flatten
+from accel.tracking.values import as_array, as_json, flatten
 
 
 @final
@@ -45,8 +45,8 @@ class DVCLiveTracker(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
             for number, image in enumerate(images):
-                array = image.cpu().numpy() if hasattr(image, "detach") else image
-                self.live.log_image(f"{name}_{0 if step is None else step}_{number}.png", array, **kwargs)
+                place = f"{name}_{0 if step is None else step}_{number}.png"
+                self.live.log_image(place, as_array(image), **kwargs)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None, step: int | None = None) -> None:
         self.live.log_artifact(local_path, name=artifact_path)

@@ -286,14 +286,13 @@ class Lane:
             self._told = True
             _LOG.warning("tracker %s %s: %s: %s", self.name, what, type(error).__name__, error)
 
-    def _write_spool(self, count: int) -> int:
-        """Moves the oldest entries to the spool; returns how many could be kept, the others are lost."""
+    def _write_spool(self, count: int) -> None:
+        """Moves the oldest entries to the spool; those that it cannot keep are lost."""
         spool = self._spool()
         entries = [self._held.popleft() for _ in range(min(count, len(self._held)))]
         written = 0 if spool is None else int(self._guarded(lambda: spool.append(entries), 0))
         self._spooled = self._spooled or written > 0
         self._lost += len(entries) - written
-        return written
 
     def _guarded(self, action: Callable[[], Any], otherwise: Any) -> Any:
         try:

@@ -3,12 +3,13 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_json, flatten, numbers
+from accel.tracking.values import as_array, as_json, flatten, numbers
 
 _LOG = logging.getLogger("accel.tracking")
 _PARAMETERS_AT_ONCE = 100
@@ -106,22 +107,21 @@ class MLflowTracker(GeneralTracker):
             self._client.log_batch(self.run_id, params=parameters[first : first + _PARAMETERS_AT_ONCE])
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        entities, clock = import_module("mlflow.entities"), import_module("time")
+        entities = import_module("mlflow.entities")
         metrics = numbers(values)
         other = {name for name, _ in flatten(values)} - set(metrics) - self._dropped
         if other:
             self._dropped |= other
             _LOG.warning("MLflow takes numbers only, so %s is left out", ", ".join(sorted(other)))
-        now = int(clock.time() * 1000)
+        now = int(time.time() * 1000)
         batch = [entities.Metric(name, value, now, step or 0) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=batch, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
             for number, image in enumerate(images):
-                array = image.cpu().numpy() if hasattr(image, "detach") else image
                 place = f"{name}/{0 if step is None else step}_{number}.png"
-                self._client.log_image(self.run_id, array, artifact_file=place, **kwargs)
+                self._client.log_image(self.run_id, as_array(image), artifact_file=place, **kwargs)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         data = kwargs.get("dataframe")

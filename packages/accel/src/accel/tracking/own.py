@@ -7,7 +7,7 @@ import os
 import time as clock
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, ClassVar, final
+from typing import IO, Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
 from accel.tracking.values import as_json, flatten
@@ -29,7 +29,6 @@ class RunLogTracker(GeneralTracker):
 
     name = "accel"
     requires_logging_directory = True
-    main_process_only: ClassVar[bool] = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], run_id: str) -> None:
         super().__init__()
@@ -120,8 +119,12 @@ class _Table:
             self._continue()
         else:
             path.write_text(_line(self._columns), encoding="utf-8")
-        self._file = path.open("r+", encoding="utf-8", newline="")
-        self._file.seek(0, io.SEEK_END)
+        self._file = self._at_end()
+
+    def _at_end(self) -> IO[str]:
+        file = self._path.open("r+", encoding="utf-8", newline="")
+        file.seek(0, io.SEEK_END)
+        return file
 
     def _continue(self) -> None:
         rows = list(self.rows())
@@ -160,16 +163,14 @@ class _Table:
                 kept.append({STEP: row[STEP], **left})
         self.last = -1
         self._rewrite(kept)
-        self._file = self._path.open("r+", encoding="utf-8", newline="")
-        self._file.seek(0, io.SEEK_END)
+        self._file = self._at_end()
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         if any(name not in self._columns for name in values):
             self._columns += [name for name in values if name not in self._columns]
             self._file.close()
             self._rewrite(list(self.rows()))
-            self._file = self._path.open("r+", encoding="utf-8", newline="")
-            self._file.seek(0, io.SEEK_END)
+            self._file = self._at_end()
         if self._row and int(self._row[STEP]) == step:
             self._file.seek(self._row_at)
             self._file.truncate()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from numbers import Number
+from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, final
 
@@ -80,6 +80,11 @@ def as_json(value: Any) -> Any:
     return str(value)
 
 
+def as_array(image: Any) -> Any:
+    """A tensor as an array on the host; whatever else shows an image stays itself."""
+    return image.detach().cpu().numpy() if hasattr(image, "detach") else image
+
+
 def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested mappings as names and values: ``{"a": {"b": 1}}`` gives ``("a/b", 1)``."""
     for key, value in values.items():
@@ -93,7 +98,7 @@ def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -
 def numbers(values: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
     """The numbers among nested values, by flat name; booleans count as 0 and 1."""
     return {
-        name: float(value) if isinstance(value, float) else int(value)  # type: ignore[call-overload]
+        name: int(value) if isinstance(value, Integral) else float(value)
         for name, value in flatten(values, separator)
-        if isinstance(value, Number) and not isinstance(value, complex)
+        if isinstance(value, Real)
     }
