@@ -1,17 +1,18 @@
 """Sharded layouts in every precision, kind of accumulation and form of sharding against one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accel_testing.equivalence import assert_equivalent
-from accel_testing.models import make_model
 from accel_testing.pool import RankPool
-from accel_testing.program import Program
+from accel_testing.program import Program, momentum_sgd
+from accel_testing.programs import STEPS, adamw, language_program
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 WINDOWS = ("", "/acc=3", "/acc=3/short", "/weighted", "/acc=3/weighted")
@@ -33,27 +34,11 @@ QUICK = {
     "fsdp:2/fp8/acc=3",
     "fsdp1:2/fp64/acc=3/weighted",
 }
-STEPS, SIZE, LENGTH = 20, 24, 8
 
 
-def program(optimizer: str = "sgd") -> Program:
+def program(optimizer: Callable[[nn.Module], Optimizer] = momentum_sgd) -> Program:
     """A transformer of repeated blocks, whose inner layers are wide enough for fp8."""
-    generator = torch.Generator().manual_seed(3)
-    return Program(
-        make_model("transformer"),
-        lambda model, tokens: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()),
-        list(torch.randint(0, 32, (STEPS, SIZE, LENGTH), generator=generator)),
-        optimizer=OPTIMIZERS[optimizer],
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
-        clip=0.5,
-    )
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    # The bias of attention's keys has no gradient but rounding errors, which a small eps would blow up to full steps.
-    "adam": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3),
-}
+    return language_program(optimizer, length=8, scheduler=lambda optimizer: CosineAnnealingLR(optimizer, STEPS))
 
 
 def cases() -> Iterator[Any]:
@@ -85,4 +70,4 @@ def test_a_sharded_layout_equals_one_process(rank_pool: RankPool, layout: str) -
     ],
 )
 def test_a_sharded_layout_equals_one_process_under_adam(rank_pool: RankPool, layout: str) -> None:
-    assert_equivalent(lambda: program("adam"), [layout], pool=rank_pool)
+    assert_equivalent(lambda: program(adamw), [layout], pool=rank_pool)

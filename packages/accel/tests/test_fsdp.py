@@ -12,39 +12,12 @@ from accel import Accelerator, LocalSGD
 from accel_backends import FullyShardedDataParallelPlugin
 from accel_state import BackendError, ConfigError, ParallelismConfig
 from accel_testing import RankPool
+from accel_testing.compare import assert_close_state
 from accel_testing.equivalence import assert_equivalent
 from accel_testing.memory import peak_allocated
 from accel_testing.models import TinyTransformer, make_model
-from accel_testing.program import Program
-
-STEPS, GLOBAL, LENGTH = 20, 24, 4
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # The bias of attention's keys has no gradient but rounding errors, which a small eps would blow up to full steps.
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def batches(steps: int = STEPS) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, 32, (GLOBAL, LENGTH), generator=generator) for _ in range(steps)]
-
-
-def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-def sgd_program() -> Program:
-    return Program(make_model("transformer"), mean_loss, batches(), momentum, clip=0.5)
-
-
-def adamw_program() -> Program:
-    return Program(make_model("transformer"), mean_loss, batches(), adamw, clip=0.5)
-
+from accel_testing.program import Program, momentum_sgd
+from accel_testing.programs import adamw_program, sgd_program, train_part
 
 HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
 
@@ -77,100 +50,35 @@ def test_sharded_training_equals_one_process_in_every_combination(
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
-def run(
-    strategy: str, rank: int, world: int, steps: range, *, folder: Path | None = None, save: Path | None = None
-) -> dict[str, torch.Tensor]:
-    """Trains ``steps`` of one run with ``strategy``, from ``folder`` if given; the weights after them."""
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
-    model = make_model("transformer", dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    if folder is not None:
-        accelerator.load_state(folder)
-    for tokens in batches(steps.stop)[steps.start :]:
-        for micro in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(mean_loss(model, tokens.chunk(2 * world)[micro * world + rank]))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    if save is not None:
-        accelerator.save_state(save)
-    state = accelerator.get_state_dict(model)
-    accelerator.free_memory()
-    accelerator.end_training()
-    return {name: value.clone() for name, value in state.items()}
-
-
-def a_part(strategy: str, start: int, stop: int, folder: str, save: str) -> dict[str, torch.Tensor]:
-    rank, world = (
-        (torch.distributed.get_rank(), torch.distributed.get_world_size())
-        if torch.distributed.is_initialized()
-        else (0, 1)
-    )
-    return run(strategy, rank, world, range(start, stop), folder=Path(folder) if folder else None, save=Path(save))
-
-
 CHAINS = {
-    "single-fsdp-ddp-fsdp-single": [("single", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 4), ("single", 1)],
-    "fsdp1-fsdp-fsdp1-ddp": [("fsdp1", 2), ("fsdp", 4), ("fsdp1", 4), ("ddp", 2)],
-    "fsdp-fsdp-single": [("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("single", 1)],
+    "single-fsdp-ddp-fsdp-single": ["single", "fsdp:2", "ddp:2", "fsdp:4", "single"],
+    "fsdp1-fsdp-fsdp1-ddp": ["fsdp1:2", "fsdp:4", "fsdp1:4", "ddp:2"],
+    "fsdp-fsdp-single": ["fsdp:4", "fsdp:2", "fsdp:1", "single"],
 }
 
 
-@pytest.mark.parametrize("chain", list(CHAINS.values()), ids=list(CHAINS))
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
-    rank_pool: RankPool, tmp_path: Path, chain: list[tuple[str, int]]
+    rank_pool: RankPool, tmp_path: Path, chain: list[str]
 ) -> None:
-    steps, folder = 3, ""
-    for part, (strategy, ranks) in enumerate(chain):
-        target = str(tmp_path / f"after_{part}")
-        results = rank_pool.run(a_part, strategy, steps * part, steps * (part + 1), folder, target, ranks=ranks)
-        folder = target
-    expected = rank_pool.run(a_part, "single", 0, steps * len(chain), "", str(tmp_path / "whole"), ranks=1)[0]
-    for name, value in expected.items():
-        distance = float((results[0][name] - value).abs().max() / value.abs().max())
-        assert distance <= 1e-10, f"{name} is {distance:.1e} away"
+    load = ""
+    for number, layout in enumerate(chain):
+        save = str(tmp_path / str(number))
+        state = train_part(rank_pool, f"{layout}/fp64/acc=2", 6 * number, 6 * number + 6, load, save)
+        load = save
+    assert_close_state(state, train_part(rank_pool, "single/fp64/acc=2", 0, 6 * len(chain)))
 
 
-def half_a_window(strategy: str, folder: str, save: str) -> dict[str, torch.Tensor]:
-    """A step and a half: up to the save, or from it to the end of the second step."""
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
-    rank, world = accelerator.process_index, accelerator.num_processes
-    model = make_model("transformer", dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if folder:
-        accelerator.load_state(folder)
-    micros = [batch.chunk(2)[half] for batch in batches(2) for half in range(2)]
-    for tokens in micros[3:] if folder else micros[:3] if save else micros:
-        with accelerator.accumulate(model):
-            accelerator.backward(mean_loss(model, tokens.chunk(world)[rank]))
-            optimizer.step()
-            optimizer.zero_grad()
-    if save:
-        accelerator.save_state(save)
-    state = accelerator.get_state_dict(model)
-    accelerator.free_memory()
-    accelerator.end_training()
-    return {name: value.clone() for name, value in state.items()}
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(("fsdp", 2), ("fsdp", 2)), (("fsdp", 2), ("single", 1)), (("ddp", 2), ("fsdp", 4))]
-)
+@pytest.mark.parametrize("chain", [("fsdp:2", "fsdp:2"), ("fsdp:2", "single"), ("ddp:2", "fsdp:4")], ids="-".join)
 def test_an_open_window_goes_on_in_another_strategy(
-    rank_pool: RankPool, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+    rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]
 ) -> None:
+    """A step and a half before saving, the other half after loading."""
+    before, after = (f"{layout}/fp64/acc=2" for layout in chain)
     folder = str(tmp_path / "half")
-    rank_pool.run(half_a_window, before[0], "", folder, ranks=before[1])
-    resumed = rank_pool.run(half_a_window, after[0], folder, "", ranks=after[1])[0]
-    expected = rank_pool.run(half_a_window, "single", "", "", ranks=1)[0]
-    for name, value in expected.items():
-        assert float((resumed[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
+    train_part(rank_pool, before, 0, 3, save=folder, optimizer=momentum_sgd)
+    state = train_part(rank_pool, after, 3, 4, folder, optimizer=momentum_sgd)
+    assert_close_state(state, train_part(rank_pool, "single/fp64/acc=2", 0, 4, optimizer=momentum_sgd))
 
 
 def nothing(module: nn.Module) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,44 +20,24 @@ from accel import Accelerator
 from accel_testing import RankPool
 from accel_testing.equivalence import assert_equivalent
 from accel_testing.launching import run_command
-from accel_testing.models import make_model
-from accel_testing.program import Program
+from accel_testing.programs import adamw, adamw_program, sgd_program
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),
     pytest.mark.timeout(600),
 ]
-STEPS, GLOBAL, LENGTH = 20, 24, 4
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-
-
-def mean_loss(model, tokens):
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-def program(optimizer):
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randint(0, 32, (GLOBAL, LENGTH), generator=generator) for _ in range(STEPS)]
-    return Program(make_model("transformer"), mean_loss, batches, optimizer, clip=0.5)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layouts"),
+    ("program", "layouts"),
     [
-        (momentum, "xla/fp32,xla:4/fp32,xla:4/fp32/acc=3,xla:4/fp32/acc=3/short,xla:4/fp32/acc=3/weighted"),
-        (adamw, "xla:4/fp32/acc=3,xla:4/bf16"),
+        (sgd_program, "xla/fp32,xla:4/fp32,xla:4/fp32/acc=3,xla:4/fp32/acc=3/short,xla:4/fp32/acc=3/weighted"),
+        (adamw_program, "xla:4/fp32/acc=3,xla:4/bf16"),
     ],
 )
-def test_training_equals_one_process_on_the_cpu(layouts, optimizer):
+def test_training_equals_one_process_on_the_cpu(layouts, program):
     """The devices share a process, in which all layouts with as many of them are trained."""
-    assert_equivalent(partial(program, optimizer), layouts)
+    assert_equivalent(program, layouts)
 
 
 def on_devices(count, fn, *args, **kwargs):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accel import Accelerator
 
 Maker = Callable[[], Program]
-_DTYPES = {"fp64": torch.float64}
+DTYPES = {"fp64": torch.float64}
 
 
 @final
@@ -90,7 +90,7 @@ def train_layout(
     ``around`` makes a context that all of it runs in.
     """
     with around():
-        accelerator = _accelerator(layout, cpu=cpu)
+        accelerator = open_accelerator(layout, cpu=cpu)
         try:
             return _train(accelerator, make, layout, perturb=perturb, seed=seed)
         finally:
@@ -98,7 +98,7 @@ def train_layout(
             accelerator.end_training()
 
 
-def _accelerator(layout: Layout, *, cpu: bool) -> "Accelerator":
+def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
     from accel import Accelerator, GradScalerKwargs
 
     strategy: Any = layout.backend
@@ -114,7 +114,7 @@ def _accelerator(layout: Layout, *, cpu: bool) -> "Accelerator":
         parallelism = ParallelismConfig(**sizes)
     return Accelerator(
         cpu=cpu and not layout.variables,
-        mixed_precision="no" if layout.precision in ("fp64", "fp32") else layout.precision,
+        mixed_precision="no" if layout.precision in ("", "fp64", "fp32") else layout.precision,
         gradient_accumulation_steps=layout.accumulate,
         strategy=strategy,
         parallelism_config=parallelism,
@@ -218,11 +218,11 @@ def _build(make: Maker, precision: str, seed: int) -> tuple[Program, nn.Module]:
     program = make()
     if not isinstance(program, Program):
         raise TypeError(f"{getattr(make, '__name__', make)} returned a {type(program).__name__}; expected a Program")
-    return program, program.model.to(_DTYPES.get(precision, torch.float32))
+    return program, program.model.to(DTYPES.get(precision, torch.float32))
 
 
 def _batches(program: Program, precision: str) -> Iterator[Any]:
-    dtype = _DTYPES.get(precision, torch.float32)
+    dtype = DTYPES.get(precision, torch.float32)
     for batch in program.batches:
         yield in_dtype(batch, dtype)
 
