@@ -243,25 +243,32 @@ def test_a_busy_port_is_named(tmp_path: Path) -> None:
     assert "0 takes a free port" in done.stderr
 
 
+# The second failure begins once the first is written down, and the first process ends once the second's is.
 FIRST = """
-import os, sys, time
+import atexit, os, sys, time
+def wait_for_error_of(rank):
+    folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+    while not os.path.exists(os.path.join(folder, f"error_{rank}.json")):
+        time.sleep(0.001)
 if os.environ["RANK"] == "1":
-    open("raised", "w").close()
+    if sys.argv[1] == "fails":
+        atexit.register(wait_for_error_of, 0)
     raise ValueError("the cause")
-while sys.argv[1] == "wait" or not os.path.exists("raised"):
-    time.sleep(0.001)
-time.sleep(0.02)
+if sys.argv[1] == "waits":
+    time.sleep(60)
+wait_for_error_of(1)
 raise RuntimeError("a consequence")
 """
 
 
 @pytest.mark.parametrize("other", ["waits", "fails"])
 def test_the_first_traceback_is_printed_last_and_once(other: str, tmp_path: Path) -> None:
-    done = launch(tmp_path, "--num_processes", "2", "script.py", other.rstrip("s"), script=FIRST)
+    done = launch(tmp_path, "--num_processes", "2", "script.py", other, script=FIRST)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("ValueError: the cause")
     assert "rank 1 of 2 failed first" in done.stderr
+    assert ("rank 0 then failed too" in done.stderr) == (other == "fails")
     assert "exit status 1" in done.stderr or "stopped after its error" in done.stderr
     assert "accel/launch" not in done.stderr
 
