@@ -64,6 +64,20 @@ def model_and_optimizer():
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def train(run, loader, optimizer, backward):
+    """The loop itself; ``backward`` makes gradients of a batch and its share of the step."""
+    steps = 0
+    for x, y, indices in loader:
+        backward(x, y, loader.window.share)
+        run.saw(loader, indices)
+        if loader.window.index + 1 == loader.window.size:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps == run.stop:
+                break
+
+
 def torch_loop(run):
     model, optimizer = model_and_optimizer()
     loader = run.loader()
@@ -73,17 +87,7 @@ def torch_loop(run):
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
     wrapped = DistributedDataParallel(model) if run.ranks > 1 else model
-    steps = 0
-    for x, y, indices in loader:
-        loss = (wrapped(x) - y).square().mean() * loader.window.share
-        loss.backward()
-        run.saw(loader, indices)
-        if loader.window.index + 1 == loader.window.size:
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-            if steps == run.stop:
-                break
+    train(run, loader, optimizer, lambda x, y, share: ((wrapped(x) - y).square().mean() * share).backward())
     if run.rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
         torch.save(state, run.checkpoint)
@@ -101,16 +105,7 @@ def fabric_loop(run):
     if run.checkpoint.exists():
         rest = fabric.load(run.checkpoint, {"model": model, "optimizer": optimizer})
         loader.load_state_dict(rest["loader"])
-    steps = 0
-    for x, y, indices in loader:
-        fabric.backward((model(x) - y).square().mean() * loader.window.share)
-        run.saw(loader, indices)
-        if loader.window.index + 1 == loader.window.size:
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-            if steps == run.stop:
-                break
+    train(run, loader, optimizer, lambda x, y, share: fabric.backward((model(x) - y).square().mean() * share))
     fabric.save(run.checkpoint, {"model": model, "optimizer": optimizer, "loader": loader.state_dict()})
 
 

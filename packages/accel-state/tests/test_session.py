@@ -244,10 +244,10 @@ def test_a_second_session_with_another_timeout_has_a_group_of_its_own():
 
 
 @pytest.mark.ranks(2, group=False)
-def test_a_store_may_be_given(tmp_path, world_size):
+def test_a_store_may_be_given(tmp_path, rank, world_size):
     store = dist.FileStore(str(tmp_path / "store"), world_size)
     with Session.open(cpu=True, init_method=store) as session:
-        session.wait_for_everyone()
+        assert session.gather_object([rank]) == [0, 1]
 
 
 @pytest.mark.ranks(2, group=False)
