@@ -40,9 +40,13 @@ def main() -> None:
             )
 
     ours = "from accel import Accelerator"
+    # Fabric opens no device before it is launched, so its second row is the least that it can be.
     theirs = ("from accelerate import Accelerator", "from lightning_fabric import Fabric")
     goals: dict[str, float | None] = {ours: 60.0, **({name: None for name in theirs} if args.peers else {})}
     imports = {name: command("-c", f"import torch; {name}") for name in goals}
+    first = {f"{name}; {name.split()[-1]}()": None for name in goals}
+    goals |= first
+    imports |= {name: command("-c", f"import torch; {name}") for name in first}
     imports["import torch"] = command("-c", "import torch")
     compare("import torch", goals, imports)
 

@@ -27,7 +27,6 @@ from accel.micro_batch import MicroBatch
 from accel.optimizer import PreparedOptimizer
 from accel.preparation import batch_sizes, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
-from accel.setup import Parts, dynamo_of, open_parts
 from accel.train_state import Companion, Stateful
 from accel_state.doctor.active import recorded
 from accel_state.errors import ConfigError, PrepareError
@@ -117,7 +116,9 @@ class Accelerator(
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
-        parts: Parts = open_parts(
+        from accel.setup import dynamo_of, open_parts  # not needed to name the class, so not imported with it
+
+        parts = open_parts(
             {
                 "mixed_precision": mixed_precision,
                 "gradient_accumulation_steps": gradient_accumulation_steps,

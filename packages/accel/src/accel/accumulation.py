@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from accel.clock import StepClock, Window
-from accel_state import collectives
 
 Weight = float | int | torch.Tensor
 
@@ -70,7 +69,9 @@ def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
     """The weight of all ranks together."""
     if over.gradient_average == 1:
         return weight
-    total: torch.Tensor = collectives.reduce(weight, reduction="sum", group=over.gradient_group)
+    from accel_state.collectives import reduce
+
+    total: torch.Tensor = reduce(weight, reduction="sum", group=over.gradient_group)
     return total
 
 

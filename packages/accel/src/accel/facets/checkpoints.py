@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from accel import attendance, open_window
 from accel.attendance import Attendance
 from accel.clock import StepClock
-from accel.config.model import AccelConfig
 from accel.handlers import ProjectConfiguration
 from accel.meters.phases import observed
 from accel.optimizer import PreparedOptimizer
@@ -26,11 +25,12 @@ from accel.train_state import Companion, LoaderState, ModelState, OptimizerState
 from accel_ckpt.storage import Location, locate
 from accel_state.doctor.active import recorded
 from accel_state.errors import CheckpointError, ConfigError
-from accel_state.session import Session
 
 if TYPE_CHECKING:
+    from accel.config.model import AccelConfig
     from accel_backends import Backend
     from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, SaveHandle
+    from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ _TOPOLOGY = ("world_size", "local_world_size", "num_nodes", "launcher")
 class CheckpointFacet(ABC):
     """Collects the run's state under stable names and hands it to accel_ckpt, which knows how to commit it."""
 
-    session: Session
+    session: "Session"
     clock: StepClock
     backend: "Backend"
-    config: AccelConfig
+    config: "AccelConfig"
     project_configuration: ProjectConfiguration
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]

@@ -4,8 +4,6 @@ from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_state.session import Session
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -13,12 +11,13 @@ if TYPE_CHECKING:
     from accel_backends import Backend, Choice
     from accel_precision import PrecisionPolicy
     from accel_state import DataShard, ParallelismConfig
+    from accel_state.session import Session
 
 
 class ChoosingFacet(ABC):
     """Puts the chosen backend in the place of the one that a run without a model gets."""
 
-    session: Session
+    session: "Session"
     policy: "PrecisionPolicy"
     backend: "Backend"
     choice: "Choice"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from accel.clock import StepClock
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
     from accel_state import DataShard, ParallelismConfig
+    from accel_state.session import Session
 
 
 @final
@@ -43,7 +43,7 @@ class SynchronisedStart:
 class DataFacet(ABC):
     """Everything about batches that needs the session, the clock and the loader options together."""
 
-    session: Session
+    session: "Session"
     clock: StepClock
     backend: "Backend"
     data_shard: "DataShard"

@@ -10,16 +10,16 @@ from torch import nn
 
 from accel.clock import StepClock
 from accel_state.errors import ConfigError
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel_backends import Backend
+    from accel_state.session import Session
 
 
 class MemoryFacet(ABC):
     """Tries a step out, on all ranks together, and leaves no trace of it."""
 
-    session: Session
+    session: "Session"
     clock: StepClock
     backend: "Backend"
     _models: list[nn.Module]

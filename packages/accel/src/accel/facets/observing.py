@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_state.session import Session
-
 if TYPE_CHECKING:
     from torch.profiler import profile
 
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from accel.optimizer import PreparedOptimizer
     from accel.profiling import ProfileKwargs
     from accel_backends import Backend
+    from accel_state.session import Session
 
 
 @final
@@ -69,7 +68,7 @@ class RunProgress:
 class ObservingFacet(ABC):
     """Opens what watches a run; nothing is watched unless it is asked for."""
 
-    session: Session
+    session: "Session"
     backend: "Backend"
     _models: list[nn.Module]
     _optimizers: "list[PreparedOptimizer]"

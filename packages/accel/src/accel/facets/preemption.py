@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from accel.handlers import ProjectConfiguration
 from accel.preemption import DEFAULT_SIGNALS, PREEMPTED_STATUS, Ballot, Notice, Preemption, requeue
 from accel_state.errors import CheckpointError, ConfigError
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from accel_ckpt.storage import Location
+    from accel_state.session import Session
 
 _STORE = "accel/preemption"
 
@@ -24,7 +24,7 @@ _STORE = "accel/preemption"
 class PreemptionFacet(ABC):
     """Listens for preemption through :class:`accel.preemption.Preemption`, and says what is done then."""
 
-    session: Session
+    session: "Session"
     project_configuration: ProjectConfiguration
     _dataloaders: list[Any]
     _preemption: Preemption | None = None
@@ -153,7 +153,7 @@ def _forget(listening: Preemption) -> None:
     atexit.unregister(listening.close)
 
 
-def _store_of(session: Session) -> "Store | None":
+def _store_of(session: "Session") -> "Store | None":
     """A connection of its own to the store of the session's group, under keys that nobody else uses."""
     if session.group is None or session.world_size == 1:
         return None

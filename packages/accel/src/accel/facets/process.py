@@ -3,17 +3,18 @@
 from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.session import Session
+if TYPE_CHECKING:
+    from accel_state.session import Session
 
 
 class ProcessFacet(ABC):
     """Forwards to ``self.session``; see :class:`accel_state.Session` for what each name means."""
 
-    session: Session
+    session: "Session"
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
@@ -15,12 +14,13 @@ if TYPE_CHECKING:
     from accel_data import LoaderOptions
     from accel_precision import PrecisionPolicy
     from accel_state import DistributedType, ParallelismConfig
+    from accel_state.session import Session
 
 
 class SettingsFacet(ABC):
     """Read from the parts that own them; only what may change in mid-run can be set."""
 
-    session: Session
+    session: "Session"
     clock: StepClock
     backend: "Backend"
     policy: "PrecisionPolicy"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel.handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel.tracking.base import GeneralTracker
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from accel.tracking.reducing import Reductions
     from accel.tracking.registry import LogWith
     from accel_state.enums import LoggerType
+    from accel_state.session import Session
 
 _LOG = logging.getLogger("accel.tracking")
 DEFAULT_FOLDER = "runs"
@@ -27,7 +27,7 @@ _START_SECONDS = 120.0
 class TrackingFacet(ABC):
     """Starts trackers, queues what is logged, and keeps their place in the checkpoint."""
 
-    session: Session
+    session: "Session"
     project_configuration: ProjectConfiguration
     log_with: "list[LoggerType | str | GeneralTracker]"
     _tracking: "RunTracking | None" = None

@@ -12,16 +12,16 @@ from torch import nn
 
 from accel.handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
-from accel_state.session import Session
 
 if TYPE_CHECKING:
     from accel_backends import Backend
+    from accel_state.session import Session
 
 
 class WeightsFacet(ABC):
     """Hands the state of models to accel_ckpt's exports, and what those read to the backend."""
 
-    session: Session
+    session: "Session"
     backend: "Backend"
     project_configuration: ProjectConfiguration
 
