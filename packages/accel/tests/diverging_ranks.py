@@ -3,9 +3,12 @@
     python diverging_ranks.py FOLDER KIND:WHERE...
 
 Each scenario runs in processes forked from this one, which has imported everything, and prints one line of JSON: how
-each rank ended, what it said, and how many seconds after the ranks parted it was told.
+each rank ended, what it said, and how many seconds after the ranks parted it was told. A few run side by side, as most
+of a scenario is waiting.
 """
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -21,7 +24,7 @@ from torch import nn
 from accel import Accelerator
 from accel_testing.launching import free_port
 
-RANKS, LIMIT, CULPRIT = 3, 45.0, 1
+RANKS, LIMIT, CULPRIT, TOGETHER = 3, 45.0, 1, 3
 
 
 def act(accelerator: Any, model: Any, where: str, value: Any, folder: str) -> None:
@@ -87,11 +90,15 @@ def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     sys.__excepthook__(kind, error, trace)
 
 
-def start(rank: int, port: int, scenario: str, folder: Path) -> int:
-    """Forks one rank, which ends as a script does, exit handlers included."""
-    pid = os.fork()
-    if pid:
-        return pid
+def leave() -> None:
+    """Ends a rank after its exit handlers: taking the interpreter apart as well costs a second and proves nothing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def become(rank: int, port: int, folder: Path) -> None:
+    """Makes a forked process the rank that a launcher would have started."""
     os.setsid()
     out = os.open(folder / f"rank_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -99,49 +106,63 @@ def start(rank: int, port: int, scenario: str, folder: Path) -> int:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     sys.excepthook = told
-    kind, where = scenario.split(":")
-    rest.append((kind, where, str(folder)))
-    return 0
+    atexit.register(leave)  # called after all that the program registers
 
 
-rest: list[tuple[str, str, str]] = []
+class Scenario:
+    """The ranks of one scenario, from their start to what is known of them in the end."""
 
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.pids: dict[int, int] = {}
+        self.deadline = 0.0
 
-def run(scenario: str, folder: Path) -> dict[str, Any] | None:
-    """Runs one scenario; None in the ranks themselves."""
-    folder.mkdir(parents=True)
-    port = free_port()
-    pids: dict[int, int] = {}
-    for rank in range(RANKS):
-        pid = start(rank, port, scenario, folder)
-        if not pid:
-            return None
-        pids[rank] = pid
-    statuses: dict[int, int | None] = dict.fromkeys(pids)
-    deadline = time.monotonic() + LIMIT
-    while None in statuses.values() and time.monotonic() < deadline:
-        for rank, pid in pids.items():
-            if statuses[rank] is None and os.waitpid(pid, os.WNOHANG)[0]:
-                statuses[rank] = 0
-        if scenario.startswith("stop:") and all(statuses[rank] is not None for rank in pids if rank != CULPRIT):
-            break
-        time.sleep(0.02)
-    for rank, pid in pids.items():
-        if statuses[rank] is None:
+    def start(self) -> bool:
+        """Forks the ranks; true in each of them."""
+        self.folder.mkdir(parents=True)
+        port, self.deadline = free_port(), time.monotonic() + LIMIT
+        for rank in range(RANKS):
+            pid = os.fork()
+            if not pid:
+                become(rank, port, self.folder)
+                return True
+            self.pids[rank] = pid
+        return False
+
+    def is_over(self) -> bool:
+        """Whether all have ended that will, or the time has."""
+        for rank, pid in list(self.pids.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self.pids[rank]
+        stopped = {CULPRIT} if self.name.startswith("stop:") else set()
+        return set(self.pids) <= stopped or time.monotonic() > self.deadline
+
+    def result(self) -> dict[str, Any]:
+        """Who hung, and what each said; ends what is left."""
+        for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    said = [(folder / f"rank_{rank}").read_text(errors="replace") for rank in range(RANKS)]
-    hung = [rank for rank, status in statuses.items() if status is None and not (scenario[:5] == "stop:" and rank == 1)]
-    return {"scenario": scenario, "hung": hung, "said": said}
+        said = [(self.folder / f"rank_{rank}").read_text(errors="replace") for rank in range(RANKS)]
+        hung = [rank for rank in self.pids if not (self.name.startswith("stop:") and rank == CULPRIT)]
+        return {"scenario": self.name, "hung": hung, "said": said}
 
 
 def main() -> None:
-    for number, scenario in enumerate(sys.argv[2:]):
-        found = run(scenario, Path(sys.argv[1]) / str(number))
-        if found is None:
-            train(*rest[0])
-            return
-        print(json.dumps(found), flush=True)
+    gc.freeze()  # what is there now is not looked at again, so the processes go on sharing it
+    folder, *names = sys.argv[1:]
+    waiting = [Scenario(name, Path(folder) / str(number)) for number, name in enumerate(names)]
+    running: list[Scenario] = []
+    while waiting or running:
+        while waiting and len(running) < TOGETHER:
+            scenario = waiting.pop(0)
+            if scenario.start():
+                train(*scenario.name.split(":"), str(scenario.folder))
+                return
+            running.append(scenario)
+        for scenario in [one for one in running if one.is_over()]:
+            running.remove(scenario)
+            print(json.dumps(scenario.result()), flush=True)
+        time.sleep(0.02)
 
 
 main()
