@@ -120,11 +120,36 @@ def test_tensor_parallel_peers_read_the_same(rank, world_size):
     assert orders[0] == orders[1]
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("shuffle", "options"),
+    [
+        (True, LoaderOptions()),
+        (True, LoaderOptions(data_seed=4)),
+        (False, LoaderOptions()),
+        (True, LoaderOptions(use_seedable_sampler=True, data_seed=4)),
+        (True, LoaderOptions(global_batch_size=7, data_seed=4)),
+    ],
+    ids=["drawn", "given", "in order", "seedable", "elastic"],
+)
+def test_datasets_of_different_lengths_are_refused_on_every_rank(rank, world_size, shuffle, options):
+    dataset = DataLoader(Numbers(SIZE - rank % 2), batch_size=3, shuffle=shuffle)
+    message = "different lengths: rank 0 has 53 samples, rank 1 has 52 samples, rank 2 has 53 samples"
+    with pytest.raises(DataError, match=message):
+        prepare_loader(dataset, DataShard(rank, world_size), options=options)
+
+
 @pytest.mark.ranks(2)
-def test_datasets_of_different_lengths_are_refused_on_every_rank(rank, world_size):
-    dataset = DataLoader(Numbers(SIZE - rank), batch_size=3, shuffle=True)
-    with pytest.raises(DataError, match=r"different lengths, \[53, 52\]"):
-        prepare_loader(dataset, DataShard(rank, world_size))
+def test_lengths_are_compared_once_and_not_with_every_batch(rank, world_size, monkeypatch):
+    loader = make(rank, world_size, options=LoaderOptions(data_seed=4))
+    monkeypatch.setattr(dist, "all_gather_object", None)
+    assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_given_different_seeds_share_the_first_ones_order(rank, world_size):
+    loader = make(rank, world_size, options=LoaderOptions(data_seed=4 + rank))
+    assert sorted(together([real(loader, batch, rank) for batch in loader])) == list(range(SIZE))
 
 
 SCRIPT = """

@@ -1,6 +1,7 @@
 """A saved position resumes at the next undelivered sample, whatever the ranks, workers and batches were."""
 
 import json
+import time
 import warnings
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -9,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from accel_data import Cursor, LengthGrouped, LoaderOptions, OrderSampler, prepare_loader, skip_first_batches
 from accel_state.errors import DataError, DataStateError
@@ -273,18 +281,48 @@ def test_what_workers_have_read_ahead_is_not_counted(workers, extra):
         assert len(list(resumed)) == 10
 
 
-@pytest.mark.parametrize(("in_order", "steps"), [(True, 2), (False, 2), (False, 0)])
-def test_a_position_among_batches_in_any_order_is_said_to_be_unsure(in_order, steps):
-    loader = loader_of(40, shuffle=True, num_workers=2, in_order=in_order)
-    passing = iter(loader)
-    for _ in range(steps):
-        next(passing)
-    state = json.loads(json.dumps(loader.state_dict()))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader_of(40, shuffle=True).load_state_dict(state)
-    texts = [str(one.message) for one in said]
-    assert texts == [] if in_order or not steps else "up to 16 samples of epoch 0 may be missed" in texts[0]
+class SlowStart(Dataset):
+    """Its first batch takes until the second worker has read its own."""
+
+    def __init__(self):
+        self.read = torch.zeros(40, dtype=torch.bool).share_memory_()
+
+    def __len__(self):
+        return len(self.read)
+
+    def __getitem__(self, index):
+        deadline = time.monotonic() + 60
+        while index == 0 and not self.read[4:8].all() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.read[index] = True
+        return index
+
+
+class SlowStream(SlowStart, IterableDataset):
+    def __iter__(self):
+        seat = get_worker_info().id
+        return map(self.__getitem__, range(4 * seat, 40, 8))
+
+
+@pytest.mark.parametrize("dataset", [SlowStart, SlowStream])
+def test_batches_come_in_order_where_the_loader_would_let_them_overtake(dataset):
+    def first(loader):
+        return next(iter(loader))[0]
+
+    loader = DataLoader(dataset(), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
+    assert first(loader) == 4
+    loader = DataLoader(dataset(), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
+    with pytest.warns(RuntimeWarning, match=r"in_order=False is not followed.*prefetch_factor \(now 2\)"):
+        prepared = prepare_loader(loader, DataShard(0, 1))
+    assert first(prepared) == 0
+    assert (prepared.state_dict()["samples"], prepared.in_order, loader.in_order) == (4, True, False)
+
+
+@pytest.mark.parametrize(("workers", "in_order"), [(0, True), (1, False), (2, True)])
+def test_a_loader_that_keeps_the_order_is_left_as_it_is(workers, in_order):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader_of(num_workers=workers, in_order=in_order).in_order == in_order
 
 
 def test_seed_of_the_state_wins_over_the_seed_of_the_new_run():

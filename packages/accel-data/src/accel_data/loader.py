@@ -4,7 +4,6 @@ A ``PreparedLoader`` is the user's DataLoader in every other respect: it is an i
 does not define itself falls through to it. What it reads from is a ``Source`` (see ``accel_data.source``).
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
 from accel_data.source import Pass, Source
-from accel_data.workers import death_of_workers, read_out_of_order
+from accel_data.workers import death_of_workers
 from accel_state.errors import AccelError, DataError, DataStateError
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ STATE_VERSION = 1
 VERSION_KEY = "version"
 SOURCE_KEY = "source"
 PRIVATE_KEY = "private"
-UNSURE_KEY = "unsure"
-"""Samples by which the position may be wrong, for a loader whose workers deliver in any order."""
 _END = object()
 
 
@@ -278,9 +275,6 @@ class PreparedLoader:
             **(self._next if step is None else step.cursor).state_dict(),
             SOURCE_KEY: self._source.record(),
         }
-        unsure = 0 if live is None else read_out_of_order(self._source.dataloader) * self.total_batch_size
-        if unsure and state["samples"]:
-            state[UNSURE_KEY] = unsure
         if step is not None and step.private is not None:
             state[PRIVATE_KEY] = dict(step.private)
         return state
@@ -301,14 +295,6 @@ class PreparedLoader:
         self._source.restore(state_dict.get(SOURCE_KEY) or {}, cursor, state_dict.get(PRIVATE_KEY))
         self._live, self._skipping = None, False
         self._next = cursor
-        if state_dict.get(UNSURE_KEY):
-            warnings.warn(
-                "the state was saved inside an epoch of a DataLoader with in_order=False, whose workers deliver in any "
-                f"order: up to {state_dict[UNSURE_KEY]} samples of epoch {cursor.epoch} may be missed and as many come "
-                "twice. In order (the default) a resume is exact",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

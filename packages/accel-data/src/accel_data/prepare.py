@@ -36,8 +36,8 @@ def prepare_loader(
     ``device`` is where batches are moved (None: they stay where they are). ``slice_fn`` cuts a dispatched batch.
     ``dataloader`` itself is not changed; a loader that is prepared already is returned as it is.
 
-    A collective of ``session_group`` (None: the default group, when one is open) whenever a seed has to be agreed on:
-    the order is random and ``options.data_seed`` is None. Without a group each rank draws its own, so that several
+    For map-style data a collective of ``session_group`` (None: the default group, when one is open): the ranks compare
+    the lengths of their datasets and take rank 0's seed. Without a group each rank draws its own, so that several
     ranks need ``data_seed`` then.
 
     Raises:

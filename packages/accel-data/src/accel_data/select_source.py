@@ -11,6 +11,7 @@ from accel_data.reading import Reading, drawn_seed, own_seed, read_dataloader, s
 from accel_data.source import Source
 from accel_data.stateful_loader import stateful, torchs_class
 from accel_data.walks import sized
+from accel_data.workers import delivering_in_order
 from accel_state.errors import ConfigError, DataError
 from accel_state.parallelism import DataShard
 
@@ -61,7 +62,8 @@ def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
 
 
 def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> Source:
-    """The source that suits the dataset and the options. A collective where the ranks have to agree on a seed."""
+    """The source that suits the dataset and the options. A collective where ranks read shares of one map-style dataset."""
+    dataloader = delivering_in_order(dataloader)
     if dispatches(dataloader, options, placement):
         from accel_data.dispatch_source import DispatchSource
 
@@ -104,15 +106,16 @@ def _own_seed(reading: Reading, options: LoaderOptions) -> int | None:
 
 def _agreed(seed: int | None, size: int | None, options: LoaderOptions, placement: Placement) -> int | None:
     """Rank 0's seed on every rank; raises ``DataError`` on all of them when their datasets differ in length."""
-    if seed is None or options.data_seed is not None:
+    shares = placement.shard.count > 1
+    if not shares and (seed is None or options.data_seed is not None):
         return seed
     from accel_state.objects import all_gather_object
 
     said = all_gather_object((seed, size), group=placement.group)
-    sizes = [length for _, length in said]
-    if placement.shard.count > 1 and len(set(sizes)) > 1:
+    if shares and len({length for _, length in said}) > 1:
+        lengths = ", ".join(f"rank {rank} has {length} samples" for rank, (_, length) in enumerate(said))
         raise DataError(
-            f"the ranks were given datasets of different lengths, {sizes}: every rank is given the whole dataset, and "
+            f"the ranks were given datasets of different lengths: {lengths}. Every rank is given the whole dataset, and "
             "reads its share of it"
         )
     agreed: int | None = said[0][0]

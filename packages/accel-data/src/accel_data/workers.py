@@ -1,23 +1,41 @@
-"""What became of a DataLoader's worker processes, when reading failed."""
+"""A DataLoader's worker processes: that they deliver in order, and what became of them when reading failed."""
 
+import copy
+import warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_data.cursor import Cursor
 from accel_data.source import Pass
 from accel_state.errors import DataError
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 _PATIENCE = 0.5
 """Seconds: a dying process closes its connections a little before it is dead."""
 
 
-def read_out_of_order(dataloader: Any) -> int:
-    """How many batches may be ahead of one that is delivered later; 0 where batches come in order."""
+def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
+    """A loader whose workers' batches come in the order of its sampler: this one, or a copy that says so.
+
+    What a prepared loader knows is known of an order: a position, the rows repeated to fill the last step, the weight
+    of a part of a global batch. With ``in_order=False`` each rank would have delivered other batches than the others,
+    and only a message for every batch could tell them which.
+    """
     if dataloader.num_workers < 2 or getattr(dataloader, "in_order", True):
-        return 0
-    ahead: int = dataloader.num_workers * (dataloader.prefetch_factor or 2)
-    return ahead
+        return dataloader
+    warnings.warn(
+        "in_order=False is not followed: a prepared loader delivers in order, for its position, the repeats in its last "
+        "step and the weights of global batches are facts of that order. Against workers that wait for a slow sample, "
+        f"raise prefetch_factor (now {dataloader.prefetch_factor})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    other = copy.copy(dataloader)
+    vars(other)["in_order"] = True
+    return other
 
 
 def death_of_workers(run: Pass) -> DataError | None:
