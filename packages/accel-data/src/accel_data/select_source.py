@@ -62,7 +62,7 @@ def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
 
 
 def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> Source:
-    """The source that suits the dataset and the options. A collective where ranks read shares of one map-style dataset."""
+    """The source that suits the dataset and the options. A collective where ranks share map-style data."""
     dataloader = delivering_in_order(dataloader)
     if dispatches(dataloader, options, placement):
         from accel_data.dispatch_source import DispatchSource
@@ -115,8 +115,8 @@ def _agreed(seed: int | None, size: int | None, options: LoaderOptions, placemen
     if shares and len({length for _, length in said}) > 1:
         lengths = ", ".join(f"rank {rank} has {length} samples" for rank, (_, length) in enumerate(said))
         raise DataError(
-            f"the ranks were given datasets of different lengths: {lengths}. Every rank is given the whole dataset, and "
-            "reads its share of it"
+            f"the ranks were given datasets of different lengths: {lengths}. Every rank is given the whole dataset, "
+            "and reads its share of it"
         )
     agreed: int | None = said[0][0]
     return agreed
