@@ -28,8 +28,8 @@ def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         return dataloader
     warnings.warn(
         "in_order=False is not followed: a prepared loader delivers in order, for its position, the repeats in its "
-        "last step and the weights of global batches are facts of that order. Against workers that wait for a slow sample, "
-        f"raise prefetch_factor (now {dataloader.prefetch_factor})",
+        "last step and the weights of global batches are facts of that order. Against workers that wait for a slow "
+        f"sample, raise prefetch_factor (now {dataloader.prefetch_factor})",
         RuntimeWarning,
         stacklevel=2,
     )
