@@ -16,13 +16,14 @@ import torch
 
 from accel_ckpt.blocks import run_jobs
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.container import Item, Span, file_order, header_of, read_header
+from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.files import FileSource, write_file
 from accel_ckpt.peers import Peers
+from accel_ckpt.plain_files import INDEX, dtype_of_code, model_files, read_plain
 from accel_ckpt.staging import sync_folder
-from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, dtype_of, host_copy
+from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, host_copy
 from accel_ckpt.tree import TensorTable, leaves, show_path
-from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,9 +32,6 @@ _LOG = logging.getLogger(__name__)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _READ_JOB = 32 * 2**20
-INDEX = "index.json"
-# Codes that only newer safetensors writers use, beside those in tensors.CODES.
-_NEWER = {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def export_model(
@@ -138,16 +136,16 @@ def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointError: there is none, or only files of formats that may run code when read.
         CheckpointCorruptError: a file is not what its header or the index says.
     """
-    files = _model_files(Path(path).expanduser())
+    files = model_files(Path(path).expanduser())
     loaded: dict[str, torch.Tensor] = {}
     jobs: list[Callable[[], None]] = []
     aliases: dict[str, str] = {}
     with ExitStack() as opened:
         for file in files:
             source = opened.enter_context(closing(FileSource(file.resolve())))
-            spans, metadata = _header(source)
+            spans, metadata = read_plain(source)
             for key, span in spans.items():
-                loaded[key] = torch.empty(span.shape, dtype=_dtype_of_code(span.code, key))
+                loaded[key] = torch.empty(span.shape, dtype=dtype_of_code(span.code, key))
                 jobs += _read_jobs(source, byte_view(loaded[key]), span.begin)
             aliases |= {key: first for key, first in metadata.items() if key != "format"}
         run_jobs(jobs)
@@ -317,57 +315,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     whole: torch.Tensor = dtensor.full_tensor()
     return whole
-
-
-def _model_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        indices = sorted(path.glob(f"*.safetensors.{INDEX}"))
-        plain = sorted(path.glob("*.safetensors"))
-        chosen = indices or ([path / "model.safetensors"] if path / "model.safetensors" in plain else plain)
-        if len(chosen) != 1:
-            others = sorted(entry.name for entry in path.iterdir())[:8]
-            raise CheckpointError(
-                f"{path} should hold one safetensors file or index, but holds {len(chosen)}; there are: "
-                f"{', '.join(others) or 'no files'}. Files of other formats may run code when read and are refused"
-            )
-        path = chosen[0]
-    if not path.is_file():
-        raise CheckpointError(f"there is no file {path}")
-    if path.name.endswith(INDEX):
-        return _indexed(path)
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is no safetensors file; other formats may run code when read and are refused")
-    return [path]
-
-
-def _indexed(path: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-        if not all(isinstance(name, str) and Path(name).name == name and name not in ("", "..") for name in names):
-            raise ValueError("a file outside of its folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path}: ill-formed index: {error}") from error
-    return [path.parent / name for name in names]
-
-
-def _header(source: FileSource) -> tuple[dict[str, Span], dict[str, str]]:
-    def read(begin: int, end: int) -> bytes:
-        content = bytearray(end - begin)
-        source.read_into(memoryview(content), begin)
-        return bytes(content)
-
-    spans = read_header(read, source.size, str(source.path))
-    length = int.from_bytes(read(0, 8), "little")
-    metadata = json.loads(read(8, 8 + length)).get("__metadata__", {})
-    return spans, metadata if isinstance(metadata, dict) else {}
-
-
-def _dtype_of_code(code: str, key: str) -> torch.dtype:
-    names = {found: name for name, found in CODES.items()} | _NEWER
-    dtype = dtype_of(names[code])
-    if dtype is None:
-        raise CheckpointError(f"this torch has no dtype for {code}, which {key} has")
-    return dtype
 
 
 def _read_jobs(source: FileSource, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:

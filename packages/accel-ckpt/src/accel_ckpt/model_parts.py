@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from accel_ckpt.container import Span
-from accel_ckpt.export import _dtype_of_code, _header, _model_files
 from accel_ckpt.files import FileSource
 from accel_ckpt.layout import boxes, local_shape
+from accel_ckpt.plain_files import dtype_of_code, model_files, read_plain
 from accel_ckpt.tensors import as_dtensor, dtensor_layout
 from accel_state.errors import CheckpointMismatchError
 
@@ -30,9 +30,9 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
     """
     loaded: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
-        for file in _model_files(Path(path).expanduser()):
+        for file in model_files(Path(path).expanduser()):
             source = opened.enter_context(closing(FileSource(file.resolve())))
-            spans, metadata = _header(source)
+            spans, metadata = read_plain(source)
             names = {key: key for key in spans}
             names |= {key: first for key, first in metadata.items() if key in like and first in spans}
             content = _mapped(source)
@@ -48,7 +48,7 @@ def _mapped(source: FileSource) -> torch.Tensor:
 
 
 def _part(key: str, content: torch.Tensor, span: Span, like: torch.Tensor | None) -> torch.Tensor:
-    dtype = _dtype_of_code(span.code, key)
+    dtype = dtype_of_code(span.code, key)
     if not prod(span.shape):
         saved = torch.empty(span.shape, dtype=dtype)
     else:
