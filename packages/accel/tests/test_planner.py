@@ -212,9 +212,12 @@ class Picky(nn.Module):
         return x
 
 
-def test_a_model_that_looks_into_its_blocks_is_traced_whole() -> None:
+def test_a_model_that_looks_into_its_blocks_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="accel.planner.profiling")
     few, many = (profile_model(Picky(layers), Batch(torch.zeros(4, 8))).timelines[Variant()] for layers in (4, 8))
     assert 1.9 < many.flops / few.flops < 2.2
+    assert "repeated blocks are looked at one by one: PlanError" in caplog.text
+    assert "'PassedOver' object is not subscriptable" in caplog.text
 
 
 def test_checkpointing_trades_activations_for_operations() -> None:

@@ -18,7 +18,9 @@ from accel_backends.names import innermost, named_parameters
 from accel_backends.wrapping import Units, find_units, parameters_of_units
 from accel_precision.autocast import autocast_module, call_within
 from accel_precision.policy import PrecisionPolicy
+from accel_state.logging import get_logger
 
+_log = get_logger(__name__)
 _EMPTY = Timeline((), 0)
 
 
@@ -136,8 +138,10 @@ class _Look:
             try:
                 few = self._trace(variant, batch, loss, self.runs)
                 return folding.unfold(few, self.names, self.runs)
-            except Exception:  # the model looks into its blocks, or they are not as alike as they seem
-                pass  # what is wrong with the batch itself comes up again below
+            except Exception as error:
+                # The model looks into its blocks, or they are not as alike as they seem. What is wrong with the batch
+                # itself comes up again below.
+                _log.debug("repeated blocks are looked at one by one: %s: %s", type(error).__name__, error)
         return self._trace(variant, batch, loss, [])
 
     def _trace(self, variant: Variant, batch: Batch, loss: Loss, runs: list[list[str]]) -> Timeline:
