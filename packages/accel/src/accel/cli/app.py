@@ -25,6 +25,7 @@ COMMANDS = {
     "explain": ("accel.cli.explain:explain", "Say what a script's run would do, and what its steps send."),
     "report": ("accel.cli.report:report", "Show a run's own log as one HTML page."),
     "env": ("accel.cli.env:env", "Versions, devices and settings, for a bug report."),
+    "tpu-config": ("accel.cli.tpu_config:tpu_config", "Run commands on all machines of a TPU pod."),
     "to-fsdp2": ("accel.cli.to_fsdp2:to_fsdp2", "Convert a file of Accelerate from FSDP1 to FSDP2."),
     "completion": ("accel.cli.completion:completion", "Print a script that completes commands in a shell."),
 }

@@ -24,7 +24,8 @@ class Facts:
     ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys. The
     first of ``env`` is also what a launcher writes for its processes, where others read it. Beside its ``choices`` a
     value may match ``pattern``, where another package understands more than can be listed; texts that are ``folded``
-    are read in small letters. ``listed`` texts may be lists in a file, and become one text with commas.
+    are read in small letters. ``listed`` texts may be lists in a file, and become one text with a ``separator``; with
+    another than a comma, a text is taken as it is.
 
     ``section`` is the mapping of Accelerate's files that holds the setting, there also without ``prefix``. ``needs``
     names the setting that must be on (or have a value, ``name=value``) for this one to mean anything. A ``valued``
@@ -47,6 +48,7 @@ class Facts:
     valued: bool = False
     folded: bool = False
     listed: bool = False
+    separator: str = ","
 
 
 def setting(default: Any, facts: Facts) -> Any:
@@ -132,10 +134,11 @@ class Setting:
         return str(self.dump(value)).lower() if isinstance(value, bool) else str(self.dump(value))
 
     def _joined(self, value: object) -> object:
-        if not self.facts.listed:
+        separator = self.facts.separator
+        if not self.facts.listed or (separator != "," and not isinstance(value, list | tuple)):
             return value
         parts = value if isinstance(value, list | tuple) else str(value).strip("()[]").split(",")
-        return ",".join(str(part).strip() for part in parts if str(part).strip())
+        return separator.join(str(part).strip() for part in parts if str(part).strip())
 
     def _normal(self, value: object) -> object:
         """A text in the case in which it is known, where it is known in one."""

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+from accel.config.degrees import degrees
 from accel.config.model import PRECEDENCE, AccelConfig, settings
 from accel_state.errors import LaunchError
 
@@ -15,6 +16,7 @@ def check_settings(config: AccelConfig) -> None:
 
     Raises:
         LaunchError: naming both values and what would work.
+        ConfigError: degrees of parallelism are insisted on where none is given.
     """
     if config.module and config.no_python:
         raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
@@ -23,9 +25,12 @@ def check_settings(config: AccelConfig) -> None:
     _check_alone(config, _STARTERS)
     _check_needs(config)
     _check_strategy(config)
+    degrees(config)
     if config.multi_gpu and config.num_processes == 1:
         raise LaunchError("multi_gpu needs 2 or more processes, num_processes is 1; drop one of them")
     _check_machines(config)
+    if config.tpu:
+        _check_tpu(config)
 
 
 def machine_range(config: AccelConfig) -> tuple[int, int]:
@@ -84,6 +89,23 @@ def _check_strategy(config: AccelConfig) -> None:
             raise LaunchError(
                 f"{switch} needs the library {library!r}, which is not installed here: pip install {library}"
             )
+
+
+def _check_tpu(config: AccelConfig) -> None:
+    """On TPUs one process drives all cores of a machine, so there is nothing to count or to choose."""
+    if config.num_processes not in (None, 1):
+        raise LaunchError(
+            f"num_processes is {config.num_processes} ({config.origin('num_processes')}): one process drives all TPU "
+            "cores of a machine; drop it, or say num_processes 1"
+        )
+    if machine_range(config)[1] > 1:
+        raise LaunchError("tpu: training over several machines is not supported; drop num_machines and nnodes")
+    if config.gpu_ids not in (None, "all"):
+        raise LaunchError(f"tpu uses all cores of a machine, and gpu_ids is {config.gpu_ids!r}; drop gpu_ids")
+    if config.downcast_bf16 and config.mixed_precision != "bf16":
+        raise LaunchError(
+            f"downcast_bf16 means nothing with mixed_precision {config.mixed_precision!r}; add mixed_precision bf16"
+        )
 
 
 def _check_machines(config: AccelConfig) -> None:

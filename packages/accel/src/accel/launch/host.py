@@ -10,6 +10,7 @@ from typing import final
 
 from accel.config.model import AccelConfig
 from accel.config.setting import nearest
+from accel.launch.checks import machine_range
 from accel_state.errors import LaunchError
 
 # CUDA (also under WSL), ROCm, Intel graphics, Habana and TPU, Meta.
@@ -19,24 +20,28 @@ _ACCELERATOR_NODES = ("nvidia", "dxg", "kfd", "dri", "accel", "vfio", "hl", "mti
 @final
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What the plan needs to know of a machine. ``accelerator`` is torch's device type, None where there is none."""
+    """What the plan needs to know of a machine. ``accelerator`` is torch's device type, None where there is none.
+
+    ``interface`` is that of the network which this machine shares with the others, where that is known.
+    """
 
     python: str
     num_cores: int
     accelerator: str | None
     num_accelerators: int
+    interface: str | None = None
 
 
 def read_host(config: AccelConfig) -> HostFacts:
     """Looks at this machine, no closer than ``config`` needs.
 
     Accelerators are counted through torch, whose import takes longer than all the rest of a launch. So torch is asked
-    only where the count can change the plan (not for ``cpu``, nor for one process that was asked for) and where the
-    machine may have any.
+    only where the count can change the plan (not for ``cpu`` or ``tpu``, nor for one process that was asked for) and
+    where the machine may have any.
     """
     one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
-    kind, count = (None, 0) if config.cpu or one_process else _accelerators()
-    return HostFacts(sys.executable, _num_cores(), kind, count)
+    kind, count = (None, 0) if config.cpu or config.tpu or one_process else _accelerators()
+    return HostFacts(sys.executable, _num_cores(), kind, count, _shared_interface(config))
 
 
 def check_program(config: AccelConfig, program: Sequence[str]) -> None:
@@ -48,8 +53,8 @@ def check_program(config: AccelConfig, program: Sequence[str]) -> None:
     if not program:
         raise LaunchError("no program to launch: give a script, or -m and a module, after the flags")
     target = program[0]
-    if config.no_python:
-        return  # the shell's own search for commands decides, in the process itself
+    if config.no_python or config.tpu_cluster:
+        return  # the shell's own search for commands decides, in the process itself; or it is there, on the pod
     if config.module:
         _check_module(target)
     elif not Path(target).exists():
@@ -67,6 +72,14 @@ def _check_module(name: str) -> None:
     # Only the top level is looked up: finding a submodule would run its parents here.
     if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
         raise LaunchError(f"there is no module {top!r} for -m {name}; looked in {Path.cwd()} and the environment")
+
+
+def _shared_interface(config: AccelConfig) -> str | None:
+    if not config.same_network or config.main_process_ip is None or machine_range(config)[1] == 1:
+        return None
+    from accel.launch.network import interface_to
+
+    return interface_to(config.main_process_ip)
 
 
 def _num_cores() -> int:

@@ -133,6 +133,8 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
 
 
 def _processes_here(config: AccelConfig, host: HostFacts) -> int:
+    if config.tpu:
+        return 1
     ids = _gpu_ids(config, host)
     usable = len(ids) if ids is not None else host.num_accelerators
     if config.multi_gpu and usable < 2:
@@ -149,6 +151,15 @@ def _processes_here(config: AccelConfig, host: HostFacts) -> int:
     return local
 
 
+def _named(variables: str | None) -> dict[str, str]:
+    """``A=1,B=2`` by name."""
+    items = [item.strip() for item in (variables or "").split(",") if item.strip()]
+    for item in items:
+        if not item.partition("=")[0].isidentifier() or "=" not in item:
+            raise LaunchError(f"env has {item!r}; expected NAME=value, with commas between several")
+    return {name: value for name, _, value in (item.partition("=") for item in items)}
+
+
 def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
     if config.gpu_ids is None or config.gpu_ids == "all":
         return None
@@ -163,6 +174,8 @@ def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
 
 def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mapping[str, str]) -> dict[str, str]:
     shared = {DOCUMENT_VARIABLE: config.to_document(), **config.variables()}
+    if config.tpu:
+        shared |= {"PJRT_DEVICE": env.get("PJRT_DEVICE") or "TPU", **_named(config.env)}
     if config.log_level is not None:
         # Loggers are made before, and without, any Accelerator that would read the document.
         shared["ACCEL_LOG_LEVEL"] = config.log_level
@@ -172,6 +185,9 @@ def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mappin
         threads = max(1, host.num_cores // local)
     if threads is not None:
         shared["OMP_NUM_THREADS"] = str(threads)
+    if host.interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
+        # gloo would take the one that the host's own name stands for, which is often the loopback.
+        shared["GLOO_SOCKET_IFNAME"] = host.interface
     ids = _gpu_ids(config, host)
     if ids is not None and host.accelerator is not None:
         variable = _VISIBLE_DEVICES.get(host.accelerator)

@@ -43,7 +43,7 @@ def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str])
     check_settings(config)
     check_program(config, program)
     if config.tpu:
-        return _tpu(config, program)
+        return _tpu(config, program, env)
     if config.slurm:
         from accel.launch.slurm import plan_slurm, submit
 
@@ -67,13 +67,23 @@ def _here(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -
     return Start(planned, partial(run, planned))
 
 
-def _tpu(config: AccelConfig, program: Sequence[str]) -> Start:
-    import sys
+def _tpu(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> Start:
+    from accel.launch.tpu import REMOTE_PYTHON, plan_pod, require_library, run_gcloud, settled, without_pod
 
-    from accel.launch.tpu import plan_tpu, refuse_tpu
+    if config.tpu_cluster:
+        from accel.launch.host import HostFacts
+        from accel.launch.planning import plan
 
-    planned = plan_tpu(config, program, python=sys.executable)
-    return Start(planned, partial(refuse_tpu, planned))
+        there = plan(settled(without_pod(config)), program, HostFacts(REMOTE_PYTHON, 1, None, 0), env={})
+        pod = plan_pod(config, program, there)
+        return Start(pod, partial(run_gcloud, pod.argv))
+    here = _here(settled(config), program, env)
+
+    def run() -> int:
+        require_library(env)
+        return here.run()
+
+    return Start(here.plan, run)
 
 
 def _mpi(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> Start:

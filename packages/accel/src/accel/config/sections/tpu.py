@@ -1,4 +1,4 @@
-"""Settings of TPUs. This version plans such a launch and does not run it."""
+"""Settings of TPUs: one process on each machine, which drives all cores there."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ def _tpu(help: str, **more: object) -> Facts:
 class TPUSettings:
     """What a launch on TPUs is made of."""
 
-    tpu: bool = setting(False, Facts("Run on TPU cores through torch_xla.", _GROUP, launch_only=True))
+    tpu: bool = setting(False, Facts("Train on all TPU cores of a machine, in one process.", _GROUP, launch_only=True))
     tpu_cluster: bool = setting(
         False, _tpu("Start on every machine of a TPU pod, from here.", aliases=("tpu_use_cluster",))
     )
@@ -24,19 +24,21 @@ class TPUSettings:
     tpu_name: str | None = setting(None, _tpu("Name of the pod.", needs="tpu_cluster"))
     tpu_zone: str | None = setting(None, _tpu("Zone of the pod.", needs="tpu_cluster"))
     vm: str | None = setting(
-        None, _tpu("Machines of the pod, with commas.", listed=True, aliases=("tpu_vm",), needs="tpu_cluster")
+        None,
+        _tpu("Machines of the pod, by number, with commas.", listed=True, aliases=("tpu_vm",), needs="tpu_cluster"),
     )
     env: str | None = setting(
         None,
-        _tpu("Variables for those machines: NAME=value, with commas.", listed=True, aliases=("tpu_env",), needs="tpu"),
+        _tpu("Variables for the process: NAME=value, with commas.", listed=True, aliases=("tpu_env",), needs="tpu"),
     )
     main_training_function: str = setting(
         "main", _tpu("Accepted for compatibility; the whole script runs in each process.", choices=("main",))
     )
-    downcast_bf16: bool = setting(
-        False, _tpu("Both float and double become bf16 under mixed_precision=bf16.", needs="tpu")
+    downcast_bf16: bool = setting(False, _tpu("With mixed_precision=bf16: parameters are bf16, too.", needs="tpu"))
+    command_file: str | None = setting(
+        None, _tpu("A file of this machine: commands for the pod, run first.", needs="tpu_cluster")
     )
-    command_file: str | None = setting(None, _tpu("A file of commands to run on the pod first.", needs="tpu_cluster"))
     commands: str | None = setting(
-        None, _tpu("Commands to run on the pod first, with semicolons.", listed=True, needs="tpu_cluster")
+        None,
+        _tpu("Commands to run on the pod first, with semicolons.", listed=True, separator=";", needs="tpu_cluster"),
     )
