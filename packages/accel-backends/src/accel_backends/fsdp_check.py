@@ -1,7 +1,7 @@
 """What cannot be sharded, found before anything is changed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from accel_state.errors import PrepareError
 
 # Packages whose optimizers step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
+# torch's optimizers that look beyond single elements: on shards (by version) they fail, or step elsewhere than on
+# whole parameters.
+_BEYOND_ELEMENTS = {2: ("Adafactor", "Rprop"), 1: ("Adafactor", "LBFGS", "Muon")}
 
 
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
@@ -79,11 +82,13 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
         sharded: parameters by id that are going to be sharded.
 
     Raises:
-        PrepareError: one that steps on a device only, with offloaded parameters; one with a state that cannot be
-            split as its parameter is; a fused one for sharded and whole parameters in one group.
+        PrepareError: one that steps on a device only, with offloaded parameters; one that cannot step on shards; one
+            with a state that cannot be split as its parameter is; a fused one for sharded and whole parameters in one
+            group.
     """
     for optimizer in optimizers:
         kind = type(optimizer).__name__
+        _check_elementwise(optimizer, cast(int, config.fsdp_version), sharded)
         if config.cpu_offload:
             _check_offloaded(optimizer, kind)
         for number, group in enumerate(optimizer.param_groups):
@@ -216,6 +221,19 @@ def _check_offloaded(optimizer: Optimizer, kind: str) -> None:
             f"{kind}(capturable=True) keeps its state on the device, and cpu_offload=True keeps parameters on the "
             "host; use capturable=False, or cpu_offload=False"
         )
+
+
+def _check_elementwise(optimizer: Optimizer, version: int, sharded: Mapping[int, Any]) -> None:
+    torchs = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")}
+    kind = next((name for name in _BEYOND_ELEMENTS[version] if name in torchs), None)
+    if kind is None or not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
+        return
+    other = 3 - version
+    nearest = f", or fsdp_version={other}" if kind not in _BEYOND_ELEMENTS[other] else ""
+    raise PrepareError(
+        f"{kind} looks at whole parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
+        f"fsdp_version={version}, which leaves every rank a part of each; nearest: AdamW{nearest}, or strategy='ddp'"
+    )
 
 
 def _check_state(kind: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
