@@ -56,7 +56,7 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float = 120) -> Non
 
 @contextmanager
 def elastic(folder: Path, port: int, **env: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher at each call, with more flags where it gets any; whatever is left of them at the end is killed."""
+    """Starts a launcher at each call, with more flags if any; what is left at the end is killed."""
     (folder / "count.py").write_text(COUNT)
     argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:2", "--num_processes", "2"]
     argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "3"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from accel.config import resolve_config
-from accel.launch import HostFacts, LaunchPlan, plan
+from accel.launch import HostFacts, LaunchPlan, plan, read_host
+from accel.launch.network import interface_to
 from accel_state.errors import LaunchError
 
 CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)
@@ -144,3 +145,28 @@ def test_a_plan_is_plain_data_as_json() -> None:
     data = json.loads(json.dumps(planned({"num_processes": 2, "main_process_port": 29511}).to_json()))
     assert data["main_process"] == {"address": "127.0.0.1", "port": 29511}
     assert [process["env"]["MASTER_PORT"] for process in data["processes"]] == ["29511", "29511"]
+
+
+@pytest.mark.parametrize(
+    ("env", "found", "written"),
+    [({}, "eth1", "eth1"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "eth1", None), ({}, None, None)],
+)
+def test_gloo_talks_in_the_network_that_the_machines_share(
+    env: dict[str, str], found: str | None, written: str | None
+) -> None:
+    made = planned(TWO_MACHINES, replace(CPU, interface=found), **env).processes[0].env
+    assert made.get("GLOO_SOCKET_IFNAME") == written
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [({}, True), ({"same_network": False}, False), ({"num_machines": 1}, False)]
+)
+def test_the_shared_network_is_looked_for_where_there_is_one(given: dict[str, object], asked: bool) -> None:
+    many = {"num_machines": 2, "cpu": True, "main_process_ip": "203.0.113.1"} | given
+    expected = interface_to("203.0.113.1") if asked else None
+    assert read_host(resolve_config(many, {})).interface == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "no-such-host.invalid"])
+def test_the_loopback_and_unknown_hosts_lead_to_no_network(address: str) -> None:
+    assert interface_to(address) is None

@@ -11,11 +11,11 @@ import pytest
 
 from accel.config import AccelConfig, resolve_config, settings
 from accel.config.setting import Setting
-from accel.from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options
+from accel.from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options, named_backend
 from accel.launch import HostFacts, plan
 from accel.launch.checks import check_settings
 from accel.setup import cores_of
-from accel_state.errors import LaunchError
+from accel_state.errors import ConfigError, LaunchError
 
 CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)
 # What makes each option mean something.
@@ -108,10 +108,12 @@ def test_sections_of_a_file_that_names_another_strategy_may_stay(tmp_path: Path)
         ({"nnodes": "2", "num_machines": 3}, "drop num_machines"),
         ({"rdzv_conf": "last_call_timeout=3"}, "add --rdzv_backend c10d"),
         ({"nnodes": "1:4"}, "main_process_ip and main_process_port"),
+        ({"use_parallelism_config": True}, "give one of parallelism_config_dp_replicate_size, "),
+        ({"mixed_precision": "fp8", "fp8_margin": 2}, "fp8_margin .*means nothing without fp8_backend=te"),
     ],
 )
 def test_contradictions_are_named(settings_: dict[str, object], words: str) -> None:
-    with pytest.raises(LaunchError, match=words):
+    with pytest.raises((LaunchError, ConfigError), match=words):
         check_settings(resolve_config(settings_, {}))
 
 
@@ -133,6 +135,14 @@ def test_a_stronger_source_turns_off_what_it_excludes(tmp_path: Path) -> None:
     assert (config.cpu, config.multi_gpu) == (True, False)
     assert str(config.origin("multi_gpu")) == "flag --cpu, which excludes it"
     check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({}, None), ({"backend": "ddp"}, "ddp"), ({"use_megatron_lm": True}, "megatron")],
+)
+def test_a_backend_is_named_outright_or_by_its_switch(given: dict[str, object], name: str | None) -> None:
+    assert named_backend(resolve_config(given, {})) == name
 
 
 @pytest.mark.parametrize(
@@ -189,6 +199,12 @@ def test_degrees_and_options_of_axes_make_a_parallelism_config() -> None:
     assert degrees_of(resolve_config({}, {})) is None
 
 
+@pytest.mark.parametrize(("switch", "shards"), [(None, 2), (True, 2), (False, None)])
+def test_degrees_can_be_turned_off_where_a_file_gives_them(switch: bool | None, shards: int | None) -> None:
+    degrees = degrees_of(resolve_config({"parallelism_config_dp_shard_size": 2, "use_parallelism_config": switch}, {}))
+    assert (None if degrees is None else degrees.dp_shard_size) == shards
+
+
 def test_compilation_and_fp8_recipes_follow_the_settings() -> None:
     flags = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True}
     plugin = compilation_of(resolve_config({}, {}, flags=flags))
@@ -200,6 +216,8 @@ def test_compilation_and_fp8_recipes_follow_the_settings() -> None:
     )
     assert recipe is not None
     assert recipe.pad_inner_dim is False  # type: ignore[union-attr]
+    unnamed = fp8_recipe(resolve_config({"mixed_precision": "fp8", "fp8_pad_inner_dim": False}, {}), {})
+    assert unnamed == recipe
     assert fp8_recipe(AccelConfig(), {"ACCELERATE_FP8_BACKEND": "AO"}) is None
 
 

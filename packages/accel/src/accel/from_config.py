@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel.config import AccelConfig, settings
+from accel.degrees import degrees
 from accel_state import ParallelismConfig
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ _DEEPSPEED_FIELDS = {
     "zero3_save_16bit_model": "zero3_save_16bit_model",
     "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
 }
-_DEGREES = "parallelism_config_"
+
+
+def named_backend(config: AccelConfig) -> str | None:
+    """The backend that the configuration names, if it does; that of Megatron-LM has a switch of its own."""
+    return "megatron" if config.backend is None and config.use_megatron_lm else config.backend
 
 
 def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
@@ -49,11 +54,7 @@ def deepspeed_options(config: AccelConfig) -> dict[str, Any] | None:
 
 def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
     """The degrees of parallelism that somebody gave, with the options of their axes; None where nobody did."""
-    given: dict[str, Any] = {
-        name.removeprefix(_DEGREES): getattr(config, name)
-        for name in settings()
-        if name.startswith(_DEGREES) and config.is_given(name)
-    }
+    given: dict[str, Any] = degrees(config)
     if not given:
         return None
     from accel_state.parallel_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
@@ -72,12 +73,13 @@ _SEQUENCE = ("seq_length", "seq_length_is_variable", "attn_implementation")
 
 
 def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs | TERecipeKwargs | None":
-    """The recipe of ``mixed_precision=fp8`` that settings and variables describe; None where they say nothing."""
+    """The recipe of ``mixed_precision=fp8`` that settings and variables describe; None at another precision."""
     if config.mixed_precision != "fp8":
         return None
     from accel_precision.recipes import recipe_from_env
 
-    return recipe_from_env({**env, **config.variables()})  # type: ignore[return-value]
+    default = {settings()["fp8_backend"].facts.env[0]: config.fp8_backend}
+    return recipe_from_env({**default, **env, **config.variables()})  # type: ignore[return-value]
 
 
 def compilation_of(config: AccelConfig) -> "TorchDynamoPlugin | None":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
-from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
+from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options, named_backend
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.planner.auto import Undecided, waiting
 from accel.strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting
@@ -61,7 +61,7 @@ def open_parts(
     sorted_handlers = sort_handlers(handlers)
     config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
     engine = asked_deepspeed(
-        call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend,
+        call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config),
         deepspeed_options(config) if deepspeed is None and fsdp is None and call["backend"] is None else deepspeed,
         fsdp,
     )
@@ -83,7 +83,7 @@ def open_parts(
                 debug=config.debug,
             )
         )
-        given = call["backend"] if isinstance(call["backend"], BackendConfig) else config.backend
+        given = call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config)
         auto = asked_auto(given, fsdp, deepspeed, parallelism)
         given = given if auto is None else None
         if fsdp is None and call["backend"] is None:
@@ -91,6 +91,8 @@ def open_parts(
         parallelism = parallelism or degrees_of(config)
         variables = {**os.environ, **config.variables()}
         asked = engine or asked_strategy(given, fsdp, parallelism, variables) or sorted_handlers.ddp
+        if isinstance(asked, BackendConfig):
+            asked = asked.on(session.device.type)
         choice = select_backend(session.topology, session.device, asked)
         asked_policy = call["mixed_precision"]
         policy = PrecisionPolicy.parse(

@@ -97,11 +97,12 @@ class AccelConfig(
         return self.origin(name).source != "default"
 
     def is_on(self, needed: str) -> bool:
-        """Whether ``needed``, a name or ``name=value`` as in ``Facts.needs``, holds."""
+        """Whether ``needed``, a name or ``name=value`` as in ``Facts.needs``, holds, and all that it needs itself."""
         name, equals, value = needed.partition("=")
         row = known_setting(name, "needed by another setting")
         mine = getattr(self, name)
-        return row.text(mine) == value if equals else row.is_on(mine)
+        holds = row.text(mine) == value if equals else row.is_on(mine)
+        return holds and (not row.facts.needs or self.is_on(row.facts.needs))
 
     def variables(self) -> dict[str, str]:
         """The variables by which other code reads what was given: ``FSDP_VERSION``, ``ACCELERATE_MIXED_PRECISION``, ...

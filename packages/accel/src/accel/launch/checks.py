@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
-from accel.config.degrees import degrees
 from accel.config.model import PRECEDENCE, AccelConfig, settings
+from accel.degrees import degrees
 from accel_state.errors import LaunchError
 
 _STRATEGIES = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}

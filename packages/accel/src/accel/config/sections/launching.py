@@ -114,7 +114,8 @@ class MachineSettings:
     same_network: bool = setting(
         True,
         Facts(
-            "Accepted for compatibility; the machines meet at main_process_ip in any network.",
+            "The machines are in one network: gloo takes the interface by which main_process_ip is reached, else the "
+            "one that the host's name stands for.",
             _MACHINES,
             launch_only=True,
         ),

@@ -21,9 +21,13 @@ def _degree(name: str, help: str, **more: object) -> Facts:
 class ParallelismSettings:
     """Degrees, whose product is the number of processes, and the options of single axes."""
 
-    use_parallelism_config: bool = setting(
-        False,
-        Facts("Accepted; a degree above 1 is enough.", "Parallelism", env=("ACCELERATE_USE_PARALLELISM_CONFIG",)),
+    use_parallelism_config: bool | None = setting(
+        None,
+        Facts(
+            "Insist on a degree above 1, or turn all degrees off; if not given, those count that are.",
+            "Parallelism",
+            env=("ACCELERATE_USE_PARALLELISM_CONFIG",),
+        ),
     )
     parallelism_config_dp_replicate_size: int = setting(
         1, _degree("DP_REPLICATE_SIZE", "Replicas of the model.", minimum=1)

@@ -11,7 +11,7 @@ from accel.config.setting import Facts, setting
 _PRECISIONS = r"none|half|double|fp32|fp64|(fp|bf)?16-mixed|(16|32|64)-true|32|64|.*=.*"
 _TRAIN, _COMPILE, _FP8 = "Training", "Compilation", "FP8"
 _COMPILING = "dynamo_backend"
-_IN_FP8 = "mixed_precision=fp8"
+_IN_FP8, _BY_TORCHAO, _BY_TRANSFORMER_ENGINE = "mixed_precision=fp8", "fp8_backend=ao", "fp8_backend=te"
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -127,6 +127,14 @@ def _fp8(env: str, help: str, **more: object) -> Facts:
     return Facts(help, _FP8, **(facts | more))  # type: ignore[arg-type]
 
 
+def _te(env: str, help: str, **more: object) -> Facts:
+    return _fp8(env, help, needs=_BY_TRANSFORMER_ENGINE, **more)
+
+
+def _ao(env: str, help: str, **more: object) -> Facts:
+    return _fp8(env, help, needs=_BY_TORCHAO, **more)
+
+
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Fp8Settings:
     """The recipe of ``mixed_precision=fp8``."""
@@ -135,20 +143,20 @@ class Fp8Settings:
         "ao", _fp8("BACKEND", "What computes it: torchao or TransformerEngine.", choices=("ao", "te"))
     )
     fp8_use_autocast_during_eval: bool = setting(
-        False, _fp8("USE_AUTOCAST_DURING_EVAL", "Also in evaluation (TransformerEngine).")
+        False, _te("USE_AUTOCAST_DURING_EVAL", "Also in evaluation (TransformerEngine).")
     )
-    fp8_margin: int = setting(0, _fp8("MARGIN", "Margin of the scaling factor (TransformerEngine)."))
-    fp8_interval: int = setting(1, _fp8("INTERVAL", "Steps between two scaling factors (TransformerEngine)."))
+    fp8_margin: int = setting(0, _te("MARGIN", "Margin of the scaling factor (TransformerEngine)."))
+    fp8_interval: int = setting(1, _te("INTERVAL", "Steps between two scaling factors (TransformerEngine)."))
     fp8_format: str = setting(
-        "HYBRID", _fp8("FORMAT", "Number format (TransformerEngine).", choices=("HYBRID", "E4M3", "E5M2"))
+        "HYBRID", _te("FORMAT", "Number format (TransformerEngine).", choices=("HYBRID", "E4M3", "E5M2"))
     )
     fp8_amax_history_len: int = setting(
         1024,
-        _fp8("AMAX_HISTORY_LEN", "Length of the history (TransformerEngine).", aliases=("amax_history_length",)),
+        _te("AMAX_HISTORY_LEN", "Length of the history (TransformerEngine).", aliases=("amax_history_length",)),
     )
     fp8_amax_compute_algo: str = setting(
         "most_recent",
-        _fp8(
+        _te(
             "AMAX_COMPUTE_ALGO",
             "How the history is used (TransformerEngine).",
             choices=("max", "most_recent"),
@@ -157,7 +165,7 @@ class Fp8Settings:
     )
     fp8_override_linear_precision: str = setting(
         "false,false,false",
-        _fp8(
+        _te(
             "OVERRIDE_LINEAR_PRECISION",
             "Higher precision for fprop, dgrad, wgrad: three of true or false (TransformerEngine).",
             listed=True,
@@ -167,9 +175,9 @@ class Fp8Settings:
         ),
     )
     fp8_use_mxfp8_block_scaling: bool = setting(
-        False, _fp8("USE_MXFP8_BLOCK_SCALING", "MXFP8 block scaling (TransformerEngine).")
+        False, _te("USE_MXFP8_BLOCK_SCALING", "MXFP8 block scaling (TransformerEngine).")
     )
     fp8_enable_fsdp_float8_all_gather: bool = setting(
-        True, _fp8("ENABLE_FSDP_FLOAT8_ALL_GATHER", "FSDP gathers in float8 (torchao).", valued=True)
+        True, _ao("ENABLE_FSDP_FLOAT8_ALL_GATHER", "FSDP gathers in float8 (torchao).", valued=True)
     )
-    fp8_pad_inner_dim: bool = setting(True, _fp8("PAD_INNER_DIM", "Pad inner dimensions to 16 (torchao).", valued=True))
+    fp8_pad_inner_dim: bool = setting(True, _ao("PAD_INNER_DIM", "Pad inner dimensions to 16 (torchao).", valued=True))
