@@ -27,6 +27,7 @@ class Sharding(BackendConfig):
         (TWO, CPU, "deepspeed", "deepspeed", "'deepspeed' was asked for"),
         (TWO, XLA, None, "xla", "xla"),
         (ONE, XLA, None, "xla", "xla"),
+        (ONE, XLA, DDPConfig(), "xla", "nothing to do"),
     ],
 )
 def test_the_choice_and_its_reasons(topology, device, config, name, reason):

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -107,6 +109,14 @@ def test_more_processes_than_devices_are_refused(launcher):
 def test_a_scheduler_that_shows_each_task_its_own_device_is_understood():
     topology = Topology.on_one_node(3, 4, launcher="slurm")
     assert _index_for(topology, DEVICE_KINDS["cuda"], count=1, env={"CUDA_VISIBLE_DEVICES": "3"}) == 0
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None or torch.accelerator.is_available(), reason="needs a bare CPU")
+@pytest.mark.parametrize(("asked", "refused"), [("TPU", True), ("tpu", True), ("CPU", False), ("", False)])
+def test_a_tpu_without_its_library_is_not_replaced_by_the_cpu(asked, refused):
+    with pytest.raises(ConfigError, match="torch_xla is not installed") if refused else nullcontext():
+        assert Device.choose(Topology(), env={"PJRT_DEVICE": asked}) == Device("cpu")
+    assert Device.choose(Topology(), cpu=True, env={"PJRT_DEVICE": asked}) == Device("cpu")
 
 
 def test_facts_of_the_cpu():

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from accel import debug_launcher, notebook_launcher
 from accel.notebook.cell import Copier
 from accel.notebook.parcel import pack_call, pack_result, unpack_call, unpack_results
-from accel.notebook.place import find_place, has_tpu
+from accel.notebook.place import has_tpu
 from accel.notebook.worker import prefix_of
 from accel_state.errors import ConfigError, LaunchError
 
@@ -100,26 +101,24 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "modules", "shell", "place"),
-    [
-        ({}, (), None, "python"),
-        ({}, (), "ZMQInteractiveShell", "notebook"),
-        ({}, (), "TerminalInteractiveShell", "ipython"),
-        ({}, ("google.colab",), "Shell", "colab"),
-        ({"COLAB_RELEASE_TAG": "x"}, (), None, "colab"),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, (), "ZMQInteractiveShell", "kaggle"),
-    ],
-)
-def test_places_are_told_apart(env: dict[str, str], modules: tuple[str, ...], shell: str | None, place: str) -> None:
-    assert find_place(env, modules, shell) == place
-
-
-@pytest.mark.parametrize(
     ("env", "found"),
-    [({}, False), ({"TPU_NAME": "a"}, True), ({"PJRT_DEVICE": "tpu"}, True), ({"PJRT_DEVICE": "CPU"}, False)],
+    [
+        ({}, False),
+        ({"TPU_NAME": "a"}, True),
+        ({"PJRT_DEVICE": "tpu"}, True),
+        ({"PJRT_DEVICE": "CPU"}, False),
+        ({"PJRT_DEVICE": "TPU", "ACCELERATE_USE_CPU": "1"}, False),
+    ],
 )
 def test_a_tpu_is_found_by_its_variables(env: Mapping[str, str], found: bool) -> None:
     assert has_tpu(env) is found
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_a_tpu_without_its_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_NAME", "a")
+    with pytest.raises(LaunchError, match="torch_xla is not installed here"):
+        notebook_launcher(print)
 
 
 def test_a_parcel_holds_functions_tensors_and_classes_of_this_interpreter(tmp_path: Path) -> None:

@@ -58,19 +58,26 @@ class RankPool:
         group: str | None = "gloo",
         timeout: float | None = None,
         checks: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls ``fn(*args, **kwargs)`` on every rank; what it returned, by rank.
 
         ``fn`` may be a closure or lambda. ``group`` is the backend of the default process group opened around it, None
-        for none. Raises what the first failing rank raised, with the traceback of that rank as its cause;
-        :class:`RankHung` after ``timeout`` seconds, :class:`RankDied` when a process ended, :class:`LeakError` when one
-        of ``checks`` (see ``accel_testing.leaks``) found something left behind.
+        for none; ``variables`` are set meanwhile. Raises what the first failing rank raised, with the traceback of that
+        rank as its cause; :class:`RankHung` after ``timeout`` seconds, :class:`RankDied` when a process ended,
+        :class:`LeakError` when one of ``checks`` (see ``accel_testing.leaks``) found something left behind.
         """
         size = self.size if ranks is None else ranks
         call = Call(pack((fn, args, kwargs)))
         answers = self.submit(
-            call, source_of(fn), ranks=size, backend=group, timeout=timeout or self.timeout, checks=tuple(checks)
+            call,
+            source_of(fn),
+            ranks=size,
+            backend=group,
+            timeout=timeout or self.timeout,
+            checks=tuple(checks),
+            variables=variables,
         )
         if failed := first_failure(answers):
             raise rebuilt(*failed)

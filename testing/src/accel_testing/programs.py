@@ -68,7 +68,7 @@ def train_part(
     checkpoint of the one before, make the run that one process makes.
 
     Args:
-        pool: where ranks come from.
+        pool: where ranks come from; one of its own for XLA devices, which a process takes when it first computes.
         layout: as :class:`Layout` reads it; ``fp64`` is the dtype of the model.
         start: number of the first micro-batch.
         stop: number of the first that is left.
@@ -81,7 +81,14 @@ def train_part(
     """
     spread = Layout.parse(layout)
     weights: dict[str, Tensor] = pool.run(
-        _train_part, spread, slice(start, stop), load, save, optimizer, ranks=spread.processes
+        _train_part,
+        spread,
+        slice(start, stop),
+        load,
+        save,
+        optimizer,
+        ranks=spread.processes,
+        variables=spread.variables,
     )[0]
     return weights
 

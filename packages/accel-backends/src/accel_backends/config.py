@@ -18,6 +18,15 @@ class Implied:
     origin: str
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class WholeForm:
+    """How a whole state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
+
+    offload_to_cpu: bool = True
+    rank0_only: bool = True
+
+
 @dataclass(slots=True)
 class BackendConfig(KwargsHandler):
     """Base of the options of a backend.
@@ -51,6 +60,24 @@ class BackendConfig(KwargsHandler):
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; fields: {', '.join(known) or 'none'}{hint}")
         return cls(**values)
+
+    def on(self, device_type: str) -> "BackendConfig":
+        """The options by which devices of this type are asked for the same. Default: these.
+
+        Raises:
+            ConfigError: something in them cannot be had there.
+        """
+        return self
+
+    @property
+    def state_form(self) -> WholeForm | None:
+        """How whole states of models are handed out. Default: they are whole everywhere, and every rank has them."""
+        return None
+
+    @property
+    def optimizer_state_form(self) -> WholeForm | None:
+        """How whole states of optimizers are handed out. Default: as those of models."""
+        return None
 
     def implied(self) -> Mapping[str, Implied]:
         """What these options say about the Accelerator's own settings, by their names. Default: nothing."""

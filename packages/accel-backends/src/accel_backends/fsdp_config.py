@@ -9,14 +9,13 @@ from typing import Any, final
 
 from torch import nn
 
-from accel_backends.config import BackendConfig
+from accel_backends.config import BackendConfig, WholeForm
 from accel_backends.fsdp_values import (
     AutoWrap,
     BackwardPrefetch,
     MixedDtypes,
     Sharding,
     StateDictKind,
-    WholeForm,
     as_flag,
     as_member,
     as_number,
@@ -26,7 +25,7 @@ from accel_backends.fsdp_values import (
     whole_form,
     wrap_value,
 )
-from accel_state.errors import ConfigError
+from accel_state.errors import BackendError, ConfigError
 
 PREFIX = "FSDP_"
 _KEEPS = (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD, Sharding.HYBRID_SHARD_ZERO2)
@@ -119,6 +118,25 @@ class FSDPConfig(BackendConfig):
         """Version 1 does, so one process trains on its device alone."""
         return self.fsdp_version == 1
 
+    def on(self, device_type: str) -> BackendConfig:
+        """On XLA devices one process shards over all of them; where and when it gathers is the compiler's choice.
+
+        Raises:
+            ConfigError: offloading, checkpointing or degrees, which XLA's backend does not have.
+        """
+        if device_type != "xla":
+            return self
+        from accel_backends.xla import XLAConfig
+
+        unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
+        for name in unable:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} does not exist on XLA devices; leave it out, and XLAConfig("
+                    "shard_parameters=True) is what is left of these options"
+                )
+        return XLAConfig(shard_parameters=self.sharding_strategy is not Sharding.NO_SHARD)
+
     def __post_init__(self) -> None:
         env = os.environ
         self.fsdp_version = as_number("fsdp_version", self._given("fsdp_version", "VERSION", env, 2))
@@ -145,6 +163,16 @@ class FSDPConfig(BackendConfig):
             raise ConfigError(
                 "state_dict_type LOCAL_STATE_DICT fits one number of ranks only; nearest: SHARDED_STATE_DICT"
             )
+
+    def of_version(self, version: int, other: str) -> "FSDPConfig":
+        """These options, if they are of that version; ``other`` is the backend that takes them otherwise.
+
+        Raises:
+            BackendError: they are not.
+        """
+        if self.fsdp_version != version:
+            raise BackendError(f"the options say fsdp_version={self.fsdp_version}, not {version}; use backend {other!r}")
+        return self
 
     def _given(self, name: str, variable: str, env: Mapping[str, str], default: Any = None) -> Any:
         value = getattr(self, name)

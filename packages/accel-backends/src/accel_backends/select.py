@@ -42,22 +42,23 @@ def select_backend(
 ) -> Choice:
     """Chooses from where the run is and what was asked for; pure.
 
-    A config's class names its backend, and a string names one; without either it is ``single`` for one process,
-    ``ddp`` for several, ``xla`` on XLA devices. Whether the backend is installed and able is checked when it is
-    loaded and opened.
+    A config's class names its backend, and a string names one; without either, or with one that one process has no use
+    for, it is ``single`` for one process, ``ddp`` for several, ``xla`` on XLA devices. Whether the backend is installed
+    and able is checked when it is loaded and opened.
     """
     if isinstance(config, str):
         return Choice(config, (f"strategy {config!r} was asked for",))
     here = "one process" if topology.world_size == 1 else f"{topology.world_size} processes"
+    reasons: tuple[str, ...] = ()
     if config is not None and config.backend:
-        given = f"{type(config).__name__} was given"
-        if topology.world_size == 1 and config.needs_ranks:
-            return Choice("single", (given, f"but there is {here}, with which its backend has nothing to do"))
-        return Choice(config.backend, (given,))
+        reasons = (f"{type(config).__name__} was given",)
+        if topology.world_size > 1 or not config.needs_ranks:
+            return Choice(config.backend, reasons)
+        reasons += (f"but there is {here}, with which its backend has nothing to do",)
     if device.type == "xla":
-        return Choice("xla", (f"the device is {device.type}",))
+        return Choice("xla", (*reasons, f"the device is {device.type}"))
     if topology.world_size == 1:
-        return Choice("single", (here, f"device {device.type}"))
+        return Choice("single", (*reasons, here, f"device {device.type}"))
     if facts is not None and facts.trainable == 0:
         return Choice("ddp", (here, "no parameter is trained, so models stay bare"))
     return Choice("ddp", (here, f"device {device.type}", "nothing asked for sharding, so each holds the whole model"))

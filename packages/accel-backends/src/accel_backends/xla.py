@@ -21,7 +21,7 @@ from accel_backends.names import innermost
 from accel_backends.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from accel_backends.xla_compilations import CompilationWatch
 from accel_backends.xla_mesh import open_mesh, shard, shard_rows
-from accel_state.errors import ConfigError
+from accel_state.errors import BackendError, ConfigError
 
 
 @dataclass(slots=True)
@@ -34,8 +34,10 @@ class XLAConfig(BackendConfig):
         min_shard_size: parameters of fewer elements stay whole on each device.
         quiet_steps: optimizer steps in which compilations are expected; each later one is reported with the step.
 
+    Values may be texts, as a command line gives them.
+
     Raises:
-        ConfigError: a negative number.
+        ConfigError: a text that is no truth value, or a negative number.
     """
 
     backend: ClassVar[str] = "xla"
@@ -45,10 +47,14 @@ class XLAConfig(BackendConfig):
     quiet_steps: int = 2
 
     def __post_init__(self) -> None:
+        from accel_backends.fsdp_values import as_flag, as_number
+
+        self.shard_parameters = as_flag("shard_parameters", self.shard_parameters)
         for name in ("min_shard_size", "quiet_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 0")
+            value = as_number(name, getattr(self, name))
+            if value < 0:
+                raise ConfigError(f"{name} is {value}; it must be a whole number of at least 0")
+            setattr(self, name, value)
 
 
 @final
@@ -56,7 +62,8 @@ class XLABackend(Backend):
     """One process over all XLA devices that it sees; batches are cut into one part for each of them.
 
     A global batch is one batch of one process here: losses, norms and gathered tensors are those of the whole batch,
-    and no collective is called by hand.
+    and no collective is called by hand. Opening it raises BackendError on one of several machines of a pod, and where
+    gradients were computed before torch knew these devices.
 
     Attributes:
         watch: counts compilations, and reports those that come late.
@@ -75,7 +82,9 @@ class XLABackend(Backend):
     def __init__(self, session: Any, policy: Any, config: BackendConfig | None = None, **options: Any) -> None:
         if session.device.type == "xla" and session.world_size == 1:
             session.device.load_collectives()
+            check_hosts(count_hosts())
             open_mesh()
+            check_gradients(session.device.torch)
         super().__init__(session, policy, config, **options)
         self.watch = CompilationWatch(cast(XLAConfig, self.config).quiet_steps)
 
@@ -161,6 +170,34 @@ class XLABackend(Backend):
         import torch_xla
 
         torch_xla.sync()
+
+
+def count_hosts() -> int:
+    """Machines whose devices the runtime of this process sees: 1, or those of a pod."""
+    import torch_xla.runtime as runtime
+
+    return int(runtime.process_count())
+
+
+def check_hosts(hosts: int) -> None:
+    """Raises BackendError for several machines, each of which would train on all batches as if it were alone."""
+    if hosts > 1:
+        raise BackendError(
+            f"backend 'xla' drives the devices of one machine, and this is one of {hosts} machines of a pod; use a TPU "
+            "of one machine"
+        )
+
+
+def check_gradients(device: torch.device) -> None:
+    """Raises BackendError where torch looked which devices compute gradients before torch_xla had brought these."""
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.neg().backward()
+    except RuntimeError as error:
+        raise BackendError(
+            "gradients were computed in this process before torch_xla was imported, and torch looks for devices only "
+            "once, at the first backward: make the Accelerator, or import torch_xla, before that"
+        ) from error
 
 
 def shard_batch(batch: Any) -> Any:

@@ -110,7 +110,7 @@ class Device:
 
         Raises:
             TopologyError: the node has more processes than devices.
-            ConfigError: the device asked for by name does not exist for torch.
+            ConfigError: the device asked for by name does not exist for torch; or a TPU whose library is missing.
         """
         env = os.environ if env is None else env
         asked = asked or env.get("ACCEL_TORCH_DEVICE") or env.get("ACCELERATE_TORCH_DEVICE")
@@ -269,7 +269,8 @@ def count_devices(type_: str) -> int:
 def _candidates(env: Mapping[str, str]) -> Iterator[DeviceKind]:
     """Kinds of accelerator that this process sees, without importing a plugin that is not installed.
 
-    torch_xla can be present for many reasons, so XLA counts only when ``PJRT_DEVICE`` asks for it.
+    torch_xla can be present for many reasons, so XLA counts only when ``PJRT_DEVICE`` asks for it. Where that says that
+    there is a TPU, nothing else stands in for one.
     """
     for kind in DEVICE_KINDS.values():
         if kind.type == "cpu" or (kind.type == "xla" and not env.get("PJRT_DEVICE")):
@@ -277,6 +278,11 @@ def _candidates(env: Mapping[str, str]) -> Iterator[DeviceKind]:
         if kind.type == "xla":
             if _is_installed("torch_xla"):
                 yield kind
+            elif env["PJRT_DEVICE"].upper() == "TPU":
+                raise ConfigError(
+                    "PJRT_DEVICE is TPU, but torch_xla is not installed, without which this run would be on the CPU; "
+                    "install the one made for this torch, or unset PJRT_DEVICE (or ask for the CPU: cpu=True)"
+                )
         elif count_devices(kind.type) > 0:
             yield kind
 

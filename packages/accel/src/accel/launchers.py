@@ -13,7 +13,7 @@ from accel.config.resolve import without_launcher
 from accel.config.setting import nearest
 from accel.notebook.cell import run_in_cell
 from accel.notebook.parcel import pack_call, unpack_results
-from accel.notebook.place import current_shell, find_place, has_tpu
+from accel.notebook.place import has_tpu
 from accel_state.errors import ConfigError, LaunchError
 
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
@@ -47,7 +47,8 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
     Args:
         function: defined in a cell, or importable; makes its own ``Accelerator``.
         args: its arguments.
-        num_processes: on this machine; None: one per accelerator, or one on a machine without any.
+        num_processes: on this machine; None: one per accelerator, or one on a machine without any. On a TPU there is
+            one, which drives all cores.
         mixed_precision: what an ``Accelerator`` in the function takes unless it is told otherwise.
         use_port: where the machines meet; for one machine a free port is taken unless another than the default is
             given.
@@ -73,9 +74,8 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         )
     if num_nodes < 1 or not 0 <= node_rank < num_nodes:
         raise ConfigError(f"node_rank is {node_rank} of num_nodes {num_nodes}; expected 0 to {max(num_nodes, 1) - 1}")
-    place = find_place(os.environ, sys.modules.keys(), current_shell())
-    if has_tpu(os.environ) and place in ("colab", "kaggle"):
-        return _launch_on_tpu(function, args, num_processes)
+    if has_tpu(os.environ):
+        return [_call_on_tpu(function, args, num_processes, str(mixed_precision).lower())]
     count = _num_accelerators() if num_processes is None else num_processes
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     settings: dict[str, object] = {
@@ -132,27 +132,21 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any], config: AccelC
         return function(*args)
 
 
-def _launch_on_tpu(function: Callable[..., Any], args: Sequence[Any], num_processes: int | None) -> list[Any]:
-    """Hands the function to torch_xla, which starts a process for each core; nothing comes back from there."""
-    try:
-        import torch_xla
-    except ImportError as error:
-        raise LaunchError(
-            "this machine has a TPU, but torch_xla is not installed; install the one made for your version of torch"
-        ) from error
-    torch_xla.launch(_Indexed(function, tuple(args)), start_method="fork", debug_single_process=num_processes == 1)
-    return []
+def _call_on_tpu(
+    function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, mixed_precision: str
+) -> Any:
+    """Calls the function in this process, which drives all cores of the TPU; ``PJRT_DEVICE`` is kept if it is set."""
+    from accel.launch.tpu import require_library
+    from accel_state.environment import patch_environment
 
-
-class _Indexed:
-    """A call that torch_xla makes with the number of the process before its own arguments."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._function = function
-        self._args = args
-
-    def __call__(self, index: int) -> None:
-        self._function(*self._args)
+    require_library(os.environ)
+    if num_processes not in (None, 1):
+        raise ConfigError(
+            f"num_processes is {num_processes}: on a TPU one process, this one, drives all cores; leave it out"
+        )
+    config = resolve_config({"num_processes": 1, "mixed_precision": mixed_precision}, {})
+    with patch_environment(PJRT_DEVICE=os.environ.get("PJRT_DEVICE") or "TPU"):
+        return _call_here(function, args, config)
 
 
 def _num_accelerators() -> int:

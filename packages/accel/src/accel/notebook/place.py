@@ -1,30 +1,12 @@
-"""Where this interpreter runs: a hosted notebook, a notebook, IPython, or none of them."""
+"""Whether an interpreter runs on a machine with a TPU, which one process drives."""
 
-import sys
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Mapping
 
-Place = Literal["colab", "kaggle", "notebook", "ipython", "python"]
-
-_SHELLS: Mapping[str, Place] = {"ZMQInteractiveShell": "notebook", "TerminalInteractiveShell": "ipython"}
-
-
-def find_place(env: Mapping[str, str], modules: Collection[str], shell: str | None) -> Place:
-    """What the variables, the imported modules and the name of IPython's shell say; pure."""
-    if "google.colab" in modules or env.get("COLAB_RELEASE_TAG"):
-        return "colab"
-    if any(name.startswith("KAGGLE") for name in env):
-        return "kaggle"
-    return "python" if shell is None else _SHELLS.get(shell, "ipython")
+from accel_state.environment import parse_flag
 
 
 def has_tpu(env: Mapping[str, str]) -> bool:
-    """Whether the machine was set up for a TPU: ``TPU_NAME``, or ``PJRT_DEVICE=TPU``."""
+    """Whether the machine was set up for a TPU: ``TPU_NAME``, or ``PJRT_DEVICE=TPU``; and no CPU is asked for."""
+    if parse_flag(env, "ACCELERATE_USE_CPU"):
+        return False
     return bool(env.get("TPU_NAME")) or env.get("PJRT_DEVICE", "").upper() == "TPU"
-
-
-def current_shell() -> str | None:
-    """The name of the running IPython's shell, or None without IPython, which is not imported for this."""
-    module = sys.modules.get("IPython")
-    shell = None if module is None else module.get_ipython()
-    return None if shell is None else type(shell).__name__
