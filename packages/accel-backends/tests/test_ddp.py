@@ -293,7 +293,7 @@ def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batche
         step()
         assert torch.equal(*everywhere(flat(model)))
     if precision == "fp16":
-        steps = torch.tensor([ddp.scaler_state()["growth_tracker"]])
+        steps = torch.tensor([ddp.scaler.state_dict()["growth_tracker"]])
         assert everywhere(steps)[0] == everywhere(steps)[1] == max(batches) + 2
 
 

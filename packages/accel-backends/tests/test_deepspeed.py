@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,106 +57,106 @@ def distance(backend: Any, engine: Any, reference: nn.Module) -> float:
     return max((state[name] - value).abs().max().item() for name, value in reference.state_dict().items())
 
 
+@dataclass
+class Pair:
+    """An engine of two ranks, and beside it the same model, which one process trains on what both ranks see."""
+
+    backend: Any
+    engine: Any
+    optimizer: Any
+    reference: nn.Module
+    plain: torch.optim.Optimizer
+
+    def mean(self, *losses: tuple[float, int]) -> torch.Tensor:
+        """The reference's losses of these weights and steps, added up, and the mean over ranks."""
+        return sum(weight * loss_of(self.reference, r, step) for r in range(2) for weight, step in losses) / 2
+
+    def step(self) -> None:
+        """Steps both."""
+        assert self.backend.step(self.optimizer)
+        self.plain.step()
+        self.plain.zero_grad()
+
+
+@contextmanager
+def beside(stage: int) -> Iterator[Pair]:
+    """A pair, whose weights are compared at the end."""
+    reference, model = make_net(), make_net()
+    with opened(zero_stage=stage) as backend:
+        engine, optimizer, _ = prepared(backend, model, momentum(model))
+        yield Pair(backend, engine, optimizer, reference, momentum(reference))
+        assert distance(backend, engine, reference) < 1e-6
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_losses_of_a_micro_batch_add_up(rank: int, world_size: int, stage: int) -> None:
     """Both forwards first, then both backwards: stage 3 by itself would keep the second's gradients only."""
-    reference = make_net()
-    plain = momentum(reference)
-    with opened(zero_stage=stage) as backend:
-        model = make_net()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
+    with beside(stage) as pair:
         for step in range(3):
-            first, second = loss_of(engine, rank, step), loss_of(engine, rank, 100 + step)
-            backend.backward(first)
-            backend.backward(second, scale=0.5)
-            assert backend.step(optimizer)
-            mean = sum(loss_of(reference, r, step) + 0.5 * loss_of(reference, r, 100 + step) for r in range(2)) / 2
-            mean.backward()
-            plain.step()
-            plain.zero_grad()
-        assert distance(backend, engine, reference) < 1e-6
+            first, second = loss_of(pair.engine, rank, step), loss_of(pair.engine, rank, 100 + step)
+            pair.backend.backward(first)
+            pair.backend.backward(second, scale=0.5)
+            pair.mean((1, step), (0.5, 100 + step)).backward()
+            pair.step()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_norm_in_mid_window_changes_nothing(rank: int, world_size: int, stage: int) -> None:
-    reference = make_net()
-    plain = momentum(reference)
-    with opened(zero_stage=stage) as backend:
-        model = make_net()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
+    with beside(stage) as pair:
         for step in range(3):
-            backend.backward(loss_of(engine, rank, step))
-            seen = backend.clip_grad_norm(engine.parameters(), math.inf)
-            (sum(loss_of(reference, r, step) for r in range(2)) / 2).backward()
-            assert seen.item() == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), math.inf).item(), 1e-5)
-            backend.backward(loss_of(engine, rank, 50 + step))
-            backend.scale_gradients([engine], 0.5)
-            norm = backend.clip_grad_norm(engine.parameters(), 0.1)
-            backend.step(optimizer)
-            (sum(loss_of(reference, r, 50 + step) for r in range(2)) / 2).backward()
-            for parameter in reference.parameters():
+            pair.backend.backward(loss_of(pair.engine, rank, step))
+            pair.mean((1, step)).backward()
+            compare_norms(pair, math.inf)
+            pair.backend.backward(loss_of(pair.engine, rank, 50 + step))
+            pair.backend.scale_gradients([pair.engine], 0.5)
+            pair.mean((1, 50 + step)).backward()
+            for parameter in pair.reference.parameters():
                 parameter.grad *= 0.5
-            assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), 0.1).item(), 1e-5)
-            plain.step()
-            plain.zero_grad()
-        assert distance(backend, engine, reference) < 1e-6
+            compare_norms(pair, 0.1)
+            pair.step()
+
+
+def compare_norms(pair: Pair, limit: float) -> None:
+    norm = pair.backend.clip_grad_norm(pair.engine.parameters(), limit)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(pair.reference.parameters(), limit).item(), 1e-5)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_discarded_gradients_are_gone(rank: int, world_size: int, stage: int) -> None:
-    reference = make_net()
-    plain = momentum(reference)
-    with opened(zero_stage=stage) as backend:
-        model = make_net()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
+    with beside(stage) as pair:
         for step in range(3):
-            backend.backward(loss_of(engine, rank, 7 + step), scale=100.0)
-            backend.zero_grad(optimizer)
-            backend.backward(loss_of(engine, rank, step))
-            backend.step(optimizer)
-            (sum(loss_of(reference, r, step) for r in range(2)) / 2).backward()
-            plain.step()
-            plain.zero_grad()
-        assert distance(backend, engine, reference) < 1e-6
+            pair.backend.backward(loss_of(pair.engine, rank, 7 + step), scale=100.0)
+            pair.backend.zero_grad(pair.optimizer)
+            pair.backend.backward(loss_of(pair.engine, rank, step))
+            pair.mean((1, step)).backward()
+            pair.step()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_held_gradients_go_on_where_they_were(rank: int, world_size: int, stage: int) -> None:
-    reference = make_net()
-    with opened(zero_stage=stage) as backend:
-        model = make_net()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
-        backend.backward(loss_of(engine, rank, 0))
-        held = backend.held_gradients(engine)
-        backend.zero_grad(optimizer)
-        backend.hold_gradients(engine, held)
-        backend.backward(loss_of(engine, rank, 1))
-        backend.step(optimizer)
-        plain = momentum(reference)
-        (sum(loss_of(reference, r, s) for r in range(2) for s in range(2)) / 2).backward()
-        plain.step()
-        assert distance(backend, engine, reference) < 1e-6
+    with beside(stage) as pair:
+        pair.backend.backward(loss_of(pair.engine, rank, 0))
+        held = pair.backend.held_gradients(pair.engine)
+        pair.backend.zero_grad(pair.optimizer)
+        pair.backend.hold_gradients(pair.engine, held)
+        pair.backend.backward(loss_of(pair.engine, rank, 1))
+        pair.mean((1, 0), (1, 1)).backward()
+        pair.step()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_are_limited_element_by_element(rank: int, world_size: int, stage: int) -> None:
-    reference = make_net()
-    plain = momentum(reference)
-    with opened(zero_stage=stage) as backend:
-        model = make_net()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
-        backend.backward(loss_of(engine, rank, 0))
-        backend.clip_grad_value(engine.parameters(), 0.01)
-        backend.step(optimizer)
-        (sum(loss_of(reference, r, 0) for r in range(2)) / 2).backward()
-        nn.utils.clip_grad_value_(reference.parameters(), 0.01)
-        plain.step()
-        assert distance(backend, engine, reference) < 1e-6
+    with beside(stage) as pair:
+        pair.backend.backward(loss_of(pair.engine, rank, 0))
+        pair.backend.clip_grad_value(pair.engine.parameters(), 0.01)
+        pair.mean((1, 0)).backward()
+        nn.utils.clip_grad_value_(pair.reference.parameters(), 0.01)
+        pair.step()
 
 
 @pytest.mark.ranks(2)

@@ -116,10 +116,10 @@ def test_a_step_that_overflowed_is_left_out_and_said_so(single):
 
 def test_scaler_options_and_state_reach_the_scaler(single):
     backend = single("fp16", scaler=GradScalerKwargs(init_scale=8.0))
-    assert backend.scaler_state()["scale"] == 8.0
-    backend.load_scaler_state({"scale": 4.0, "growth_tracker": 1})
+    assert backend.scaler.state_dict()["scale"] == 8.0
+    backend.scaler.load_state_dict({"scale": 4.0, "growth_tracker": 1})
     assert backend.scaler.current == 4.0
-    assert single("bf16").scaler_state() is None
+    assert list(single("bf16").loss_scales) == []
 
 
 def test_a_step_with_a_closure(single):

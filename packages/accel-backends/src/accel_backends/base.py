@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import clip_grad_norm, clip_grad_value, nonfinite, scale_gradients
+from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, nonfinite, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.names import innermost, named_parameters
@@ -68,7 +68,7 @@ class Backend(BackendStates):
             BackendError: a device, precision or number of processes that the backend cannot do, with the nearest that
                 it can; or options of another backend.
         """
-        config = self.Config() if config is None else config
+        config = self.options({}) if config is None else config
         if not isinstance(config, self.Config):
             raise BackendError(f"backend {self.name!r} takes {self.Config.__name__}, and got {type(config).__name__}")
         reason = self.capabilities.refusal(self.name, policy, session.device.type, session.world_size)
@@ -213,6 +213,11 @@ class Backend(BackendStates):
         return self.session.group
 
     @property
+    def gradient_pieces(self) -> Pieces | None:
+        """What plain gradients are spread over where every rank holds other pieces. Default: they are whole."""
+        return None
+
+    @property
     def degrees(self) -> tuple[int, int]:
         """How many replicas of a model there are, and over how many ranks each is sharded. Default: all replicas."""
         return self.session.world_size, 1
@@ -258,9 +263,13 @@ class Backend(BackendStates):
         Raises:
             BackendError: parameters of no prepared model.
         """
-        parameters = self._owned.checked(parameters)
         return clip_grad_norm(
-            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, names=self._owned.names
+            self._owned.checked(parameters),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            names=self._owned.names,
+            pieces=self.gradient_pieces,
         )
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -330,14 +339,17 @@ class Backend(BackendStates):
 
     # The rest
 
-    def scaler_state(self) -> dict[str, float | int] | None:
-        """The state of the loss scale; None without one."""
-        return None if self.scaler is None else self.scaler.state_dict()
+    @property
+    def loss_scales(self) -> Sequence[Any]:
+        """What scales losses, as objects with ``state_dict`` and ``load_state_dict``. Default: the scaler, if any."""
+        return [] if self.scaler is None else [self.scaler]
 
-    def load_scaler_state(self, state: Mapping[str, float | int]) -> None:
-        """Restores the loss scale; a state for a run that scales nothing is left unused."""
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state)
+    def counts(self) -> list[dict[str, int]]:
+        """JSON that goes with a checkpoint and is not needed to load it. Default: nothing is counted."""
+        return []
+
+    def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
+        """Puts back what ``counts`` gave, as far as it is of this backend. Default: nothing is counted."""
 
     def unwrap(self, model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
         """The user's own module, still compiled if it was and ``keep_torch_compile``; idempotent."""

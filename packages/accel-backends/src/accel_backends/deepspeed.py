@@ -19,7 +19,8 @@ from accel_backends.config import BackendConfig
 from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
 from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_engine import Prepared, engine_of_graph, run_backward
-from accel_backends.deepspeed_library import close_communication, library
+from accel_backends.deepspeed_library import close_communication, library, open_communication, use_device
+from accel_backends.deepspeed_scaling import EngineCounts, EngineScale
 from accel_backends.deepspeed_weights import whole_parameters
 from accel_backends.names import innermost, named_parameters
 from accel_precision.options import GradScalerKwargs
@@ -88,7 +89,7 @@ class DeepSpeedBackend(Backend):
         model = bundle.models[0]
         if not bundle.training or (not bundle.optimizers and self._options.zero_stage < 3):
             return super().bind(bundle)
-        self._ensure_group()
+        self._open_communication()
         prepared, result = bind_model(self, bundle)
         self._engines.append(prepared)
         self._owned.add(innermost(model), prepared.engine)
@@ -126,7 +127,7 @@ class DeepSpeedBackend(Backend):
         self._engines.clear()
         super().close()
         self._mesh = None
-        close_communication()
+        close_communication(self)
         if self._owns_group:
             import torch.distributed as dist
 
@@ -306,6 +307,20 @@ class DeepSpeedBackend(Backend):
         else:
             states.load_optimizer_state(prepared.engine, prepared.parts, self._layout(prepared), state)
 
+    @property
+    def loss_scales(self) -> Sequence[EngineScale]:
+        """One for each engine in fp16."""
+        return [EngineScale(one.engine) for one in self._engines if one.gradients and one.engine.fp16_enabled()]
+
+    def counts(self) -> list[dict[str, int]]:
+        """Steps of each engine, taken and left out."""
+        return [EngineCounts(one.engine).state_dict() for one in self._engines]
+
+    def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
+        """Puts them back."""
+        for one, state in zip(self._engines, counts, strict=False):
+            EngineCounts(one.engine).load_state_dict(state)
+
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """Empty tensors, sharded as states are handed out."""
         prepared = self._of_optimizer(optimizer)
@@ -323,7 +338,7 @@ class DeepSpeedBackend(Backend):
             return
         from accel_backends.deepspeed_bind import zero3_init
 
-        self._ensure_group()
+        self._open_communication()
         with zero3_init(self):
             yield
 
@@ -366,8 +381,8 @@ class DeepSpeedBackend(Backend):
             raise PrepareError("backward with strategy 'deepspeed' needs a model that was prepared with its optimizer")
         return chosen
 
-    def _ensure_group(self) -> None:
-        """DeepSpeed works over process groups only, so a single process that has none gets one of its own."""
+    def _open_communication(self) -> None:
+        """Lets DeepSpeed use the process group; a single process that has none gets one of its own."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore
 
@@ -375,3 +390,5 @@ class DeepSpeedBackend(Backend):
             backend = self.session.device.collective_backend
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             self._owns_group = True
+        use_device(self.session)
+        open_communication(self.session, self)

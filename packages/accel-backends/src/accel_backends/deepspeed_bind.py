@@ -15,7 +15,6 @@ from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_backends.deepspeed_engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
 from accel_backends.deepspeed_json import find
-from accel_backends.deepspeed_library import open_communication, use_device
 from accel_backends.deepspeed_moe import expert_groups, mark_leaf_modules
 from accel_backends.deepspeed_optimizers import check_pieces, group_names, on_host, point_at, state_by_name, wants_host
 from accel_backends.deepspeed_settings import Run, settle
@@ -79,8 +78,6 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     config, origins = settle(options.deepspeed_config, _run_of(owner, bundle, parameters))
     for key, origin in origins.items():
         options.origins[key] = origin
-    use_device(session)
-    open_communication(session)
     guard_checkpointing(innermost(model), config)
     mark_leaf_modules(innermost(model), options.transformer_moe_cls_names)
     values = _fp32_values(config, parameters)
@@ -117,8 +114,6 @@ def zero3_init(owner: Owner) -> Iterator[None]:
 
     run = Run(owner.policy, owner.session.world_size)
     config, _ = settle(owner._options.deepspeed_config, run)
-    use_device(owner.session)
-    open_communication(owner.session)
     with Init(config_dict_or_path=config):
         yield
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
-from accel_backends.deepspeed_library import library, local_rank, open_communication, use_device
+from accel_backends.deepspeed_library import library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
 from accel_backends.deepspeed_states import put_whole, shape_of
 from accel_backends.names import WRAPS, named_parameters
@@ -64,8 +64,6 @@ def start_engine(
         PrepareError: DeepSpeed refuses, in its words.
     """
     deepspeed = library(session.device.type)
-    use_device(session)
-    open_communication(session)
     _count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -174,10 +172,10 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
     first, *others = engines
     assert first.gradients is not None
     if not others:
-        first.gradients.backward(lambda: first.engine.backward(loss, retain_graph, False))
+        scaled = first.gradients.scaled(loss)
+        first.gradients.backward(lambda: first.engine.backward(scaled, retain_graph, False))
         return
-    scaled = [one for one in engines if one.engine.fp16_enabled()]
-    if scaled:
+    if any(one.engine.fp16_enabled() for one in engines):
         raise BackendError(
             f"a loss that goes through {len(engines)} engines in fp16, each with a loss scale of its own; nearest: "
             "mixed_precision='bf16'"

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
@@ -82,27 +83,40 @@ def use_device(session: "Session") -> None:
     )
 
 
-def open_communication(session: "Session") -> None:
-    """Lets DeepSpeed adopt the default process group; what it kept of an earlier one is dropped first."""
+def open_communication(session: "Session", user: object) -> None:
+    """Lets DeepSpeed adopt the default process group for ``user``; what it kept of an earlier one is dropped first."""
     import torch.distributed as dist
     from deepspeed import comm, ops
     from deepspeed.comm import comm as state
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     world = dist.group.WORLD
-    if state.cdb is not None and getattr(state.cdb, "accel_world", None) is world:
+    if state.cdb is None or getattr(state.cdb, "accel_world", None) is not world:
+        _forget_communication()
+        ops.__compatible_ops__[_SHM] = False
+        with local_rank(session):
+            comm.init_distributed(
+                dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=session.timeout
+            )
+        state.cdb.accel_world = world
+        state.cdb.accel_users = WeakSet()
+    state.cdb.accel_users.add(user)
+
+
+def close_communication(user: object) -> None:
+    """Makes DeepSpeed forget the process group unless others than ``user`` use it; the group itself stays open."""
+    from deepspeed.comm import comm as state
+
+    users = getattr(state.cdb, "accel_users", None)
+    if users is None:  # not opened here
         return
-    close_communication()
-    ops.__compatible_ops__[_SHM] = False
-    with local_rank(session):
-        comm.init_distributed(
-            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=session.timeout
-        )
-    state.cdb.accel_world = world
+    users.discard(user)
+    if not users:
+        _forget_communication()
 
 
-def close_communication() -> None:
-    """Makes DeepSpeed forget the process group and the groups it made of it; the group itself stays open."""
+def _forget_communication() -> None:
+    """Drops the process group and the groups that DeepSpeed made of it."""
     from deepspeed.comm import comm as state
     from deepspeed.utils import groups
 

@@ -72,7 +72,7 @@ def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:
     Raises:
         PrepareError: with those that can.
     """
-    if not wants_host(config, optimizer) or _is_host(optimizer):
+    if not wants_host(config, optimizer) or is_host(optimizer):
         return
     kind = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim") and kind in _ON_HOST:
@@ -98,7 +98,7 @@ def on_host(optimizer: Optimizer) -> Optimizer:
     Raises:
         BackendError: its operation cannot be compiled here.
     """
-    if _is_host(optimizer):
+    if is_host(optimizer):
         return optimizer
     from importlib import import_module
 
@@ -150,5 +150,6 @@ def state_by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) 
     }
 
 
-def _is_host(optimizer: Optimizer) -> bool:
+def is_host(optimizer: Optimizer) -> bool:
+    """Whether it is DeepSpeed's own for states on the host."""
     return type(optimizer).__name__.startswith("DeepSpeedCPU")

@@ -12,10 +12,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_optimizers import is_host
 from accel_backends.deepspeed_parts import Part, Parts
 from accel_backends.fsdp_states import gathered, is_dtensor
 from accel_backends.names import first_names, innermost, named_parameters, places
-from accel_backends.states import GROUPS, PARAMS, STATE, differences
+from accel_backends.states import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_state.errors import CheckpointMismatchError
 
 STEP, EXTRA_STATE = "step", "_extra_state"
@@ -254,18 +255,19 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
     """Loads what ``optimizer_state`` of any backend gave, whose names and groups are known to fit; collective."""
     parameters = named_parameters(engine)
     saved = state[STATE]
-    _load_options(engine, layout, state[GROUPS])
+    _load_options(engine, layout, state)
     if not saved:
         for flat in parts.flats():
             parts.state.pop(flat, None)
         return
     tensors = _saved_tensors(saved, parameters)
+    plain = is_host(engine.basic_optimizer)
     for group, names in enumerate(layout.groups):
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
         for flat in _flats_of(parts, [parameters[name] for name in names], group):
             own = parts.state[flat]
             own.clear()
-            own.update(_copied(number))
+            own.update(_copied(number, plain=plain))
             for key, dtype in tensors.items():
                 own[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
     for name, parameter in ((name, parameters[name]) for names in layout.groups for name in names):
@@ -279,9 +281,16 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
         relink()
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of their own: torch counts steps in place, so no two parameters may share a count."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+def _copied(values: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
+    """Values of their own: torch counts steps in place, so no two parameters may share a count.
+
+    The count is a tensor, as torch's optimizers keep it; with ``plain`` a number, as DeepSpeed's for the host do.
+    """
+    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    if STEP in copied:
+        steps = float(copied[STEP])
+        copied[STEP] = int(steps) if plain else torch.tensor(steps)
+    return copied
 
 
 def _tensor_keys(parts: Parts) -> list[str]:
@@ -366,34 +375,8 @@ def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
     ]
 
 
-def _load_options(engine: Any, layout: Layout, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Takes over the saved options of each group, found by its parameters.
-
-    Raises:
-        CheckpointMismatchError: the parameters are grouped in another way.
-    """
-    saved = {frozenset(group[PARAMS]): group for group in groups}
-    for position, (group, names) in enumerate(zip(engine.basic_optimizer.param_groups, layout.groups, strict=True)):
-        match = saved.get(frozenset(names))
-        if match is None or len(saved) != len(layout.groups):
-            there = sorted({name for one in groups for name in one[PARAMS]})
-            missing, foreign = (
-                sorted(set(names) - set(there)),
-                sorted(set(there) - {n for g in layout.groups for n in g}),
-            )
-            detail = (
-                f"it lacks {', '.join(missing[:5])}"
-                if missing
-                else f"it holds unknown {', '.join(foreign[:5])}"
-                if foreign
-                else f"its groups differ, first at group {position} ({', '.join(names[:3])})"
-            )
-            raise CheckpointMismatchError(f"state of another optimizer: {detail}")
-        aside = {PARAMS, "param_names", "initial_lr"}
-        lacking, unknown = set(group) - set(match) - aside, set(match) - set(group) - aside
-        if lacking and unknown:
-            raise CheckpointMismatchError(
-                f"state of another optimizer: this one has {', '.join(sorted(lacking)[:5])}, and the state has "
-                f"{', '.join(sorted(unknown)[:5])} instead; build the optimizer that was saved"
-            )
-        group.update({key: value for key, value in match.items() if key != PARAMS and key not in unknown})
+def _load_options(engine: Any, layout: Layout, state: Mapping[str, Any]) -> None:
+    """Takes over the saved options of each group that the optimizer knows."""
+    optimizer = engine.basic_optimizer
+    for group, options in zip(optimizer.param_groups, fitted_groups(optimizer, layout.groups, state), strict=True):
+        group.update({key: value for key, value in options.items() if key in group or key == "initial_lr"})

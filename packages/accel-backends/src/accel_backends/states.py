@@ -96,26 +96,47 @@ def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], stat
     """
     names = optimizer_names(optimizer, models)
     index_of = {name: index for index, name in enumerate(names)}
-    saved = {frozenset(group[PARAMS]): group for group in state[GROUPS]}
-    kind = type(optimizer).__name__
-    unknown = sorted(set(state[STATE]) - set(index_of))
-    groups: list[dict[str, Any]] = []
-    start = 0
-    for position, group in enumerate(optimizer.param_groups):
-        here = names[start : start + len(group[PARAMS])]
-        start += len(here)
-        match = saved.get(frozenset(here))
-        if match is None or unknown or len(saved) != len(optimizer.param_groups):
-            there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
-            missing = sorted(set(names) - set(there))
-            reason = differences(kind, missing, sorted({*unknown, *there} - set(names)), names)
-            if not missing and set(there) == set(names):
-                reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
-            raise CheckpointMismatchError(reason)
-        groups.append({**_options(group, match, kind), PARAMS: [index_of[name] for name in here]})
+    order = iter(names)
+    grouped = [[next(order) for _ in group[PARAMS]] for group in optimizer.param_groups]
+    groups = [
+        {**options, PARAMS: [index_of[name] for name in here]}
+        for options, here in zip(fitted_groups(optimizer, grouped, state), grouped, strict=True)
+    ]
     values_of = {index_of[name]: dict(values) for name, values in state[STATE].items()}
     optimizer.load_state_dict({STATE: values_of, GROUPS: groups})
     _keep_dtypes(optimizer, values_of)
+
+
+def fitted_groups(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The options of each of the optimizer's groups as a state has them, found by the names of its parameters.
+
+    Options that the state does not have keep their value.
+
+    Raises:
+        CheckpointMismatchError: the parameters or their grouping differ.
+    """
+    kind = type(optimizer).__name__
+    known = [name for here in names for name in here]
+    saved = {frozenset(group[PARAMS]): group for group in state[GROUPS]}
+    unknown = sorted(set(state[STATE]) - set(known))
+    fitted: list[dict[str, Any]] = []
+    for position, (group, here) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        match = saved.get(frozenset(here))
+        if match is None or unknown or len(saved) != len(names):
+            there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
+            missing = sorted(set(known) - set(there))
+            reason = differences(kind, missing, sorted({*unknown, *there} - set(known)), known)
+            if not missing and set(there) == set(known):
+                reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
+            raise CheckpointMismatchError(reason)
+        fitted.append(_options(group, match, kind))
+    return fitted
+
+
+# Options that say how an optimizer computes and not what: implementations of one optimizer differ in them.
+_HOW = frozenset(["foreach", "fused", "capturable", "differentiable", "bias_correction"])
 
 
 def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -124,14 +145,15 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> d
     Raises:
         CheckpointMismatchError: each has options that the other does not know, so they are different optimizers.
     """
-    aside = {PARAMS, "param_names", "initial_lr"}
+    aside = {PARAMS, "param_names", "initial_lr", *_HOW}
     lacking, foreign = set(group) - set(saved) - aside, set(saved) - set(group) - aside
     if lacking and foreign:
         raise CheckpointMismatchError(
             f"state of another optimizer: {kind} has {_few(sorted(lacking))}, and the state has "
             f"{_few(sorted(foreign))} instead; build the optimizer that was saved"
         )
-    return {**{key: group[key] for key in lacking}, **{key: value for key, value in saved.items() if key != PARAMS}}
+    kept = {key: value for key, value in group.items() if key not in saved and key != PARAMS}
+    return {**kept, **{key: value for key, value in saved.items() if key != PARAMS}}
 
 
 def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[str]:

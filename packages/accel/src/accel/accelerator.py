@@ -292,6 +292,7 @@ class Accelerator(
         return {
             "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
             "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
+            "counts": Companion(self.backend.counts, lambda saved: self.backend.load_counts(saved or ())),
         }
 
     def _places(self, device_placement: bool | None) -> bool:

@@ -29,7 +29,8 @@ from accel_state.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from accel.config.model import AccelConfig
     from accel_backends import Backend
-    from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, SaveHandle
+    from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, PerNode, SaveHandle
+    from accel_ckpt.peers import Ranks
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class CheckpointFacet(ABC):
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
     _saver: "AsyncSaver | None" = None
+    _machines: "PerNode | None" = None
     _attendance: Attendance | None = None
     _warned_of_absence: bool = False
     _swept: bool = False
@@ -105,7 +107,8 @@ class CheckpointFacet(ABC):
         Models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered objects
         and the random state of every rank; ``metadata`` is the caller's own JSON. To be called on all processes. With
         automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit. Places
-        are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``).
+        are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
+        ``ProjectConfiguration.save_on_each_node`` they are folders on each machine's own disk, which gets all of it.
 
         Where every process holds all of the state, the main one alone may call too: it waits for the others the first
         time, says that it saves without them, and their random state is not saved.
@@ -135,12 +138,12 @@ class CheckpointFacet(ABC):
         described = self._described(metadata)
         if asynchronous and not alone:
             if self._saver is None:
-                self._saver = accel_ckpt.AsyncSaver(group=self.session.group)
+                self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
             self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
             target = self.last_save.path
         else:
-            group = self.session.group
-            target = accel_ckpt.save(target, state, local=local, metadata=described, group=group, alone=alone).path
+            ranks = None if alone else self._ranks()
+            target = accel_ckpt.save(target, state, local=local, metadata=described, group=ranks, alone=alone).path
             if series is not None:
                 series.prune()
         self._continue_numbering(target)
@@ -161,8 +164,12 @@ class CheckpointFacet(ABC):
         if not missing:
             return ()
         absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-        if sharded or self.clock.open:
-            reason = f"each rank holds a part only ({self.backend.name})" if sharded else "a window is open"
+        reasons = {
+            f"each rank holds a part only ({self.backend.name})": sharded,
+            "a window is open": self.clock.open,
+            "each machine keeps a copy (save_on_each_node)": self._keeps_copies(),
+        }
+        if reason := next((text for text, holds in reasons.items() if holds), None):
             raise CheckpointError(
                 f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
                 "processes, not under `if accelerator.is_main_process:`"
@@ -178,11 +185,6 @@ class CheckpointFacet(ABC):
         return missing
 
     def _check_place(self, output_dir: str | os.PathLike[str] | None) -> None:
-        if self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1:
-            raise ConfigError(
-                "save_on_each_node goes for save() and not for save_state: a checkpoint is one place that all nodes "
-                "share; give a shared file system or a URL"
-            )
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError(
                 "save_state needs a folder: give output_dir, or "
@@ -267,7 +269,7 @@ class CheckpointFacet(ABC):
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
         parts = self._train_state(strict=strict)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        return Restoration.read(checkpoint, parts, self.session, ignored=ignored)
+        return Restoration.read(checkpoint, parts, self.session, self._ranks(), ignored=ignored)
 
     def _train_state(self, *, strict: bool = True) -> TrainState:
         state = TrainState()
@@ -275,7 +277,7 @@ class CheckpointFacet(ABC):
         state.add("optimizer", [OptimizerState(self.backend, o.optimizer, self._models) for o in self._optimizers])
         state.add("scheduler", self._schedulers)
         state.add("loader", [LoaderState(loader) for loader in self._dataloaders])
-        state.add("scaler", [] if self.backend.scaler is None else [self.backend.scaler])
+        state.add("scaler", self.backend.loss_scales)
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
 
@@ -302,7 +304,21 @@ class CheckpointFacet(ABC):
         from accel_ckpt import CheckpointDirectory, keep_all, keep_last
 
         retention = keep_all() if project.total_limit is None else keep_last(project.total_limit)
-        return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.session.group)
+        return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self._ranks())
+
+    def _keeps_copies(self) -> bool:
+        """Whether each of several machines keeps a copy of every checkpoint."""
+        return self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1
+
+    def _ranks(self) -> "Ranks":
+        """Who saves and loads together, and on which disks. Collective the first time."""
+        if not self._keeps_copies():
+            return self.session.group
+        if self._machines is None:
+            from accel_ckpt import PerNode
+
+            self._machines = PerNode(self.session.group, node=self.session.topology.node_rank)
+        return self._machines
 
     def _find(
         self, input_dir: str | os.PathLike[str] | None, read: Callable[["Checkpoint"], Restoration]
@@ -315,7 +331,7 @@ class CheckpointFacet(ABC):
 
         verify = bool(self._load_hooks)
         if input_dir is not None and os.fspath(input_dir) != LATEST:
-            return open_checkpoint(locate(input_dir), verify=verify, group=self.session.group), None
+            return open_checkpoint(locate(input_dir), verify=verify, group=self._ranks()), None
         series = self._series()
         if series is None:
             raise ConfigError(

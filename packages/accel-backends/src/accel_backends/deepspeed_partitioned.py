@@ -1,0 +1,153 @@
+"""The gradients of an engine of stage 1 or 2, whose ranks each get the part that their optimizer updates."""
+
+from collections.abc import Iterable
+from typing import Any, cast, final
+
+import torch
+from torch import nn
+
+from accel_backends.deepspeed_gradients import Gradients
+
+
+@final
+class PartitionedGradients(Gradients):
+    """Stages 1 and 2: each rank gets the part of the gradients that its optimizer updates.
+
+    At stage 1 parameters hold whole gradients until they are reduced; at stage 2 every backward reduces, and parts add
+    up. What is settled is replaced by the next reduction, unless it accumulates in a buffer of its own dtype or on the
+    host; so it is kept aside when more is added to it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.partitions = bool(self.optimizer.partition_gradients)
+        self.offload = bool(self.optimizer.cpu_offload)
+        self._aside: list[torch.Tensor] | None = None
+        self._begun: dict[int, dict[int, torch.Tensor]] = {}
+
+    def reduce(self) -> None:
+        """Reduces (stage 1) or gathers what every backward has reduced (stage 2)."""
+        if self.partitions:
+            self._at_boundary(self.optimizer.finalize_gradient_accumulation_boundary)
+        else:
+            if self.offload:
+                self.optimizer.accumulated_grads_in_cpu.clear()
+            self._at_boundary(self.engine.allreduce_gradients)
+        if self._aside is not None:
+            for tensor, before in zip(self.in_place(), self._aside, strict=True):
+                tensor.add_(before)
+            self._aside = None
+            self.measure()
+
+    def reopen(self) -> None:
+        """Keeps aside what the next reduction would replace."""
+        if self._accumulates():
+            return
+        self._aside = [tensor.clone() for tensor in self.in_place()]
+        for index in list(self.optimizer.averaged_gradients):
+            self.optimizer.averaged_gradients[index] = None
+
+    def pending(self) -> Iterable[torch.Tensor]:
+        """What is kept aside, and what has come since."""
+        optimizer = self.optimizer
+        found = list(self._aside or ())
+        if not self.partitions:
+            for group in optimizer.bit16_groups:
+                held = [optimizer.get_gradient_for_reduction(parameter) for parameter in group]
+                found += [tensor for tensor in held if tensor is not None]
+        elif self.offload:
+            found += optimizer.accumulated_grads_in_cpu.values()
+        else:
+            for held in optimizer.all_grad_tensors.values():
+                found += held or ()
+        for index, group in optimizer.averaged_gradients.items():
+            if group is not None and optimizer._use_compact_grad_partition_buffer(index):
+                found.append(group.flat_partition)
+        return found
+
+    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Goes where a backward would have left it: with the parameter (stage 1), or in this rank's part."""
+        optimizer = self.optimizer
+        if not self.partitions:
+            if optimizer.use_grad_accum_attribute:
+                parameter.grad_accum = gradient  # type: ignore[attr-defined]
+            else:
+                parameter.grad = gradient.to(parameter.dtype)
+            return
+        key = optimizer.get_param_id(parameter)
+        if not optimizer.is_param_in_current_partition[key]:
+            return
+        index = optimizer._get_param_group_idx(parameter)
+        if optimizer._use_compact_grad_partition_buffer(index):
+            rank = torch.distributed.get_rank(group=optimizer.real_dp_process_group[index])
+            start = int(optimizer.grad_start_offset[index][rank][key])
+            there = int(optimizer.grad_partition_insertion_offset[index][rank][key])
+            size = int(min(gradient.numel() - start, optimizer.partition_size[index] - there))
+            part = optimizer._get_compact_grad_partition_slice(index, rank, key, size)
+            part.copy_(gradient.view(-1).narrow(0, start, size))
+        elif self.offload:
+            optimizer.accumulated_grads_in_cpu[key] = gradient.view(-1).to(optimizer.device, parameter.dtype)
+        else:
+            self._begun.setdefault(index, {})[key] = gradient.to(optimizer.gradient_accumulation_dtype)
+        if self.offload:
+            optimizer._offload_accumulated_param_ids.add(key)
+
+    def begun(self) -> None:
+        """What there is counts as a micro-batch."""
+        optimizer = self.optimizer
+        if self.partitions:
+            optimizer.micro_step_id = 0
+        for index, found in self._begun.items():
+            keys = [optimizer.get_param_id(parameter) for parameter in optimizer.params_in_partition[index]]
+            optimizer.all_grad_tensors[index] = [found[key] for key in keys]
+        self._begun.clear()
+
+    def scaled_norm(self) -> Any:
+        """DeepSpeed's own, over the parts of all ranks."""
+        self._measured = "scaled_global_norm", self.optimizer.scaled_global_norm()
+        return self._measured[1]
+
+    def discard(self) -> None:
+        """What DeepSpeed does with gradients that overflowed."""
+        optimizer = self.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        optimizer._release_ipg_buffers()
+        optimizer._epilogue_ran_this_backward = False
+        optimizer.micro_step_id = -1
+        for index in list(optimizer.averaged_gradients):
+            optimizer.averaged_gradients[index] = None
+        for index in list(optimizer.all_grad_tensors):
+            optimizer.all_grad_tensors[index] = None
+        if self.offload:
+            optimizer.reset_cpu_buffers()
+            optimizer._offload_accumulated_param_ids = set()
+        self._aside = None
+        self.stepped()
+
+    def stepped(self) -> None:
+        """The engine has stepped and let go of the gradients."""
+        super().stepped()
+        self._aside = None
+
+    def _accumulates(self) -> bool:
+        """Whether later reductions add to what is settled instead of replacing it."""
+        compact = all(map(self.optimizer._use_compact_grad_partition_buffer, range(len(self.optimizer.bit16_groups))))
+        return compact or (self.partitions and self.offload)
+
+    def in_place(self) -> list[torch.Tensor]:
+        """This rank's part."""
+        if self.offload:
+            return [cast(torch.Tensor, part.grad) for part in self.optimizer.single_partition_of_fp32_groups]
+        return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
+
+    def measure(self) -> None:
+        """Measures again what DeepSpeed measures while it copies gradients to the host."""
+        optimizer = self.optimizer
+        if not self.offload:
+            return
+        for group in optimizer.params_in_partition:
+            for parameter in group:
+                key = optimizer.get_param_id(parameter)
+                index, _, start, size = optimizer.grad_position[key]
+                part = optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, start, size)
+                optimizer.norm_for_param_grads[key] = torch.linalg.vector_norm(part)

@@ -1,0 +1,81 @@
+"""DeepSpeed's own loss scale and its counts of steps, to be saved and put back."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, final
+
+from accel_precision.errors import PrecisionError
+from accel_precision.scaler import LossScaler
+
+SCALE, TRACKER = LossScaler.SCALE, LossScaler.TRACKER
+HYSTERESIS = "cur_hysteresis"
+
+
+@final
+class EngineScale:
+    """The loss scale of one engine in fp16, in the numbers of ``LossScaler``, so that each loads the other's.
+
+    ``growth_tracker`` counts steps without overflow since the scale changed last. How many overflows DeepSpeed lets
+    pass before the scale falls is none of them; ``EngineCounts`` has it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        optimizer = engine.optimizer
+        # From stage 1 on it is an object of its own; at stage 0 a record of the same names.
+        self._scaler = optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
+
+    @property
+    def _moves(self) -> bool:
+        return bool(getattr(self._scaler, "dynamic", False) or getattr(self._scaler, "dynamic_loss_scale", False))
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Plain numbers."""
+        scaler, found = self._scaler, {SCALE: float(self._scaler.cur_scale), TRACKER: 0}
+        if self._moves:
+            window = int(scaler.scale_window)
+            stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
+            # A whole window without overflow lets the scale grow at the next step.
+            found[TRACKER] = (stable - 1) % window + 1 if stable else 0
+            found |= {"growth_factor": scaler.scale_factor, "growth_interval": window}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Takes over the scale and the counts; factors and windows stay as configured.
+
+        Raises:
+            PrecisionError: the state holds no scale or no count.
+        """
+        missing = {SCALE, TRACKER} - set(state)
+        if missing:
+            raise PrecisionError(
+                f"the state of the loss scale lacks {', '.join(sorted(missing))}; it holds {sorted(state)}"
+            )
+        scaler = self._scaler
+        if not self._moves:
+            return
+        scaler.cur_scale = float(state[SCALE])
+        scaler.cur_iter, scaler.last_overflow_iter = int(state[TRACKER]), -1
+
+
+@final
+class EngineCounts:
+    """How many steps an engine has taken and left out, which its schedules, logs and own checkpoints count by."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, int]:
+        """The numbers by DeepSpeed's names."""
+        found = {name: int(getattr(self._engine, name)) for name in self.NAMES}
+        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
+        return found | ({HYSTERESIS: int(scaler.cur_hysteresis)} if hasattr(scaler, HYSTERESIS) else {})
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Takes over those that are there."""
+        for name in self.NAMES:
+            if name in state:
+                setattr(self._engine, name, int(state[name]))
+        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
+        if HYSTERESIS in state and hasattr(scaler, HYSTERESIS):
+            scaler.cur_hysteresis = int(state[HYSTERESIS])
