@@ -69,7 +69,20 @@ def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
     assert_close_state(state, train_part(rank_pool, "single/fp64/acc=2", 0, 6 * len(chain)))
 
 
-@pytest.mark.parametrize("chain", [("fsdp:2", "fsdp:2"), ("fsdp:2", "single"), ("ddp:2", "fsdp:4")], ids="-".join)
+GRAD_OP = "/sharding_strategy=SHARD_GRAD_OP"
+WINDOWS = [
+    ("fsdp:2", "fsdp:2"),
+    ("fsdp:2", "single"),
+    ("ddp:2", "fsdp:4"),
+    ("fsdp1:2", "fsdp1:2"),
+    ("fsdp1:4", "single"),
+    ("fsdp:2", "fsdp1:4"),
+    (f"fsdp1:2{GRAD_OP}", f"fsdp1:2{GRAD_OP}"),
+    ("fsdp1:2/sharding_strategy=NO_SHARD", "fsdp1:4/sharding_strategy=HYBRID_SHARD/shard_size=2"),
+]
+
+
+@pytest.mark.parametrize("chain", WINDOWS, ids="-".join)
 def test_an_open_window_goes_on_in_another_strategy(
     rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]
 ) -> None:
@@ -79,6 +92,17 @@ def test_an_open_window_goes_on_in_another_strategy(
     train_part(rank_pool, before, 0, 3, save=folder, optimizer=momentum_sgd)
     state = train_part(rank_pool, after, 3, 4, folder, optimizer=momentum_sgd)
     assert_close_state(state, train_part(rank_pool, "single/fp64/acc=2", 0, 4, optimizer=momentum_sgd))
+
+
+@pytest.mark.parametrize("layout", ["fsdp:2", "fsdp1:2"])
+def test_a_window_may_be_saved_again_after_it_was_loaded(rank_pool: RankPool, tmp_path: Path, layout: str) -> None:
+    """What was reduced when it was loaded, and what has added up unreduced since."""
+    load = ""
+    for number in range(3):
+        save = str(tmp_path / str(number))
+        state = train_part(rank_pool, f"{layout}/fp64/acc=3", number, number + 1, load, save, optimizer=momentum_sgd)
+        load = save
+    assert_close_state(state, train_part(rank_pool, "single/fp64/acc=3", 0, 3, optimizer=momentum_sgd))
 
 
 def nothing(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,8 @@ from accel_state.errors import BackendError
 
 Names = Callable[[], Mapping[int, str]]
 Places = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+#: A device mesh, and those of its dimensions over which something is spread.
+Pieces = tuple[Any, tuple[int, ...]]
 
 
 def clip_grad_norm(
@@ -20,6 +23,7 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
     names: Names | None = None,
+    pieces: Pieces | None = None,
 ) -> torch.Tensor:
     """Scales gradients down so that their joint norm is at most ``max_norm``, and returns that norm before scaling.
 
@@ -32,6 +36,8 @@ def clip_grad_norm(
         norm_type: any p > 0, or ``inf``.
         error_if_nonfinite: raise instead of scaling if the norm is nan or infinite (waits for the device).
         names: gives parameter names by ``id``, for that error.
+        pieces: where plain tensors are pieces, and every rank holds others: what they are spread over. All of its ranks
+            take part then, also those without gradients of their own.
 
     Returns:
         A scalar on the device of the first gradient, 0 without gradients.
@@ -41,15 +47,16 @@ def clip_grad_norm(
     """
     if not norm_type > 0.0:
         raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
-    kept = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
+    listed = _listed(parameters)
+    kept = [parameter for parameter in listed if parameter.grad is not None]
     gradients = _gradients(kept)
-    if not gradients:
+    if not gradients and (pieces is None or not listed):
         return torch.tensor(0.0)
     with torch.no_grad():
         places = _by_place(gradients)
-        sharded = any(_is_sharded(gradient) for gradient in gradients)
+        sharded = pieces is not None or any(_is_sharded(gradient) for gradient in gradients)
         total = (
-            total_norm(gradients, norm_type)
+            total_norm(gradients if pieces is None else _with_empty(listed), norm_type, pieces=pieces)
             if sharded
             else _joined(_norms(places, norm_type), norm_type, gradients[0].device)
         )
@@ -74,21 +81,24 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
             torch._foreach_clamp_max_(group, clip_value)
 
 
-def total_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients together, as a scalar on the first one's device."""
+def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Pieces | None = None) -> torch.Tensor:
+    """The norm of all gradients together, as a scalar on the first one's device; ``pieces`` as ``clip_grad_norm``."""
     plain: list[torch.Tensor] = []
-    meshes: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
+    meshes: dict[Pieces, list[torch.Tensor]] = {}
     for gradient in gradients:
         if _is_sharded(gradient):
             whole, dims = _reducible(gradient)
             meshes.setdefault((whole.device_mesh, dims), []).append(whole.to_local())
+        elif pieces is not None:
+            meshes.setdefault(pieces, []).append(gradient)
         else:
             plain.append(gradient)
     parts = _norms(_by_place(plain), norm_type)
     for (mesh, dims), group in meshes.items():
         filled = [local for local in group if local.numel()]
-        zero = torch.zeros((), device=group[0].device, dtype=group[0].dtype)
-        own = _joined(_norms(_by_place(filled), norm_type), norm_type, zero.device) if filled else zero
+        dtype = reduce(torch.promote_types, (local.dtype for local in group))  # the same on every rank
+        zero = torch.zeros((), device=group[0].device, dtype=dtype)
+        own = _joined(_norms(_by_place(filled), norm_type), norm_type, zero.device).to(dtype) if filled else zero
         parts.append(_over_mesh(own, mesh, dims, norm_type))
     return _joined(parts, norm_type, _local(gradients[0]).device)
 
@@ -119,6 +129,11 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             parameter.grad = gradient = gradient.coalesce()
         found.append(gradient)
     return found
+
+
+def _with_empty(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradient of every parameter, an empty one where it has none here."""
+    return [p.detach().new_empty(0) if p.grad is None else p.grad for p in parameters]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -163,14 +178,14 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
-    """The norm over all parts, from the norm of the part that is here."""
+    """The norm over all parts, from the norm of the part that is here; it travels by way of the mesh's devices."""
     import torch.distributed as dist
 
     largest = norm_type == math.inf
-    part = norm.clone() if largest else norm**norm_type
+    part = (norm.clone() if largest else norm**norm_type).to(mesh.device_type)
     for dim in dims:
         dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    return part if largest else part ** (1.0 / norm_type)
+    return (part if largest else part ** (1.0 / norm_type)).to(norm.device)
 
 
 def _scale(places: Places, factor: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,27 +24,24 @@ from accel_backends.fsdp_check import (
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_fp8 import follow
 from accel_backends.fsdp_gradients import held_gradients, hold_gradients
+from accel_backends.fsdp_mesh import Spread
 from accel_backends.fsdp_shard import (
     Sharded,
     Sharder,
     adopt,
     average_whole,
-    computes_in_halves,
     shard_dtypes,
     shard_model,
     synchronising,
+    units_of,
 )
-from accel_backends.fsdp_states import is_dtensor, sharded_like, whole_optimizer_state, whole_parameters, whole_state
-from accel_backends.fsdp_values import WholeForm
+from accel_backends.fsdp_states import is_dtensor, placed_like, sharded_like, whole_parameters
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost
 from accel_backends.states import STATE, optimizer_names
-from accel_backends.wrapping import Units, find_units
+from accel_backends.wrapping import Units
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = get_logger(__name__)
 
@@ -65,14 +62,8 @@ class FSDPBackend(Backend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = cast(FSDPConfig, self.config)
-        if config.fsdp_version != 2:
-            from accel_state.errors import BackendError
-
-            raise BackendError(f"backend 'fsdp' is version 2, and the options say {config.fsdp_version}; use 'fsdp1'")
-        self._degrees = config.degrees(self.session.world_size, self.session.topology.local_world_size)
-        self._mesh: DeviceMesh | None = None
-        self._owns_group = False
+        self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
+        self._spread = Spread(self.session, self._options)
         self._source_filled = True
         self._all_filled = True
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
@@ -85,22 +76,7 @@ class FSDPBackend(Backend):
     @property
     def degrees(self) -> tuple[int, int]:
         """Replicas and shards, as the options say."""
-        return self._degrees
-
-    @property
-    def mesh(self) -> "DeviceMesh":
-        """The ranks as replicas times shards, or as shards of one replica; collective when first read."""
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            self._ensure_group()
-            replicas, shards = self.degrees
-            if replicas == 1:
-                self._mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("dp_shard",))
-            else:
-                names = ("dp_replicate", "dp_shard")
-                self._mesh = init_device_mesh(self.device.type, self.degrees, mesh_dim_names=names)
-        return self._mesh
+        return self._spread.degrees
 
     # Preparing
 
@@ -108,7 +84,6 @@ class FSDPBackend(Backend):
         """Refuses what cannot be sharded: see ``wrapping.find_units`` and ``fsdp_check``."""
         if not bundle.training:
             return
-        config = cast(FSDPConfig, self.config)
         check_separate(bundle.models)
         splitting: dict[int, nn.Parameter] = {}
         for model in bundle.models:
@@ -116,15 +91,15 @@ class FSDPBackend(Backend):
                 continue
             units = self._units(model)
             if self.session.rank == 0 and is_meta(model):
-                check_initialisers(innermost(model), config.param_init_fn)
+                check_initialisers(innermost(model), self._options.param_init_fn)
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
             ignored = _parameters_in(model, units.ignored)
             splitting |= {id(p): p for p in model.parameters() if p.dim() > 0 and id(p) not in ignored}
-        check_optimizers(bundle.optimizers, config, splitting)
+        check_optimizers(bundle.optimizers, self._options, splitting)
 
     def bind(self, bundle: Bundle) -> Bundle:
         """As every backend, once all ranks are known to prepare the same."""
-        config = cast(FSDPConfig, self.config)
+        config = self._options
         if bundle.training and self.session.world_size > 1:
             filled = compare_ranks(
                 bundle.models, self._units, synchronised=config.sync_module_states, group=self.session.group
@@ -147,7 +122,7 @@ class FSDPBackend(Backend):
     @property
     def gathers_fp8(self) -> bool:
         """Unless parameters are kept over some of the ranks, which torch cannot do with them."""
-        return isinstance(cast(FSDPConfig, self.config).reshard, bool)
+        return isinstance(self._options.reshard, bool)
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Sharded with its precision built in; a model that is only evaluated stays whole, as on one device."""
@@ -166,7 +141,7 @@ class FSDPBackend(Backend):
         if widened:
             _log.info("parameters that train are kept in fp32: %s", _few(widened))
         self.convert_layers(cast_parameters(root, self.policy))
-        sharded = shard_model(root, self._units(model), self._sharder(root))
+        sharded = shard_model(root, self._units(model), self._sharder())
         average_whole(sharded, self.session.group, self.session.world_size)
         backend = self.session.device.collective_backend
         sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
@@ -188,13 +163,7 @@ class FSDPBackend(Backend):
         """Lets go of everything, the group of a single process included."""
         super().close()
         self._sharded.clear()
-        self._mesh = None
-        if self._owns_group:
-            import torch.distributed as dist
-
-            self._owns_group = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        self._spread.close()
 
     # A step
 
@@ -234,13 +203,8 @@ class FSDPBackend(Backend):
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
         own = self.model_state(model)
-        placed = {name: _placed_as(value, own.get(name)) for name, value in state.items()}
+        placed = {name: placed_like(value, own.get(name)) for name, value in state.items()}
         super().load_model_state(model, placed, strict=strict)
-
-    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """Whole tensors, gathered one by one; on the host of rank 0 only (elsewhere empty) unless told otherwise."""
-        form = cast(FSDPConfig, self.config).state_form
-        return whole_state(self.model_state(model), keep=self._keeps(form, main_only), host=form.offload_to_cpu)
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has added up here unreduced, and what has been reduced already, whole."""
@@ -257,21 +221,13 @@ class FSDPBackend(Backend):
         self._rest(models)
         return super().optimizer_state(optimizer, models)
 
-    def whole_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
-    ) -> dict[str, Any]:
-        """As ``whole_model_state``, of an optimizer."""
-        form = cast(FSDPConfig, self.config).optimizer_state_form
-        state = self.optimizer_state(optimizer, models)
-        return whole_optimizer_state(state, keep=self._keeps(form, main_only), host=form.offload_to_cpu)
-
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
         self._rest(models)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
         values = {
-            name: {key: _placed_as(value, parameters.get(name)) for key, value in entries.items()}
+            name: {key: placed_like(value, parameters.get(name)) for key, value in entries.items()}
             for name, entries in state[STATE].items()
         }
         super().load_optimizer_state(optimizer, models, {**state, STATE: values})
@@ -291,20 +247,15 @@ class FSDPBackend(Backend):
 
     # Helpers of the above
 
-    def _keeps(self, form: WholeForm, main_only: bool | None) -> bool:
-        return not (form.rank0_only if main_only is None else main_only) or self.session.rank == 0
-
     def _units(self, model: nn.Module) -> Units:
-        config = cast(FSDPConfig, self.config)
-        return find_units(model, config, halves=computes_in_halves(shard_dtypes(self.policy, config)))
+        return units_of(model, self.policy, self._options)
 
-    def _sharder(self, root: nn.Module) -> Sharder:
-        config = cast(FSDPConfig, self.config)
+    def _sharder(self) -> Sharder:
         return Sharder(
-            config,
-            self.mesh,
+            self._options,
+            self._spread.mesh,
             self.device,
-            shard_dtypes(self.policy, config),
+            shard_dtypes(self.policy, self._options),
             group=self.session.group,
             source_filled=self._source_filled,
             all_filled=self._all_filled,
@@ -329,25 +280,10 @@ class FSDPBackend(Backend):
         for unit in sharded.kept:
             unit.reshard()
 
-    def _ensure_group(self) -> None:
-        """torch shards over process groups only, so a single process that has none gets one of its own."""
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
-
-        if not dist.is_initialized():
-            backend = self.session.device.collective_backend
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-            self._owns_group = True
-
 
 def _parameters_in(model: nn.Module, names: Iterable[str]) -> set[int]:
     root = innermost(model)
     return {id(parameter) for name in names for parameter in root.get_submodule(name).parameters()}
-
-
-def _placed_as(value: Any, model: Any) -> Any:
-    both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
-    return sharded_like(value, model) if both else value
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:

@@ -1,6 +1,6 @@
 """Version 1 of fully sharded data parallelism, for those who depend on its wrapper."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from accel_backends.base import _NOTHING, Backend
 from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import nonfinite, total_norm
+from accel_backends.clip import Pieces
 from accel_backends.config import BackendConfig
+from accel_backends.fsdp1_gradients import held_gradients, hold_gradients
 from accel_backends.fsdp1_wrap import find_fsdp1, first_names_of, wrapper_arguments
 from accel_backends.fsdp_check import (
     check_model,
@@ -22,24 +23,20 @@ from accel_backends.fsdp_check import (
     upcast_parameters,
 )
 from accel_backends.fsdp_config import FSDPConfig
-from accel_backends.fsdp_shard import checkpointed, computes_in_halves, replace_modules, shard_dtypes
-from accel_backends.fsdp_states import sharded_like, whole_optimizer_state, whole_state
-from accel_backends.fsdp_values import Sharding, WholeForm
+from accel_backends.fsdp_mesh import Spread
+from accel_backends.fsdp_shard import checkpointed, replace_modules, units_of
+from accel_backends.fsdp_states import placed_like, sharded_like
+from accel_backends.fsdp_values import Sharding
 from accel_backends.meta_init import Made, check_initialisers, is_meta, materialise
 from accel_backends.names import innermost, named_parameters
 from accel_backends.states import STATE, optimizer_state
-from accel_backends.wrapping import Units, find_units
+from accel_backends.wrapping import Units
 from accel_precision.autocast import cast_parameters
-from accel_precision.options import AutocastKwargs, GradScalerKwargs
-from accel_precision.policy import PrecisionPolicy
 from accel_state.collectives import broadcast
 from accel_state.errors import BackendError, CheckpointMismatchError, PrepareError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from accel_state.session import Session
 
 
 @final
@@ -48,7 +45,7 @@ class FSDP1Backend(Backend):
 
     Parameters of a prepared model are flat pieces; their names and the optimizers that hold them stay. A model that is
     on the meta device on all ranks gets its values unit by unit; where rank 0 has values, the others hold the whole
-    model while it is wrapped. No checkpoint can be taken within an accumulation window.
+    model while it is wrapped.
     """
 
     name: ClassVar[str] = "fsdp1"
@@ -56,26 +53,10 @@ class FSDP1Backend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(ranks=(2, None), sharded=True, offload=True, meta_device=True)
     distributed_type: ClassVar[str] = "FSDP"
 
-    def __init__(
-        self,
-        session: "Session",
-        policy: PrecisionPolicy,
-        config: BackendConfig | None = None,
-        *,
-        autocast: AutocastKwargs | None = None,
-        scaler: GradScalerKwargs | None = None,
-    ) -> None:
-        config = FSDPConfig(fsdp_version=1) if config is None else config
-        super().__init__(session, policy, config, autocast=autocast, scaler=scaler)
-        self._options = cast(FSDPConfig, self.config)
-        if self._options.fsdp_version != 1:
-            raise BackendError(
-                f"backend 'fsdp1' is version 1, and the options say {self._options.fsdp_version}; use 'fsdp'"
-            )
-        if self._options.cpu_offload and self.device.type == "cpu":
-            raise BackendError("cpu_offload of fsdp_version=1 needs an accelerator; nearest: fsdp_version=2")
-        self._degrees = self._options.degrees(session.world_size, session.topology.local_world_size)
-        self._mesh: DeviceMesh | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = cast(FSDPConfig, self.config).of_version(1, "fsdp")
+        self._spread = Spread(self.session, self._options, flat=True)
         self._filled = [True]
 
     @classmethod
@@ -86,19 +67,7 @@ class FSDP1Backend(Backend):
     @property
     def degrees(self) -> tuple[int, int]:
         """Replicas and shards, as the options say."""
-        return self._degrees
-
-    @property
-    def mesh(self) -> "DeviceMesh":
-        """Replicas times shards, or all ranks in one dimension; collective when first read."""
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            flat = 1 in self._degrees
-            shape = (self.session.world_size,) if flat else self._degrees
-            names = ("dp_shard",) if flat else ("dp_replicate", "dp_shard")
-            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self._mesh
+        return self._spread.degrees
 
     # Preparing
 
@@ -162,7 +131,7 @@ class FSDP1Backend(Backend):
             broadcast([*(p.data for p in model.parameters()), *model.buffers()], group=self.session.group)
         blocks = {id(root.get_submodule(name)): root.get_submodule(name) for name in units.blocks}
         arguments = wrapper_arguments(
-            root, units, self._options, self.policy, degrees=self._degrees, mesh=self.mesh, device=self.device
+            root, units, self._options, self.policy, degrees=self.degrees, mesh=self._spread.mesh, device=self.device
         )
         if self._options.activation_checkpointing:
             replacing = {key: checkpointed(block) for key, block in blocks.items()}
@@ -176,6 +145,11 @@ class FSDP1Backend(Backend):
         self._name_states(wrapped)
         return wrapped
 
+    def close(self) -> None:
+        """Lets go of everything."""
+        super().close()
+        self._spread.close()
+
     # A step
 
     @property
@@ -188,29 +162,11 @@ class FSDP1Backend(Backend):
         wrapped = find_fsdp1(model)
         return _NOTHING if wrapped is None else wrapped.no_sync()
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """As every backend; each rank holds other pieces of the gradients, so their norms are joined."""
-        chosen = self._owned.checked(parameters)
-        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        norm = self._joined_norm(gradients, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            culprits = nonfinite(chosen, self._owned.names) or "none here"
-            raise BackendError(
-                f"the gradient norm (p={norm_type:g}) is {float(norm)}; gradients with nan or inf: {culprits}"
-            )
-        if max_norm != float("inf") and gradients:
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            with torch.no_grad():
-                for gradient in gradients:
-                    gradient.mul_(factor.to(gradient.device))
-        return norm
+    @property
+    def gradient_pieces(self) -> Pieces | None:
+        """Pieces of flat gradients, over the dimension of the mesh that shards them."""
+        mesh = self._spread.mesh
+        return None if self.degrees[1] == 1 else (mesh, (mesh.ndim - 1,))
 
     # States
 
@@ -249,11 +205,6 @@ class FSDP1Backend(Backend):
         }
         wrapped.load_state_dict(own | placed)
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """Whole tensors, gathered one by one; on the host of rank 0 only (elsewhere empty) unless told otherwise."""
-        form = self._options.state_form
-        return whole_state(self.model_state(model), keep=self._keeps(form, main_only), host=form.offload_to_cpu)
-
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """The wrapper's own summoning of whole parameters."""
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -262,15 +213,26 @@ class FSDP1Backend(Backend):
         return summoned
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Refused: unreduced gradients are not to be had from the wrapper.
+        """What has added up here unreduced, and what has been reduced already, whole."""
+        wrapped = find_fsdp1(model)
+        return super().held_gradients(model) if wrapped is None else held_gradients(wrapped)
+
+    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Reduces the shares now; what follows in the window adds to it.
 
         Raises:
-            BackendError: always.
+            BackendError: parameters are offloaded from a device, whose gradients torch cannot add to reduced ones.
         """
-        raise BackendError(
-            "a checkpoint within an accumulation window cannot be taken with fsdp_version=1; save after a step, or use "
-            "fsdp_version=2"
-        )
+        wrapped = find_fsdp1(model)
+        if wrapped is None:
+            super().hold_gradients(model, gradients)
+            return
+        if self._offloads:
+            raise BackendError(
+                "this checkpoint was taken within an accumulation window, which cannot go on with cpu_offload=True of "
+                "fsdp_version=1; nearest: fsdp_version=2, or cpu_offload=False"
+            )
+        hold_gradients(wrapped, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters."""
@@ -278,14 +240,6 @@ class FSDP1Backend(Backend):
 
         model = self._model_of(optimizer, models)
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-    def whole_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
-    ) -> dict[str, Any]:
-        """As ``whole_model_state``, of an optimizer."""
-        form = self._options.optimizer_state_form
-        state = self.optimizer_state(optimizer, models)
-        return whole_optimizer_state(state, keep=self._keeps(form, main_only), host=form.offload_to_cpu)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
@@ -298,7 +252,7 @@ class FSDP1Backend(Backend):
             kind = type(optimizer).__name__
             raise CheckpointMismatchError(f"state of another {kind}: it holds unknown {unknown[:5]}")
         values = {
-            name: {key: _placed(value, own.get(name)) for key, value in entries.items()}
+            name: {key: placed_like(value, own.get(name)) for key, value in entries.items()}
             for name, entries in state[STATE].items()
         }
         optimizer.load_state_dict(
@@ -307,12 +261,13 @@ class FSDP1Backend(Backend):
 
     # Helpers of the above
 
-    def _keeps(self, form: WholeForm, main_only: bool | None) -> bool:
-        return not (form.rank0_only if main_only is None else main_only) or self.session.rank == 0
+    @property
+    def _offloads(self) -> bool:
+        """Whether there is something to offload from: what trains on the host is there already."""
+        return bool(self._options.cpu_offload) and self.device.type != "cpu"
 
     def _units(self, model: nn.Module) -> Units:
-        halves = computes_in_halves(shard_dtypes(self.policy, self._options))
-        return find_units(model, self._options, halves=halves)
+        return units_of(model, self.policy, self._options)
 
     def _initialiser(self) -> Callable[[nn.Module], None]:
         """What the wrapper calls with each module on the meta device, just before it takes the module's unit apart."""
@@ -342,18 +297,6 @@ class FSDP1Backend(Backend):
             ShardedOptimStateDictConfig(offload_to_cpu=False),
         )
 
-    def _joined_norm(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        import torch.distributed as dist
-
-        here = total_norm(gradients, norm_type) if gradients else torch.zeros((), device=self.device)
-        if self._degrees[1] == 1:
-            return here
-        largest = norm_type == float("inf")
-        part = here.clone() if largest else here**norm_type
-        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(part, op=operation, group=self.mesh.get_group("dp_shard"))
-        return part if largest else part ** (1.0 / norm_type)
-
     def _model_of(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> "FullyShardedDataParallel":
         owners = _updated(optimizer, models)
         wrapped = find_fsdp1(owners[0]) if len(owners) == 1 else None
@@ -375,8 +318,3 @@ def _to_split(bundle: Bundle) -> list[Optimizer]:
     """The optimizers that have stepped on models which are still whole."""
     whole = [model for model in bundle.models if find_fsdp1(model) is None]
     return [one for one in bundle.optimizers if any(one.state.values()) and _updated(one, whole)]
-
-
-def _placed(value: Any, model: Any) -> Any:
-    both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
-    return sharded_like(value, model) if both else value

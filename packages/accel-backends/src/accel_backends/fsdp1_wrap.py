@@ -44,7 +44,8 @@ def wrapper_arguments(
             buffer_dtype=options.dtypes.get("buffer_dtype", policy.buffers),
             cast_root_forward_inputs=dtypes.get("cast_forward_inputs", True),
         ),
-        "cpu_offload": fsdp.CPUOffload(offload_params=options.cpu_offload),
+        # What trains on the host is there already.
+        "cpu_offload": fsdp.CPUOffload(offload_params=bool(options.cpu_offload) and device.type != "cpu"),
         "backward_prefetch": None
         if prefetch is BackwardPrefetch.NO_PREFETCH
         else fsdp.BackwardPrefetch[(prefetch or BackwardPrefetch.BACKWARD_PRE).name],

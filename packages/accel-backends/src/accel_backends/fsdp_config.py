@@ -171,7 +171,9 @@ class FSDPConfig(BackendConfig):
             BackendError: they are not.
         """
         if self.fsdp_version != version:
-            raise BackendError(f"the options say fsdp_version={self.fsdp_version}, not {version}; use backend {other!r}")
+            raise BackendError(
+                f"the options say fsdp_version={self.fsdp_version}, not {version}; use backend {other!r}"
+            )
         return self
 
     def _given(self, name: str, variable: str, env: Mapping[str, str], default: Any = None) -> Any:

@@ -1,7 +1,7 @@
-"""Gradients of a sharded model in an accumulation window that is still open."""
+"""Gradients of a model sharded by version 2 in an accumulation window that is still open."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,8 +33,7 @@ def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, g
     Ranks may bring different names; what a rank does not bring counts as zero there. Parameters that are whole keep
     their rank's share, which backward averages later.
     """
-    everybody = all_gather_object(sorted(gradients), group=group)
-    brought = {name for names in everybody for name in names}
+    brought = brought_by_any(gradients, group)
     for name, parameter in named_parameters(model).items():
         mine = gradients.get(name)
         if name not in brought:
@@ -42,21 +41,26 @@ def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, g
         elif not is_dtensor(parameter):
             parameter.grad = None if mine is None else mine.to(parameter.device, parameter.dtype)
         else:
-            parameter.grad = _averaged(mine, parameter, group, len(everybody))
+            empty = torch.zeros(
+                parameter.shape, dtype=parameter.dtype, device=cast(Any, parameter).device_mesh.device_type
+            )
+            parameter.grad = sharded_like(averaged(mine, empty, group), parameter)
 
 
-def _averaged(mine: torch.Tensor | None, parameter: Any, group: Any, ranks: int) -> torch.Tensor:
+def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
+    """The names that some rank brings; collective."""
+    return {name for names in all_gather_object(sorted(gradients), group=group) for name in names}
+
+
+def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The average over ranks of what each has, nothing counting as zero, in ``total``, which is zero; collective."""
     import torch.distributed as dist
 
-    device = parameter.device_mesh.device_type
-    total = (
-        torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        if mine is None
-        else mine.to(device, parameter.dtype, copy=True)
-    )
-    if ranks > 1:
+    if mine is not None:
+        total.copy_(mine)
+    if (ranks := dist.get_world_size(group)) > 1:
         dist.all_reduce(total, group=group)
-    return sharded_like(total.div_(ranks), parameter)
+    return total.div_(ranks)
 
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[int, torch.Tensor]]:

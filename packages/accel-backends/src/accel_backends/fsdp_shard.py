@@ -13,7 +13,7 @@ from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_values import BackwardPrefetch
 from accel_backends.meta_init import Made, materialise
 from accel_backends.names import places
-from accel_backends.wrapping import Units
+from accel_backends.wrapping import Units, find_units
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
@@ -117,6 +117,11 @@ def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
 def computes_in_halves(dtypes: dict[str, Any]) -> bool:
     """Whether units compute in fp16 or bf16."""
     return dtypes.get("param_dtype") in HALVES
+
+
+def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig) -> Units:
+    """The units of a model under a precision; see ``wrapping.find_units``."""
+    return find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)))
 
 
 def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:

@@ -70,6 +70,12 @@ def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     )
 
 
+def placed_like(value: Any, model: Any) -> Any:
+    """A value of a state as ``sharded_like`` places it beside ``model``; as it is if one of them is no tensor."""
+    both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
+    return sharded_like(value, model) if both else value
+
+
 def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
     """A model's state with every tensor whole; collective.
 

@@ -1,13 +1,14 @@
 """Reads values of sharding options from what users write: names in any case, numbers, torch's enums and objects."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, cast
 
 import torch
 
+from accel_backends.config import WholeForm
 from accel_precision.errors import PrecisionError
 from accel_precision.policy import DTYPES, PrecisionPolicy
 from accel_state.enums import BaseEnum
@@ -61,15 +62,6 @@ _WRAP_ALIASES = {
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class WholeForm:
-    """How a whole state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
-
-    offload_to_cpu: bool = True
-    rank0_only: bool = True
 
 
 def whole_form(name: str, value: object) -> WholeForm:

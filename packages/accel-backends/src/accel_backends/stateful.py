@@ -1,7 +1,7 @@
 """What a backend says about the states of models and optimizers; the defaults are those of whole, replicated ones."""
 
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends.fsdp_states import whole_optimizer_state, whole_state
 from accel_backends.names import named_parameters
 from accel_backends.states import (
     load_model_state,
@@ -19,6 +20,7 @@ from accel_backends.states import (
 )
 
 if TYPE_CHECKING:
+    from accel_backends.config import BackendConfig, WholeForm
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -28,6 +30,7 @@ class BackendStates(ABC):
     """The part of ``Backend`` that saves, loads and shows what a model and its optimizer hold."""
 
     session: "Session"
+    config: "BackendConfig"
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
         """Makes buffers equal on all ranks before they are saved, where training makes them equal only later.
@@ -61,12 +64,12 @@ class BackendStates(ABC):
         load_model_state(model, state, strict=strict)
 
     def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """The model's state in whole tensors; collective. Default: every rank has it, and gets it.
+        """The model's state in whole tensors; collective.
 
         ``main_only``: only rank 0 gets it where it has to be put together, and the others get an empty one; None: as
-        the backend's options say.
+        the backend's options say. Default: in the options' form; where they have none, every rank has it, and gets it.
         """
-        return self.model_state(model)
+        return self._handed_out(whole_state, self.model_state(model), self.config.state_form, main_only)
 
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters are whole; changes last if ``writeback``. Default: they always are and do."""
@@ -79,8 +82,9 @@ class BackendStates(ABC):
     def whole_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state in whole tensors; collective. Default: every rank has it, and gets it."""
-        return self.optimizer_state(optimizer, models)
+        """The optimizer's state in whole tensors; collective. Default: as ``whole_model_state``."""
+        form = self.config.optimizer_state_form
+        return self._handed_out(whole_optimizer_state, self.optimizer_state(optimizer, models), form, main_only)
 
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """By parameter name, a tensor placed as the optimizer's states of it are. Default: the parameters."""
@@ -93,3 +97,15 @@ class BackendStates(ABC):
             CheckpointMismatchError: it is that of other parameters.
         """
         load_optimizer_state(optimizer, models, state)
+
+    def _handed_out(
+        self,
+        gather: Callable[..., dict[str, Any]],
+        state: dict[str, Any],
+        form: "WholeForm | None",
+        main_only: bool | None,
+    ) -> dict[str, Any]:
+        if form is None:
+            return state
+        main_only = form.rank0_only if main_only is None else main_only
+        return gather(state, keep=not main_only or self.session.rank == 0, host=form.offload_to_cpu)

@@ -13,9 +13,9 @@ from accel.planner.profile import ModelProfile, ParameterFact, Timeline, Variant
 from accel.planner.samples import Batch, Loss, guessed_loss, tokens
 from accel.planner.tracing import trace
 from accel_backends.fsdp_config import FSDPConfig
-from accel_backends.fsdp_shard import checkpointed, computes_in_halves, replace_modules, shard_dtypes
+from accel_backends.fsdp_shard import checkpointed, replace_modules, units_of
 from accel_backends.names import innermost, named_parameters
-from accel_backends.wrapping import Units, find_units, parameters_of_units
+from accel_backends.wrapping import Units, parameters_of_units
 from accel_precision.autocast import autocast_module, call_within
 from accel_precision.policy import PrecisionPolicy
 from accel_state.logging import get_logger
@@ -53,7 +53,7 @@ def profile_model(
     config = FSDPConfig() if config is None else config
     built = build(source)
     model = innermost(built.model)
-    units = find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)))
+    units = units_of(model, policy, config)
     names = ("", *sorted(units.inside_out))
     batch = _batch(model, sample, batch_size, seq_length)
     look = _Look(model, policy, units, names)
