@@ -5,6 +5,7 @@ way that was tried, so its test shows no more than that it accepts everything.
 """
 
 import json
+import signal
 import struct
 import sys
 import zipfile
@@ -17,6 +18,7 @@ import pytest
 
 from accel_testing.launching import run_command
 
+TRAINING = Path(__file__).with_name("tracked_training.py")
 SCRIPT = """
 import sys
 import numpy as np
@@ -186,6 +188,47 @@ def test_trackio(tmp_path: Path) -> None:
 
 def test_aim(tmp_path: Path) -> None:
     assert "run_hash" in tracked("aim", tmp_path)
+
+
+def taken_up_again(name: str, folder: Path, init: dict[str, Any], **env: str) -> None:
+    """A run that ended when it had saved after 8 steps; one that went on and was killed; and one that went on to 24."""
+    _need(name)
+    deeds = ({"stop_at": 7}, {"kill_at": 13, "interval": 1000.0}, {})
+    for deed in deeds:
+        words = [sys.executable, TRAINING, folder, name, json.dumps({**deed, "init": {name: init}})]
+        status = run_command(words, cwd=folder, env=env, timeout=180).status
+        assert status == (-signal.SIGKILL if "kill_at" in deed else 0)
+
+
+def test_wandb_goes_on_with_its_run(tmp_path: Path) -> None:
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    taken_up_again("wandb", tmp_path, {"dir": str(tmp_path)}, **env)
+    first, second = sorted(tmp_path.glob("wandb/offline-run*/run-*.wandb"))
+    assert first.name == second.name  # the run's id
+    steps = [[row["_step"] for row in wandb_records(log)[0] if "loss" in row] for log in (first, second)]
+    assert steps == [list(range(8)), list(range(8, 24))]
+
+
+def test_comet_goes_on_with_its_experiment(tmp_path: Path) -> None:
+    env = {"COMET_OFFLINE_DIRECTORY": str(tmp_path), "COMET_MODE": "create"}
+    taken_up_again("comet_ml", tmp_path, {"online": False}, **env)
+    archives = sorted(tmp_path.glob("*.zip"), key=lambda path: path.stat().st_mtime)
+    assert len({path.name.partition("-")[0].removesuffix(".zip") for path in archives}) == 1  # the experiment's key
+    steps = []
+    for archive in archives:
+        with zipfile.ZipFile(archive) as files:
+            messages = [json.loads(line)["payload"] for line in files.read("messages.json").decode().splitlines()]
+        metrics = [payload["metric"] for payload in messages if "metric" in payload]
+        steps.append([metric["step"] for metric in metrics if metric["metricName"] == "loss"])
+    assert steps == [list(range(8)), list(range(8, 24))]
+
+
+def test_swanlab_goes_on_with_its_run(tmp_path: Path) -> None:
+    """Its scalars are not read here; the run's id is in the names of its folders."""
+    taken_up_again("swanlab", tmp_path, {"mode": "offline", "logdir": str(tmp_path / "sl")}, HOME=str(tmp_path))
+    logs = list((tmp_path / "sl").rglob("*.swanlab"))
+    assert len(logs) == 2
+    assert len({log.name for log in logs}) == 1
 
 
 def test_a_dead_endpoint_holds_nothing_up_and_is_told_once(tmp_path: Path) -> None:

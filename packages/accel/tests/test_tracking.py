@@ -248,8 +248,8 @@ def test_a_table_cut_at_a_mark_holds_exactly_what_came_before(
 # ------------------------------------------------------------------------------------------ failing and slow trackers
 
 
-def deliver(tracker: Kept, entries: list[dict[str, Any]], spool: Spool | None = None) -> Lane:
-    lane = Lane(tracker, QUICK, lambda: spool)
+def deliver(tracker: Kept, entries: list[dict[str, Any]], folder: Path | None = None) -> Lane:
+    lane = Lane(tracker, QUICK, lambda: folder)
     for step, values in enumerate(entries):
         lane.put(Entry("log", values, step, {}))
     lane.finish()
@@ -272,16 +272,16 @@ def test_a_tracker_that_fails_for_a_while_gets_everything_once_and_in_order(wher
 
 def test_trouble_is_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
-        deliver(Kept({"log": 10_000}), [{"loss": 1.0}] * 50, Spool(tmp_path / "u.jsonl"))
+        deliver(Kept({"log": 10_000}), [{"loss": 1.0}] * 50, tmp_path)
     told = [record.message for record in caplog.records if record.name == "accel.tracking"]
     assert len(told) == 2
     assert "kept cannot be reached" in told[0]
-    assert str(tmp_path / "u.jsonl") in told[1]
+    assert str(tmp_path / "undelivered-kept.jsonl") in told[1]
 
 
 def test_what_a_dead_tracker_could_not_be_given_waits_in_a_file(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "undelivered.jsonl")
-    deliver(Kept({"start": 10_000}), [{"loss": torch.tensor(0.5)}, {"loss": math.inf}], spool)
+    deliver(Kept({"start": 10_000}), [{"loss": torch.tensor(0.5)}, {"loss": math.inf}], tmp_path)
+    spool = Spool(tmp_path / "undelivered-kept.jsonl")
     waiting = spool.take()
     assert [(entry.values, entry.step) for entry in waiting] == [({"loss": 0.5}, 0), ({"loss": "inf"}, 1)]
     assert not spool.path.exists()
@@ -456,6 +456,27 @@ def test_a_checkpoint_brings_what_was_not_delivered(tmp_path: Path) -> None:
     assert [step for step, _ in second_tracker.entries] == [0, 1, 2, 3, 4]
     assert second_tracker.resumed is not None
     first.end_training()
+
+
+@pytest.mark.parametrize("logged_before", [0, 4])
+def test_a_run_begun_after_its_checkpoint_is_gone_on_with(tmp_path: Path, logged_before: int) -> None:
+    """A slow library may begin its run only after a checkpoint was saved; which one is not to be lost then."""
+    first = Accelerator(cpu=True, log_with=[Kept()], project_dir=tmp_path)
+    first.init_trackers("p", queue=QueueOptions(interval=10_000, patience=30))
+    for step in range(logged_before):
+        first.log({"loss": float(step)}, step=step)
+    state = json.loads(json.dumps(first.state_dict_of_trackers()))
+    first.log({"loss": 9.0}, step=logged_before)
+    first.end_training()
+    again = Kept()
+    second = Accelerator(cpu=True, log_with=[again], project_dir=tmp_path)
+    second.init_trackers("p", queue=QUICK)
+    second.continue_trackers(state)
+    second.log({"loss": 4.0}, step=logged_before)
+    second.end_training()
+    assert again.resumed is not None
+    assert again.resumed.state == {"id": "kept-1"}
+    assert [step for step, _ in again.entries] == list(range(logged_before + 1))
 
 
 def test_a_life_that_logs_nothing_hands_the_run_on() -> None:

@@ -1,13 +1,17 @@
 """ClearML."""
 
+import json
 import os
+from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
 from accel.tracking.values import as_json, flatten
 
 _SERIES = ("eval", "test", "train")
+_DEFAULT = "train"
 
 
 @final
@@ -15,7 +19,8 @@ class ClearMLTracker(GeneralTracker):
     """Reports to the script's task, or to one of the project ``run_name``; ``kwargs`` go to ``Task.init``.
 
     ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over the arguments. A name like ``eval_loss`` becomes the series
-    ``eval`` of ``loss``; without a prefix the series is ``train``.
+    ``eval`` of ``loss``; without a prefix the series is ``train``. A run that continues is the same task, and what that
+    holds already is not reported again.
 
     Raises:
         ValueError: a table without data and without a data frame.
@@ -53,7 +58,15 @@ class ClearMLTracker(GeneralTracker):
 
     def resume(self, run: Continuation) -> None:
         if "task_id" in run.state:
-            self._options.update(continue_last_task=run.state["task_id"])
+            # 0 is what ClearML adds to our steps; told no more than to continue, it adds the last of the earlier ones.
+            self._options.update(reuse_last_task_id=run.state["task_id"], continue_last_task=0)
+
+    def marks(self) -> Mapping[str, int]:
+        last: dict[str, int] = {}
+        for title, series, step in _reported(self.task):
+            for name in (f"{series}_{title}", *([title] if series == _DEFAULT else ())):
+                last[name] = max(step, last.get(name, step))
+        return last
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(as_json(values))
@@ -101,4 +114,18 @@ def title_and_series(name: str) -> tuple[str, str]:
         prefix = f"{series}_"
         if name.startswith(prefix):
             return name[len(prefix) :], series
-    return name, "train"
+    return name, _DEFAULT
+
+
+def _reported(task: Any) -> Iterator[tuple[str, str, int]]:
+    """Title, series and step of every scalar of a task; offline, of the file that waits to be sent."""
+    if task.is_offline():
+        file = Path(task.get_offline_mode_folder()) / "metrics.jsonl"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            for event in json.loads(line):
+                if event["type"] == "training_stats_scalar":
+                    yield event["metric"], event["variant"], int(event["iter"])
+        return
+    for title, all_series in task.get_all_reported_scalars().items():
+        for series, points in all_series.items():
+            yield from ((title, series, int(step)) for step in points["x"])

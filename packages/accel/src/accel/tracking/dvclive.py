@@ -1,6 +1,8 @@
 """DVCLive."""
 
+from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
@@ -9,7 +11,10 @@ from accel.tracking.values import as_array, as_json, flatten
 
 @final
 class DVCLiveTracker(GeneralTracker):
-    """Writes to ``live``, or to a ``dvclive.Live`` made of ``kwargs``; it has no use for a run's name."""
+    """Writes to ``live``, or to a ``dvclive.Live`` made of ``kwargs``; it has no use for a run's name.
+
+    A run that continues goes on with the files that are there; what they hold already is not recorded again.
+    """
 
     name = "dvclive"
     requires_logging_directory = False
@@ -30,6 +35,12 @@ class DVCLiveTracker(GeneralTracker):
 
     def resume(self, run: Continuation) -> None:
         self._options["resume"] = True
+
+    def marks(self) -> Mapping[str, int]:
+        folder = Path(self.live.plots_dir) / "metrics"
+        return {
+            table.relative_to(folder).with_suffix("").as_posix(): _last_step(table) for table in folder.rglob("*.tsv")
+        }
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(as_json(values))
@@ -53,3 +64,10 @@ class DVCLiveTracker(GeneralTracker):
 
     def finish(self) -> None:
         self.live.end()
+
+
+def _last_step(table: Path) -> int:
+    """The highest step in a table of DVCLive's, whose first line names the columns; -1 in an empty one."""
+    head, *rows = table.read_text(encoding="utf-8").splitlines() or [""]
+    column = head.split("\t").index("step") if rows else 0
+    return max((int(row.split("\t")[column]) for row in rows), default=-1)

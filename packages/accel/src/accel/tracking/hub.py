@@ -11,7 +11,7 @@ from typing import Any, final
 from accel.tracking.base import GeneralTracker
 from accel.tracking.lane import STATE, Lane, QueueOptions
 from accel.tracking.own import OWN_ID, TIME, RunLogTracker
-from accel.tracking.spool import Entry, Spool
+from accel.tracking.spool import Entry
 from accel.tracking.values import snapshot
 
 RUN, LOGGED, LANES = "run", "logged", "lanes"
@@ -49,7 +49,7 @@ class RunTracking:
 
     def add(self, tracker: GeneralTracker, configuration: dict[str, Any] | None) -> None:
         """Takes a tracker in; it is started with the first thing that it is to be given."""
-        lane = Lane(tracker, self._options, lambda: self._spool_of(tracker))
+        lane = Lane(tracker, self._options, lambda: self.folder)
         lane.configuration = configuration
         self.lanes.append(lane)
         if isinstance(tracker, RunLogTracker):
@@ -98,10 +98,10 @@ class RunTracking:
         self._logged = dict(state[LOGGED])
         for lane in self.lanes:
             saved = state[LANES].get(lane.name)
-            if saved is not None:
-                # Ours is the same run even if it had not begun to write when it was saved.
-                own = {STATE: {OWN_ID: self.run_id}} if lane is self._own else {}
-                lane.resume({**saved, **own}, self._logged)
+            if saved is not None and lane is self._own:
+                # Ours is named by the run itself, whether it had begun to write or not.
+                saved = {**saved, STATE: {OWN_ID: self.run_id}}
+            lane.resume(saved, self._logged)
 
     def finish(self) -> None:
         """Delivers what is left to every tracker at the same time, and closes them."""
@@ -109,9 +109,6 @@ class RunTracking:
             lane.hurry()
         for lane in self.lanes:
             lane.finish()
-
-    def _spool_of(self, tracker: GeneralTracker) -> Spool | None:
-        return None if self.folder is None else Spool(self.folder / f"undelivered-{tracker.name}.jsonl")
 
 
 def _at_exit(finish: "weakref.WeakMethod[Any]") -> None:

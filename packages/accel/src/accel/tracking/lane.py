@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.spool import Entry, Spool
+from accel.tracking.spool import Entry, Note, Spool
 from accel.tracking.values import flatten, plain
 
 _LOG = logging.getLogger("accel.tracking")
@@ -46,17 +47,20 @@ class Lane:
     A delivery that fails is tried again after a growing pause; meanwhile entries wait, first in memory, then in the
     spool. An entry that the tracker refuses for itself (``TypeError``, ``ValueError``) is set aside at once. Troubles
     are told once, and once more how they ended.
+
+    Which run the tracker has begun is noted beside the spool as soon as it is known: a checkpoint that was saved
+    before may be the one to go on from. ``folder`` gives the run's folder, as it is when asked; None: nothing is kept.
     """
 
     def __init__(
-        self, tracker: GeneralTracker, options: QueueOptions, spool: Callable[[], Spool | None] = lambda: None
+        self, tracker: GeneralTracker, options: QueueOptions, folder: Callable[[], Path | None] = lambda: None
     ) -> None:
         self.tracker = tracker
         self.name = str(tracker.name)
         self.options = options
         self.configuration: dict[str, Any] | None = None
         self.problem: Exception | None = None
-        self._spool = spool
+        self._folder = folder
         self._held: deque[Entry] = deque()
         self._marks: dict[str, int] = {}
         self._skip: Mapping[str, int] = {}
@@ -110,13 +114,21 @@ class Lane:
         lines = [line for entry in held if (line := entry.to_json()) is not None]
         return {STATE: state, MARKS: marks, HELD: lines}
 
-    def resume(self, saved: Mapping[str, Any], logged: Mapping[str, int]) -> None:
-        """Goes on with a saved run. ``logged``: by name, the last step that had been logged when it was saved."""
+    def resume(self, saved: Mapping[str, Any] | None, logged: Mapping[str, int]) -> None:
+        """Goes on with a saved run. ``logged``: by name, the last step that had been logged when it was saved.
+
+        ``saved`` None: it had been given nothing by then; if it was begun afterwards, it goes on all the same.
+        """
+        note = self._note()
+        noted = None if note is None else self._guarded(note.read, None)
+        if saved is None and noted is None:
+            return
+        saved = {STATE: {}, MARKS: {}, HELD: []} if saved is None else saved
         if self._thread is not None:
             self.finish()
             self._reset()
-        self._resumed = Continuation(saved[STATE], saved[MARKS])
-        self._state, self._marks = dict(saved[STATE]), dict(saved[MARKS])
+        self._state, self._marks = dict(saved[STATE] or noted or {}), dict(saved[MARKS])
+        self._resumed = Continuation(dict(self._state), dict(self._marks))
         self._fetch_spool()
         waiting = [*self._held, *map(Entry.from_json, saved[HELD])]
         self._held.clear()
@@ -211,6 +223,9 @@ class Lane:
         self.tracker.start()
         with self._lock:
             self._state = self.tracker.state_dict()
+        note = self._note()
+        if note is not None and self._state:
+            self._guarded(lambda: note.write(self._state), None)
         if self.configuration is not None:
             try:
                 self.tracker.store_init_configuration(self.configuration)
@@ -267,7 +282,7 @@ class Lane:
 
     def _mark(self, entry: Entry) -> None:
         if entry.method == "log" and entry.step is not None:
-            for name in entry.values:
+            for name, _ in flatten(entry.values):
                 self._marks[name] = max(entry.step, self._marks.get(name, entry.step))
 
     def _trouble(self, error: Exception) -> None:
@@ -293,6 +308,14 @@ class Lane:
         written = 0 if spool is None else int(self._guarded(lambda: spool.append(entries), 0))
         self._spooled = self._spooled or written > 0
         self._lost += len(entries) - written
+
+    def _spool(self) -> Spool | None:
+        folder = self._folder()
+        return None if folder is None else Spool(folder / f"undelivered-{self.name}.jsonl")
+
+    def _note(self) -> Note | None:
+        folder = self._folder()
+        return None if folder is None else Note(folder / f"tracker-{self.name}.json")
 
     def _guarded(self, action: Callable[[], Any], otherwise: Any) -> Any:
         try:

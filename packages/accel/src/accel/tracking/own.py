@@ -56,9 +56,6 @@ class RunLogTracker(GeneralTracker):
             self.event(RESUMED, step=max(self._marks.values(), default=None), marks=dict(self._marks))
         self.flush()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {OWN_ID: self.folder.name}
-
     def resume(self, run: Continuation) -> None:
         self.folder = self.folder.parent / str(run.state[OWN_ID])
         self._marks = run.marks

@@ -1,9 +1,10 @@
-"""A file of what a tracker could not be given, in the order in which it was logged."""
+"""What a run keeps beside its log for a tracker: what could not be given to it, and which run it has begun."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from accel.tracking.values import as_json, plain
 
@@ -60,3 +61,32 @@ class Spool:
                 continue
         self.path.unlink()
         return entries
+
+
+@final
+class Note:
+    """A file with a tracker's own words for the run, so that a process that is killed leaves them behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Puts ``state`` in the place of what was noted, whole.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(as_json(state)), encoding="utf-8")
+        os.replace(draft, self.path)
+
+    def read(self) -> dict[str, Any] | None:
+        """What was noted; None where nothing was.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if not self.path.exists():
+            return None
+        return cast(dict[str, Any], json.loads(self.path.read_text(encoding="utf-8")))
