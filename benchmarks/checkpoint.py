@@ -169,9 +169,10 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
     accel_ckpt.save(folder / "accel", state)
 
     def accel() -> None:
-        checkpoint = accel_ckpt.open_checkpoint(folder / "accel", verify=False)
-        put = [checkpoint.fetch(name) for name in checkpoint.names]  # each block is compared as it is read
-        checkpoint.verify(group=dist.group.WORLD)  # and now those that nobody has read
+        world = dist.group.WORLD
+        checkpoint = accel_ckpt.open_checkpoint(folder / "accel", verify=False, group=world)
+        put = [checkpoint.fetch(name, group=world) for name in checkpoint.names]  # blocks are compared as they are read
+        checkpoint.verify(group=world)  # and now those that nobody has read
         for tensors in put:
             tensors()
 

@@ -14,6 +14,7 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint, remote
+from accel_ckpt.blocks import BLOCK
 from accel_ckpt.inspection import compare_checkpoints, describe, list_checkpoints, verify
 from accel_ckpt.storage import Url, locate
 from accel_state.errors import CheckpointCorruptError, CheckpointError
@@ -209,8 +210,9 @@ def test_two_runs_that_want_one_place_do_not_mix(folder: str) -> None:
     store, target = remote.RemoteStorage.of(Url(folder)), Url(f"{folder}/checkpoint_0")
     late = store.stage(target, overwrite=False)
     accel_ckpt.save(target, state(1), overwrite=False)
+    late.seal(b"{}")
     with pytest.raises(CheckpointError, match="already"):
-        late.commit(b"{}")
+        late.commit()
     with pytest.raises(FileExistsError):
         store.put(target / "manifest.json", b"{}", overwrite=False)
     assert open_checkpoint(target).read("n") == 1
@@ -286,6 +288,82 @@ def test_it_is_looked_into_like_any_other(folder: str, tmp_path: Path) -> None:
     ]
     accel_ckpt.export_checkpoint(f"{folder}/checkpoint_1", tmp_path)
     assert torch.equal(accel_ckpt.load_model_files(tmp_path)["w"], state(1)["model"]["w"])
+
+
+@pytest.mark.parametrize("sizes", [("20KB", "1GB"), ("1GB", "20KB"), ("10KB", "20KB")], ids=str)
+def test_models_are_exported_to_urls_and_shards_of_earlier_exports_removed(folder: str, sizes: tuple[str, str]) -> None:
+    for number, size in enumerate(sizes):
+        weight = torch.full((30, 40), float(number))
+        model = {f"layer{i}": weight + i for i in range(9)} | {"tied": weight, "head": weight}
+        files = accel_ckpt.export_model(model, f"{folder}/out", size)
+    assert set(files_in(f"{folder}/out")) - {"model.safetensors.index.json"} == {file.name for file in files}
+    loaded = accel_ckpt.load_model_files(f"{folder}/out")
+    assert loaded["tied"] is loaded["head"]
+    assert all(torch.equal(loaded[key], value) for key, value in model.items())
+    parts = accel_ckpt.load_model_parts(f"{folder}/out", {"layer3": torch.zeros(30, 40, dtype=torch.float64)})
+    assert torch.equal(parts["layer3"], model["layer3"])
+
+
+def test_a_checkpoint_is_exported_from_url_to_url(folder: str) -> None:
+    accel_ckpt.save(f"{folder}/one", state(3))
+    files = accel_ckpt.export_checkpoint(f"{folder}/one", f"{folder}/out", "50KB")
+    assert [file.name for file in files] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert torch.equal(accel_ckpt.load_model_files(f"{folder}/out")["w"], state(3)["model"]["w"])
+    assert accel_ckpt.export_tensors({"a": torch.ones(2)}, f"{folder}/a.safetensors") == Url(f"{folder}/a.safetensors")
+    assert accel_ckpt.load_model_files(f"{folder}/a.safetensors")["a"].tolist() == [1, 1]
+
+
+def test_an_export_that_is_cut_short_shows_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+    place, model = f"memory://cut/{next(_NUMBERS)}", {"w": torch.arange(3 * 2**20)}
+    with injected("raise(EIO) at call 2 of fsspec.implementations.memory:MemoryFile.write"):
+        accel_ckpt.export_model(model, place)
+    assert torch.equal(accel_ckpt.load_model_files(place)["w"], model["w"])
+    with (
+        injected("raise(EPERM) at fsspec.implementations.memory:MemoryFileSystem.pipe_file"),
+        pytest.raises(CheckpointError, match="PermissionError"),
+    ):
+        accel_ckpt.export_model({"other": torch.ones(2)}, place)
+    assert files_in(place) == ["model.safetensors"]
+    assert list(accel_ckpt.load_model_files(place)) == ["w"]
+
+
+def read_together(endpoint: str, place: str, shared: bool) -> int:
+    """Bytes of tensors that this rank asks the server for."""
+    from accel_ckpt import sharing
+
+    use_server(endpoint)
+    asked: list[int] = []
+    original, decides = remote.RemoteStorage.get, sharing.pays
+
+    def get(self: remote.RemoteStorage, file: Any, begin: int | None = None, end: int | None = None) -> bytes:
+        content = original(self, file, begin, end)
+        asked.append(len(content))
+        return content
+
+    remote.RemoteStorage.get, sharing.pays = get, lambda *_, **__: shared  # type: ignore[method-assign,assignment]
+    try:
+        world = torch.distributed.group.WORLD
+        with open_checkpoint(place, verify=False, group=world) as opened:
+            values = opened.fetch("w", group=world)()
+            opened.verify(group=world)
+        assert torch.equal(values, torch.arange(18 * 2**20, dtype=torch.int32))
+    finally:
+        remote.RemoteStorage.get, sharing.pays = original, decides  # type: ignore[method-assign]
+    return sum(asked)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one reader", "each for itself"])
+def test_what_all_ranks_want_is_asked_for_once(endpoint: str, rank_pool: RankPool, shared: bool) -> None:
+    """All but the block with the header; the first rounds, by which it is decided, are passed on in either case."""
+    use_server(endpoint)
+    fs = fsspec.filesystem("s3")
+    if not fs.exists("large"):
+        fs.mkdir("large")
+    saved = accel_ckpt.save("s3://large/one", {"w": torch.arange(18 * 2**20, dtype=torch.int32)})
+    asked = sum(rank_pool.run(read_together, endpoint, "s3://large/one", shared, ranks=2))
+    beyond = (asked - saved.manifest.nbytes) / BLOCK
+    assert beyond < 3 if shared else beyond > 5
 
 
 def save_sharded(endpoint: str, place: str) -> int:

@@ -214,3 +214,6 @@ def test_every_command_takes_urls(series: Path, ckpt: Command) -> None:
     assert data(ckpt("repair", place, "--json")) == {"swept": [], "damaged": {}}
     assert [row["number"] for row in data(ckpt("ls", place, "--json"))] == [2]  # type: ignore[attr-defined]
     assert ckpt("ls", "memory://nothing")[0] == 2
+    files = data(ckpt("export", f"{place}/checkpoint_2", "memory://exported", "--json"))
+    assert files == [{"path": "memory://exported/model.safetensors", "bytes": files[0]["bytes"]}]  # type: ignore[index]
+    assert load_model_files("memory://exported")["w"].tolist() == [3.0] * 4

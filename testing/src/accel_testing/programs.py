@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,13 @@ sgd_program = language_program
 adamw_program = partial(language_program, adamw)
 
 
+@final
+class Trained(dict[str, Tensor]):
+    """Whole weights by name; ``losses`` (micro-batches,) are those on the way there, each the mean over the ranks."""
+
+    losses: Tensor
+
+
 def train_part(
     pool: RankPool,
     layout: str,
@@ -61,7 +68,7 @@ def train_part(
     save: str = "",
     *,
     optimizer: Callable[[nn.Module], Optimizer] = adamw,
-) -> dict[str, Tensor]:
+) -> Trained:
     """Trains a part of one run on the ranks of a layout: its micro-batches from ``start`` to ``stop``.
 
     A step has ``acc`` of them, so a part can end within a step. Parts of several layouts, each going on from the
@@ -77,10 +84,10 @@ def train_part(
         optimizer: made of the model.
 
     Returns:
-        The whole weights afterwards.
+        The whole weights afterwards, and the losses on the way.
     """
     spread = Layout.parse(layout)
-    weights: dict[str, Tensor] = pool.run(
+    trained: Trained = pool.run(
         _train_part,
         spread,
         slice(start, stop),
@@ -90,12 +97,12 @@ def train_part(
         ranks=spread.processes,
         variables=spread.variables,
     )[0]
-    return weights
+    return trained
 
 
 def _train_part(
     layout: Layout, part: slice, load: str, save: str, optimizer: Callable[[nn.Module], Optimizer]
-) -> dict[str, Tensor]:
+) -> Trained:
     torch.manual_seed(0)
     accelerator = open_accelerator(layout)
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -104,15 +111,19 @@ def _train_part(
     model, made, scheduler = accelerator.prepare(model, made, StepLR(made, 3, 0.5))
     if load:
         accelerator.load_state(load)
+    losses: list[Tensor] = []
     for tokens in [micro for batch in token_batches() for micro in batch.chunk(layout.accumulate)][part]:
         with accelerator.accumulate(model):
-            accelerator.backward(language_loss(model, tokens.chunk(ranks)[rank]))
+            loss = language_loss(model, tokens.chunk(ranks)[rank])
+            accelerator.backward(loss)
+            losses.append(loss.detach())
             made.step()
             scheduler.step()
             made.zero_grad()
     if save:
         accelerator.save_state(save)
-    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    state = Trained({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+    state.losses = accelerator.reduce(torch.stack(losses), "mean").cpu()
     accelerator.free_memory()
     accelerator.end_training()
     return state

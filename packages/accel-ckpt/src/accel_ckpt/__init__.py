@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from accel_ckpt.export import export_checkpoint as export_checkpoint
     from accel_ckpt.export import export_model as export_model
     from accel_ckpt.export import export_tensors as export_tensors
-    from accel_ckpt.export import load_model_files as load_model_files
     from accel_ckpt.manifest import Manifest as Manifest
     from accel_ckpt.manifest import Part as Part
     from accel_ckpt.manifest import TensorEntry as TensorEntry
     from accel_ckpt.model_parts import load_model_parts as load_model_parts
+    from accel_ckpt.peers import PerNode as PerNode
+    from accel_ckpt.plain_files import load_model_files as load_model_files
     from accel_ckpt.resharding import reshard as reshard
     from accel_ckpt.retention import Retention as Retention
     from accel_ckpt.retention import SavedCheckpoint as SavedCheckpoint
@@ -39,9 +40,11 @@ _EXPORTS = {
     "accel_ckpt.checkpoint": ("Checkpoint", "open_checkpoint"),
     "accel_ckpt.difference": ("Difference",),
     "accel_ckpt.directory": ("CheckpointDirectory",),
-    "accel_ckpt.export": ("export_checkpoint", "export_model", "export_tensors", "load_model_files"),
+    "accel_ckpt.export": ("export_checkpoint", "export_model", "export_tensors"),
     "accel_ckpt.manifest": ("Manifest", "Part", "TensorEntry"),
     "accel_ckpt.model_parts": ("load_model_parts",),
+    "accel_ckpt.peers": ("PerNode",),
+    "accel_ckpt.plain_files": ("load_model_files",),
     "accel_ckpt.resharding": ("reshard",),
     "accel_ckpt.retention": (
         "Retention",

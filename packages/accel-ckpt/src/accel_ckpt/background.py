@@ -19,7 +19,7 @@ import torch
 from accel_ckpt.blocks import default_threads
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
-from accel_ckpt.peers import Peers
+from accel_ckpt.peers import Peers, Ranks, host_group
 from accel_ckpt.saving import Attempt
 from accel_ckpt.staged_copy import copy_into
 from accel_ckpt.storage import Location, locate
@@ -28,8 +28,6 @@ from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from accel_ckpt.directory import CheckpointDirectory
 
 _LOG = logging.getLogger(__name__)
@@ -84,9 +82,9 @@ class AsyncSaver:
     Made and used by all ranks of ``group`` together. It makes a gloo group for its thread when there are several.
     """
 
-    def __init__(self, *, group: "ProcessGroup | None" = None) -> None:
+    def __init__(self, *, group: Ranks = None) -> None:
         peers = Peers.of(group)
-        self._peers = peers if peers.group is None else Peers(_own_group(peers.group))
+        self._peers = peers if peers.group is None else Peers(host_group(peers.group), peers.nodes)
         self._threads = _local_threads(self._peers)
         self._alike = False
         self._buffer: torch.Tensor | None = None
@@ -105,7 +103,7 @@ class AsyncSaver:
     ) -> SaveHandle:
         """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
 
-        Waits for an earlier save that is still under way. After the commit rank 0 prunes ``series``. Several ranks
+        Waits for an earlier save that is still under way. After the commit ``series`` is pruned. Several ranks
         agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
 
         Raises:
@@ -196,8 +194,8 @@ class AsyncSaver:
             self._alike = attempt.alike and self._peers.group is not None
             handle.path = attempt.target
             attempt.finish(self._peers, partial(self._file, attempt.part), threads=0)
-            if series is not None and self._peers.rank == 0:
-                series.alone().prune()
+            if series is not None:
+                series.among(self._peers).prune()
         except BaseException as caught:
             error = caught
             _LOG.warning("saving %s in the background failed: %s", handle.path, caught)
@@ -221,13 +219,6 @@ def _local_threads(peers: Peers) -> int:
     """This rank's share of its machine's processors."""
     hosts = peers.together("counting the ranks of each machine", gethostname)
     return max(1, default_threads() // hosts.count(gethostname()))
-
-
-def _own_group(group: "ProcessGroup") -> "ProcessGroup":
-    import torch.distributed as dist
-
-    own: ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-    return own
 
 
 def _has_accelerator(part: RankPart) -> bool:

@@ -52,6 +52,15 @@ class Source(Protocol):
         """Lets go of the file."""
 
 
+def read_whole(source: Source, name: str, limit: int) -> bytes:
+    """All bytes of a file, unless it has more than ``limit``; ``name`` is its own, for the message."""
+    if source.size > limit:
+        raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")
+    content = bytearray(source.size)
+    source.read_into(memoryview(content), 0)
+    return bytes(content)
+
+
 def sha256(views: Iterable[memoryview | bytes]) -> str:
     """SHA-256, 64 hexadecimal digits."""
     sha = hashlib.sha256()
@@ -126,7 +135,7 @@ class CheckedFile:
 
     def announce(self, number: int) -> None:
         """Tells the system that a block is read soon."""
-        self.source.announce(number * self.block, self._length(number))
+        self.source.announce(number * self.block, self.length(number))
 
     def check(self, number: int) -> None:
         """Reads one block and compares it.
@@ -136,8 +145,11 @@ class CheckedFile:
         """
         self._compare(number, self._load(number))
 
-    def jobs(self, wanted: Sequence[tuple[int, memoryview]]) -> Iterator[Callable[[], None]]:
-        """Pieces of work that may run in parallel and together fill every ``(begin, view)`` of ``wanted``."""
+    def by_block(self, wanted: Sequence[tuple[int, memoryview]]) -> dict[int, list[tuple[int, memoryview]]]:
+        """``wanted``, memory by the byte at which what belongs there begins, cut at the bounds of blocks.
+
+        By number of block, and there by the byte from the block's begin.
+        """
         by_block: dict[int, list[tuple[int, memoryview]]] = {}
         for begin, view in wanted:
             position = 0
@@ -146,26 +158,33 @@ class CheckedFile:
                 length = min(self.block - inside, len(view) - position)
                 by_block.setdefault(number, []).append((inside, view[position : position + length]))
                 position += length
-        for number, parts in by_block.items():
-            yield lambda number=number, parts=parts: self._fill(number, parts)  # type: ignore[misc]
+        return by_block
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes ``begin`` to ``end``, compared."""
         if end > self.record.size:
             raise CheckpointCorruptError(f"{self.name}: bytes up to {end} expected in a file of {self.record.size}")
         buffer = bytearray(end - begin)
-        for job in self.jobs([(begin, memoryview(buffer))]):
-            job()
+        for number, parts in self.by_block([(begin, memoryview(buffer))]).items():
+            self.fill(number, parts)
         return bytes(buffer)
 
-    def _fill(self, number: int, parts: list[tuple[int, memoryview]]) -> None:
-        start = number * self.block
-        if self._checked[number]:
+    def read_block(self, number: int, view: memoryview) -> None:
+        """Reads a whole block into ``view`` and compares it."""
+        self.source.read_into(view, number * self.block)
+        self._compare(number, view)
+
+    def fill(self, number: int, parts: Sequence[tuple[int, memoryview]], *, compare: bool = True) -> None:
+        """Reads ``parts`` of a block, as ``by_block`` gives them; with ``compare``, compares all of it if nobody has.
+
+        Raises:
+            CheckpointCorruptError: names the file and the bytes that differ.
+        """
+        if self._checked[number] or not compare:
             for inside, view in parts:
-                self.source.read_into(view, start + inside)
-        elif len(parts) == 1 and len(parts[0][1]) == self._length(number):
-            self.source.read_into(parts[0][1], start)
-            self._compare(number, parts[0][1])
+                self.source.read_into(view, number * self.block + inside)
+        elif len(parts) == 1 and len(parts[0][1]) == self.length(number):
+            self.read_block(number, parts[0][1])
         else:
             whole = self._load(number)
             self._compare(number, whole)
@@ -181,7 +200,8 @@ class CheckedFile:
             self.check(number)
         return memory[begin:end]
 
-    def _length(self, number: int) -> int:
+    def length(self, number: int) -> int:
+        """Bytes of a block; the last of a file may be short."""
         return min(self.block, self.record.size - number * self.block)
 
     def _load(self, number: int) -> memoryview:
@@ -189,7 +209,7 @@ class CheckedFile:
         if buffer is None:
             # Mapped, so that it is given back with its thread: allocators keep what many threads have let go of.
             buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
-        view = memoryview(buffer)[: self._length(number)]
+        view = memoryview(buffer)[: self.length(number)]
         self.source.read_into(view, number * self.block)
         return view
 

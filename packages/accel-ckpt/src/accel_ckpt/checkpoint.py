@@ -6,23 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile
+from accel_ckpt.blocks import CheckedFile, read_whole
 from accel_ckpt.difference import Difference, compare
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
-from accel_ckpt.peers import Peers
+from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.reading import TensorReader, placed_like
 from accel_ckpt.storage import Location, Storage, is_folder, locate, storage_of
 from accel_ckpt.tree import Json, Tree, decode, leaves
 from accel_ckpt.tree import Path as TreePath
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
@@ -30,22 +27,31 @@ _MAX_TREE = 2**31
 _AHEAD = 32
 
 
-def open_checkpoint(
-    path: str | os.PathLike[str], *, verify: bool = True, group: "ProcessGroup | None" = None
-) -> "Checkpoint":
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
     """Opens the checkpoint at ``path`` without reading its tensors.
 
     With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
     is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
-    of them must call, and all of them raise if one does; without one, this process works alone.
+    of them must call, and all of them raise if one does; without one, this process works alone. With a ``PerNode`` each
+    machine opens the copy at its own ``path``, and all copies must be of one save.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a newer version wrote it.
+        CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
         CheckpointCorruptError: a file is missing, cut off or altered; names each.
     """
     peers = Peers(None) if group is None else Peers.of(group)
     opened: list[Checkpoint] = []
-    peers.together(f"opening {path}", lambda: opened.append(Checkpoint(locate(path))))
+
+    def identity() -> str:
+        opened.append(Checkpoint(locate(path)))
+        return opened[0].manifest.id
+
+    told = peers.together(f"opening {path}", identity)
+    if other := [rank for rank, one in enumerate(told) if one != told[0]]:
+        raise CheckpointError(
+            f"{path}: rank 0 sees the save {told[0]} there and rank {other[0]} the save {told[other[0]]}; every "
+            "machine needs a copy of the same"
+        )
     checkpoint = opened[0]
     if verify:
         checkpoint.verify(group=group)
@@ -62,7 +68,7 @@ class Checkpoint:
         self.manifest = read_manifest(path)
         self._files: dict[str, CheckedFile] = {}
         self._documents: dict[str, Mapping[str, Json]] = {}
-        self._reader = TensorReader(self.manifest, self._file, threads=self._storage.threads)
+        self._reader = TensorReader(self.manifest, self._file, self._storage)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, names={self.names})"
@@ -108,14 +114,26 @@ class Checkpoint:
                 )
         return self._read(tree, {} if like is None else leaves(like), place)
 
-    def fetch(self, name: str, like: Tree | None = None, *, place: Place | None = None) -> Callable[[], Tree]:
+    def fetch(
+        self, name: str, like: Tree | None = None, *, place: Place | None = None, group: Ranks = None
+    ) -> Callable[[], Tree]:
         """As ``read`` with ``strict`` off, in two steps: all is read and compared now, into this machine's memory.
 
         What is returned puts the tensors into their places. So all of a run's states can be known to be intact before
-        the first is loaded, without reading anything twice.
+        the first is loaded, without reading anything twice. With a ``group`` its ranks fetch the same name together:
+        what several of them want is compared by one (``verify`` with the same group knows what nobody has compared
+        yet), where that is faster one reads it for all, and all raise if one does. Collective then.
         """
-        shell, wanted = self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place)
-        finish = dict(zip(wanted, self._reader.fetch(list(wanted.values())), strict=True))
+        peers = Peers(None) if group is None else Peers.of(group)
+        planned: list[tuple[Tree, dict[tuple[str, object], tuple[str, Any]]]] = []
+
+        def wanted() -> list[tuple[str, Any]]:
+            planned.append(self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place))
+            return list(planned[0][1].values())
+
+        puts = self._reader.fetch(wanted, peers)
+        shell, targets = planned[0]
+        finish = dict(zip(targets, puts, strict=True))
         return lambda: _fill(shell, {target: put() for target, put in finish.items()})
 
     def read_local(self, name: str, rank: int) -> Tree | None:
@@ -169,7 +187,7 @@ class Checkpoint:
         """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
         return compare(leaves(self.facts(name)), leaves(like))
 
-    def verify(self, *, group: "ProcessGroup | None" = None) -> None:
+    def verify(self, *, group: Ranks = None) -> None:
         """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.
 
         What any of them has compared before, because it was read, is not compared again.
@@ -180,10 +198,12 @@ class Checkpoint:
         peers = Peers(None) if group is None else Peers.of(group)
         if peers.size > 1:
             compared = {name: file.compared for name, file in self._files.items()}
-            for others in peers.together(f"verifying {self.path}", lambda: compared):
-                for name, blocks in others.items():
+            told = peers.together(f"verifying {self.path}", lambda: compared)
+            for rank in peers.neighbours:
+                for name, blocks in told[rank].items():
                     self._trust(name, blocks)
-        found = peers.together(f"verifying {self.path}", lambda: self._damage(peers.rank, peers.size))
+        share = peers.neighbours.index(peers.rank)
+        found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
         damage = sorted({problem for problems in found for problem in problems})
         if damage:
             raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
@@ -304,17 +324,8 @@ def read_manifest(folder: Location) -> Manifest:
         raise CheckpointError(f"there is no checkpoint at {folder}{_near(storage, folder)}") from None
     if MANIFEST not in names:
         raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format")
-    return unpack(read_whole(storage, folder / MANIFEST, MAX_MANIFEST))
-
-
-def read_whole(storage: Storage, file: Location, limit: int) -> bytes:
-    """All bytes of a file that has at most ``limit``."""
-    with closing(storage.open(file)) as source:
-        if source.size > limit:
-            raise CheckpointCorruptError(f"{file.name}: {source.size} bytes")
-        content = bytearray(source.size)
-        source.read_into(memoryview(content), 0)
-    return bytes(content)
+    with closing(storage.open(folder / MANIFEST)) as source:
+        return unpack(read_whole(source, MANIFEST, MAX_MANIFEST))
 
 
 def _near(storage: Storage, folder: Location) -> str:

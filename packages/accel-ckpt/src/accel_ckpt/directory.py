@@ -5,18 +5,15 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.manifest import MANIFEST
-from accel_ckpt.peers import Peers
+from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.retention import Retention, SavedCheckpoint, keep_all, to_remove
 from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tree import Json, Tree, decode
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _LOG = logging.getLogger(__name__)
 NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
@@ -27,8 +24,9 @@ class CheckpointDirectory:
     """``checkpoint_0``, ``checkpoint_1``, ... in ``path``; ``retention`` decides which stay when a new one is there.
 
     Methods that act (``save``, ``latest``, ``prune``, ``sweep``, ``next_path``) are for all ranks of ``group``; rank 0
-    decides, so that ranks whose view of the file system lags behind do not disagree. With ``alone`` this process acts
-    by itself, though it is one of several.
+    decides, so that ranks whose view of the file system lags behind do not disagree. With a ``PerNode`` the lowest rank
+    of each machine acts on its copy of the series, and what counts is what all machines have. With ``alone`` this
+    process acts by itself, though it is one of several.
     """
 
     def __init__(
@@ -36,28 +34,35 @@ class CheckpointDirectory:
         path: str | os.PathLike[str],
         *,
         retention: Retention | None = None,
-        group: "ProcessGroup | None" = None,
+        group: Ranks = None,
         alone: bool = False,
     ) -> None:
         self.path = locate(path)
         self._storage = storage_of(self.path)
         self.retention = keep_all() if retention is None else retention
-        self.group = group
-        self._alone = alone
         self._peers = Peers(None) if alone else Peers.of(group)
 
     def entries(self) -> list[SavedCheckpoint]:
         """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
-        return [SavedCheckpoint(number, path, _metadata(path)) for number, path in self._committed()]
+        places = {number: self._place(number) for number in self._committed()}
+        return [SavedCheckpoint(number, path, _metadata(path)) for number, path in places.items()]
 
     def alone(self) -> "CheckpointDirectory":
         """The same series for this process by itself."""
-        return CheckpointDirectory(self.path, retention=self.retention, group=self.group, alone=True)
+        return self.among(Peers(None))
+
+    def among(self, group: Ranks) -> "CheckpointDirectory":
+        """The same series for other ranks."""
+        return CheckpointDirectory(self.path, retention=self.retention, group=group)
+
+    def is_empty(self) -> bool:
+        """Whether no rank sees a committed checkpoint, intact or not."""
+        return not any(self._peers.each_copy(f"looking into {self.path}", self._committed))
 
     def next_path(self, *, at_least: int = 0) -> Location:
         """Where the next checkpoint goes: one number above all that are taken, or ``at_least``."""
-        number = self._peers.first(f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()]) + 1)
-        return self.path / f"checkpoint_{number}"
+        last = self._peers.each_copy(f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()]))
+        return self._place(max(last) + 1)
 
     def save(
         self,
@@ -78,9 +83,8 @@ class CheckpointDirectory:
             state,
             local=local,
             metadata=metadata,
-            group=self.group,
+            group=self._peers,
             overwrite=False,
-            alone=self._alone,
         )
         self.prune()
         return saved
@@ -93,9 +97,13 @@ class CheckpointDirectory:
         is needed can be read and compared in one go.
         """
         peers = self._peers
-        for _, path in reversed(peers.first(f"looking into {self.path}", self._committed)):
+        copies = [set(numbers) for numbers in peers.each_copy(f"looking into {self.path}", self._committed)]
+        for number in sorted(set.union(*copies), reverse=True):
+            path = self._place(number)
             try:
-                checkpoint = open_checkpoint(path, verify=accept is None, group=peers.group)
+                if without := [rank for rank, seen in zip(peers.keepers, copies, strict=True) if number not in seen]:
+                    raise CheckpointError(f"the machine of rank {without[0]} has no copy of it")
+                checkpoint = open_checkpoint(path, verify=accept is None, group=peers)
                 if accept is not None:
                     accept(checkpoint)
                 return checkpoint
@@ -118,11 +126,19 @@ class CheckpointDirectory:
         return to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole}))
 
     def prune(self, *, thorough: bool = False) -> list[Location]:
-        """Removes the ``surplus``."""
-        return self._peers.first(f"pruning {self.path}", lambda: self._prune(thorough))
+        """Removes the ``surplus``; of several copies of a checkpoint all or none."""
+        what = f"pruning {self.path}"
+        seen = self._peers.each_copy(what, lambda: self._kept_and_surplus(thorough))
+        kept = frozenset[int]().union(*(keeping for keeping, _ in seen))
+        surplus = dict(zip(self._peers.keepers, (going for _, going in seen), strict=True))
+        return self._peers.first(what, lambda: self._discard(surplus[self._peers.rank] - kept))
 
-    def _prune(self, thorough: bool) -> list[Location]:
-        going = [entry.path for entry in self.surplus(thorough=thorough)]
+    def _kept_and_surplus(self, thorough: bool) -> tuple[frozenset[int], frozenset[int]]:
+        going = frozenset(entry.number for entry in self.surplus(thorough=thorough))
+        return frozenset(self._committed()) - going, going
+
+    def _discard(self, numbers: frozenset[int]) -> list[Location]:
+        going = [self._place(number) for number in sorted(numbers)]
         for path in going:
             self._storage.discard(path)
         return going
@@ -142,9 +158,11 @@ class CheckpointDirectory:
         found = (NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
         return sorted(int(match[1]) for match in found if match is not None)
 
-    def _committed(self) -> list[tuple[int, Location]]:
-        places = ((number, self.path / f"checkpoint_{number}") for number in self._numbers())
-        return [(number, place) for number, place in places if self._has_manifest(place)]
+    def _committed(self) -> list[int]:
+        return [number for number in self._numbers() if self._has_manifest(self._place(number))]
+
+    def _place(self, number: int) -> Location:
+        return self.path / f"checkpoint_{number}"
 
     def _has_manifest(self, place: Location) -> bool:
         try:

@@ -7,20 +7,17 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel_ckpt.blocks import run_jobs
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.container import Item, file_order, header_of
-from accel_ckpt.files import FileSource, write_file
 from accel_ckpt.peers import Peers
-from accel_ckpt.plain_files import INDEX, dtype_of_code, model_files, read_plain
-from accel_ckpt.staging import sync_folder
+from accel_ckpt.plain_files import INDEX
+from accel_ckpt.storage import Location, locate, storage_of
 from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, host_copy
 from accel_ckpt.tree import TensorTable, leaves, show_path
 from accel_state.errors import CheckpointError
@@ -31,7 +28,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_READ_JOB = 32 * 2**20
+# Gives the tensors of these names, one after the other, when they are to be written.
+_Values = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 
 
 def export_model(
@@ -41,29 +39,29 @@ def export_model(
     *,
     name: str = "model",
     group: "ProcessGroup | None" = None,
-) -> list[Path]:
+) -> list[Location]:
     """Writes ``state`` to ``<name>.safetensors``, or to numbered shards and ``<name>.safetensors.index.json``.
 
     Of tensors that share memory the first is written; the names of the others are in the file's metadata. DTensors are
     put together one at a time, so all ranks of ``group`` must call; rank 0 writes. Files appear under their names when
-    all are complete, the index last; then shards of an earlier export are removed. Returns the files.
+    all are complete, the index last; then shards of an earlier export are removed. ``directory`` is a folder or a URL.
+    Returns the files.
 
     Raises:
         CheckpointError: on all ranks if a tensor has a dtype that safetensors has not, or the disk refuses.
     """
     peers = Peers.of(group)
-    folder = Path(directory).absolute()
+    folder = locate(directory)
     kept, aliases = _without_ties(state)
     files = _arranged(kept, name, max_shard_size)
-    values = (_whole(kept[key]) for keys in files.values() for key in keys)
+    values = _Gathered(kept, [key for keys in files.values() for key in keys])
 
     def write() -> None:
         try:
             if peers.rank == 0:
                 _write_all(folder, name, files, kept, aliases, values)
         finally:  # a rank that fails, or writes nothing, still takes part in putting tensors together
-            for _ in values:
-                pass
+            values.finish()
 
     peers.together(f"exporting to {folder}", write)
     return [folder / file for file in files]
@@ -76,7 +74,7 @@ def export_checkpoint(
     *,
     state: str = "model",
     name: str | None = None,
-) -> list[Path]:
+) -> list[Location]:
     """Writes the tensors of the saved ``state`` of the checkpoint at ``path`` as ``export_model`` does.
 
     Memory holds one tensor at a time; neither the model nor a process group is needed. Parts of a nested name are
@@ -86,7 +84,7 @@ def export_checkpoint(
         CheckpointError: there is no such checkpoint or state, or as ``export_model``.
         CheckpointCorruptError: what was read is not what was written; nothing appears in ``directory``.
     """
-    folder, prefix = Path(directory).absolute(), state if name is None else name
+    folder, prefix = locate(directory), state if name is None else name
     with open_checkpoint(path, verify=False) as saved:
         stored = _stored_names(saved, state)
         firsts = {source: key for key, source in reversed(stored.items())}
@@ -97,60 +95,27 @@ def export_checkpoint(
             if key not in aliases
         }
         files = _arranged(kept, prefix, max_shard_size)
-        values = (saved.read_tensor(stored[key]) for keys in files.values() for key in keys)
-        _write_all(folder, prefix, files, kept, aliases, values)
+        _write_all(folder, prefix, files, kept, aliases, lambda keys: (saved.read_tensor(stored[key]) for key in keys))
         return [folder / file for file in files]
 
 
-def export_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> Path:
+def export_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> Location:
     """Writes whole ``tensors`` to the one safetensors ``file``, which is whole or as before. Not a collective.
 
     Raises:
         CheckpointError: a value is no tensor, sharded (gather it first) or of a dtype that safetensors has not, the
             file's name says another format, or the disk refuses.
     """
-    path = Path(file).expanduser().absolute()
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} would hold safetensors; call it {path.with_suffix('.safetensors').name}")
+    path = locate(file)
+    stem, dot, kind = path.name.rpartition(".")
+    if (dot, kind) != (".", "safetensors"):
+        raise CheckpointError(f"{path} would hold safetensors; call it {stem or path.name}.safetensors")
     kept, aliases = _without_ties(tensors)
     if sharded := [key for key, tensor in kept.items() if as_dtensor(tensor) is not None]:
         raise CheckpointError(f"{sharded[0]} is a DTensor; put it together on all ranks first: .full_tensor()")
-    (keys,) = _arranged(kept, path.stem, sys.maxsize).values()
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    _make_folder(path.parent)
-    try:
-        _write_tensors(temporary, keys, kept, aliases, (kept[key] for key in keys))
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    files = _arranged(kept, stem, sys.maxsize)
+    _write_files(path.parent, files, kept, aliases, lambda keys: (kept[key] for key in keys))
     return path
-
-
-def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, an index, or a folder with either, on the CPU; tied names come back tied.
-
-    Raises:
-        CheckpointError: there is none, or only files of formats that may run code when read.
-        CheckpointCorruptError: a file is not what its header or the index says.
-    """
-    files = model_files(Path(path).expanduser())
-    loaded: dict[str, torch.Tensor] = {}
-    jobs: list[Callable[[], None]] = []
-    aliases: dict[str, str] = {}
-    with ExitStack() as opened:
-        for file in files:
-            source = opened.enter_context(closing(FileSource(file.resolve())))
-            spans, metadata = read_plain(source)
-            for key, span in spans.items():
-                loaded[key] = torch.empty(span.shape, dtype=dtype_of_code(span.code, key))
-                jobs += _read_jobs(source, byte_view(loaded[key]), span.begin)
-            aliases |= {key: first for key, first in metadata.items() if key != "format"}
-        run_jobs(jobs)
-    tied = {key: loaded[first] for key, first in aliases.items() if key not in loaded and first in loaded}
-    return loaded | tied
 
 
 def parse_size(size: int | str) -> int:
@@ -216,57 +181,92 @@ def _arranged(kept: Mapping[str, torch.Tensor], name: str, max_shard_size: int |
 
 
 def _write_all(
-    folder: Path,
+    folder: Location,
     name: str,
     shards: Mapping[str, Sequence[str]],
     kept: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    values: Iterator[torch.Tensor],
+    values: _Values,
 ) -> None:
-    _make_folder(folder)
-    mark = secrets.token_hex(4)
-    written: dict[Path, Path] = {}
-    try:
-        for file, keys in shards.items():
-            temporary = folder / f".{file}.{mark}.tmp"
-            written[temporary] = folder / file
-            _write_tensors(temporary, keys, kept, aliases, values)
-        if len(shards) > 1:
-            temporary = folder / f".{name}.{mark}.tmp"
-            written[temporary] = folder / f"{name}.safetensors.{INDEX}"
-            write_file(temporary, [memoryview(_index(shards, kept))])
-        for temporary, final in written.items():
-            os.replace(temporary, final)
-        _remove_stale(folder, name, {final.name for final in written.values()})
-        sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
-    finally:
-        for temporary in written:
-            temporary.unlink(missing_ok=True)
+    """Writes an export called ``name``, and removes what an earlier one of that name has left."""
+    index = {f"{name}.safetensors.{INDEX}": _index(shards, kept)} if len(shards) > 1 else {}
+    _write_files(folder, shards, kept, aliases, values, index)
+    storage = storage_of(folder)
+    ours = re.compile(re.escape(name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    for entry, size in storage.listing(folder).items():
+        if size is not None and ours.fullmatch(entry) and entry not in shards and entry not in index:
+            storage.remove(folder / entry)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
-
-
-def _write_tensors(
-    path: Path,
-    keys: Sequence[str],
+def _write_files(
+    folder: Location,
+    files: Mapping[str, Sequence[str]],
     kept: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    values: Iterator[torch.Tensor],
+    values: _Values,
+    documents: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes one file; ``values`` gives its tensors in the order of ``keys``, each when its turn comes."""
-    items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in keys]
-    tied = {key: first for key, first in aliases.items() if first in keys}
-    pieces = (byte_view(host_copy(next(values))) for _ in items)
-    header = memoryview(header_of(items, {"format": "pt", **tied}))
-    # Threads for digests would keep tensors in memory until their turn comes.
-    write_file(path, (piece for part in ([header], pieces) for piece in part), threads=0)
+    """Writes files of tensors, then ``documents``, under other names, and gives them their own once all are there."""
+    storage, mark = storage_of(folder), secrets.token_hex(4)
+    storage.ready(folder)
+    written: dict[Location, Location] = {}
+
+    def write(name: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+        temporary = folder / f".{name}.{mark}.tmp"
+        written[temporary] = folder / name
+        # Threads for digests would keep tensors in memory until their turn comes.
+        storage.write(temporary, pieces, threads=0, size=size)
+
+    try:
+        for name, keys in files.items():
+            items = [Item(key, dtype_name(kept[key].dtype), tuple(kept[key].shape)) for key in keys]
+            header = header_of(
+                items, {"format": "pt", **{key: first for key, first in aliases.items() if first in keys}}
+            )
+            write(name, partial(_pieces, header, keys, values), len(header) + sum(item.nbytes for item in items))
+        for name, content in (documents or {}).items():
+            write(name, partial(_document, content), len(content))
+        storage.publish(written)
+    finally:
+        for temporary in written:
+            storage.remove(temporary)
+
+
+def _pieces(header: bytes, keys: Sequence[str], values: _Values) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for tensor in values(keys):
+        yield byte_view(host_copy(tensor))
+
+
+def _document(content: bytes) -> Iterator[memoryview]:
+    yield memoryview(content)
+
+
+@final
+class _Gathered:
+    """Tensors in an order that all ranks keep; sharded ones are put together in turn, which each can be once."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Sequence[str]) -> None:
+        self._tensors = tensors
+        self._left = iter([key for key in order if as_dtensor(tensors[key]) is not None])
+
+    def __call__(self, keys: Sequence[str]) -> Iterator[torch.Tensor]:
+        for key in keys:
+            dtensor = as_dtensor(self._tensors[key])
+            if dtensor is None:
+                yield self._tensors[key]
+            elif next(self._left, None) == key:
+                yield dtensor.full_tensor()
+            else:
+                raise CheckpointError(
+                    f"{key} is sharded, and was put together before a request failed that would have to be made again; "
+                    "export again, or save a checkpoint and export that (accel ckpt export)"
+                )
+
+    def finish(self) -> None:
+        """Takes part in putting together what is left."""
+        for key in self._left:
+            as_dtensor(self._tensors[key]).full_tensor()
 
 
 def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]) -> bytes:
@@ -275,13 +275,6 @@ def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]
     return (
         json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
     ).encode()
-
-
-def _remove_stale(folder: Path, name: str, fresh: set[str]) -> None:
-    ours = re.compile(re.escape(name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-    for entry in list(folder.iterdir()):
-        if ours.fullmatch(entry.name) and entry.name not in fresh:
-            entry.unlink()
 
 
 def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -307,16 +300,3 @@ def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
 
 def _file_keys(keys: Sequence[str], kept: Mapping[str, torch.Tensor]) -> list[str]:
     return [item.key for item in file_order([Item(key, dtype_name(kept[key].dtype), ()) for key in keys])]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    dtensor = as_dtensor(tensor)
-    if dtensor is None:
-        return tensor
-    whole: torch.Tensor = dtensor.full_tensor()
-    return whole
-
-
-def _read_jobs(source: FileSource, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
-    for at in range(0, len(view), _READ_JOB):
-        yield lambda at=at: source.read_into(view[at : at + _READ_JOB], begin + at)  # type: ignore[misc]

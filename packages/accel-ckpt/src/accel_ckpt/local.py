@@ -8,7 +8,7 @@ from typing import final
 
 from accel_ckpt.blocks import Digest, FileRecord, default_threads
 from accel_ckpt.files import FileSource, write_file
-from accel_ckpt.staging import Staging, discard, sweep
+from accel_ckpt.staging import Staging, discard, sweep, sync_folder
 from accel_ckpt.storage import Location, Storage
 from accel_state.errors import CheckpointError
 
@@ -16,6 +16,8 @@ from accel_state.errors import CheckpointError
 @final
 class LocalStorage(Storage):
     """The operations on folders."""
+
+    cached = True
 
     def __init__(self) -> None:
         self.threads = default_threads()
@@ -42,6 +44,24 @@ class LocalStorage(Storage):
         size: int | None = None,
     ) -> FileRecord:
         return write_file(_path(file), pieces(), threads=threads, digest=digest, size=size)
+
+    def ready(self, folder: Location) -> None:
+        try:
+            _path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+
+    def publish(self, files: Mapping[Location, Location]) -> None:
+        try:
+            for written, name in files.items():
+                os.replace(_path(written), _path(name))
+            for folder in {_path(name).parent for name in files.values()}:
+                sync_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
+
+    def remove(self, place: Location) -> None:
+        _path(place).unlink(missing_ok=True)
 
     def stage(self, target: Location, *, overwrite: bool) -> Staging:
         return Staging(_path(target), overwrite=overwrite)

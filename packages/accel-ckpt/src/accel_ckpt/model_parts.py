@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from math import prod
-from pathlib import Path
 
 import torch
 
+from accel_ckpt.blocks import Source
 from accel_ckpt.container import Span
-from accel_ckpt.files import FileSource
 from accel_ckpt.layout import boxes, local_shape
-from accel_ckpt.plain_files import dtype_of_code, model_files, read_plain
-from accel_ckpt.tensors import as_dtensor, dtensor_layout
+from accel_ckpt.plain_files import dtype_of_code, model_files, open_plain, read_plain
+from accel_ckpt.storage import locate
+from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout
 from accel_state.errors import CheckpointMismatchError
 
 
@@ -30,30 +30,35 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
     """
     loaded: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
-        for file in model_files(Path(path).expanduser()):
-            source = opened.enter_context(closing(FileSource(file.resolve())))
-            spans, metadata = read_plain(source)
+        for file in model_files(locate(path)):
+            source = opened.enter_context(closing(open_plain(file)))
+            spans, metadata = read_plain(source, str(file))
             names = {key: key for key in spans}
             names |= {key: first for key, first in metadata.items() if key in like and first in spans}
-            content = _mapped(source)
             for key, stored in names.items():
                 if key != stored and stored in like:
                     continue  # tied here as well, under the name that is stored
-                loaded[key] = _part(key, content, spans[stored], like.get(key))
+                loaded[key] = _part(key, source, spans[stored], like.get(key))
     return loaded
 
 
-def _mapped(source: FileSource) -> torch.Tensor:
-    return torch.frombuffer(source.mapped(), dtype=torch.uint8)
+def _bytes(source: Source, begin: int, end: int) -> torch.Tensor:
+    """A range of a file: mapped where that is possible, so that only what is touched is read."""
+    memory = source.mapped()
+    if memory is not None:
+        return torch.frombuffer(memory, dtype=torch.uint8)[begin:end]
+    content = torch.empty(end - begin, dtype=torch.uint8)
+    source.read_into(byte_view(content), begin)
+    return content
 
 
-def _part(key: str, content: torch.Tensor, span: Span, like: torch.Tensor | None) -> torch.Tensor:
+def _part(key: str, source: Source, span: Span, like: torch.Tensor | None) -> torch.Tensor:
     dtype = dtype_of_code(span.code, key)
     if not prod(span.shape):
         saved = torch.empty(span.shape, dtype=dtype)
     else:
-        raw = content[span.begin : span.end]
-        saved = (raw if span.begin % dtype.itemsize == 0 else raw.clone()).view(dtype).view(span.shape)
+        raw = _bytes(source, span.begin, span.end)
+        saved = (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(span.shape)
     if like is None:
         return saved.clone()
     if tuple(like.shape) != tuple(span.shape):

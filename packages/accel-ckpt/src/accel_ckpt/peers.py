@@ -1,7 +1,7 @@
-"""The ranks that save or load one checkpoint together, and how a failure of one reaches all."""
+"""The ranks that save or load one checkpoint together: which of them keeps it, how a failure of one reaches all."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, final
 
 from accel_state.collectives import all_gather_object
 from accel_state.errors import AccelError, CheckpointError
@@ -14,18 +14,54 @@ T = TypeVar("T")
 
 
 @final
-class Peers:
-    """This rank among those of ``group``; without a group it is alone and nothing is sent."""
+class PerNode:
+    """The ranks of ``group`` on machines that share no disk, so that each machine keeps a whole copy of its own.
 
-    def __init__(self, group: "ProcessGroup | None") -> None:
+    Takes the place of a group wherever one is given. ``node`` says on which machine this rank is: ranks with the same
+    number see the same files, the lowest of them keeps the machine's copy. Made by all ranks together.
+    """
+
+    def __init__(self, group: "ProcessGroup | None" = None, *, node: int) -> None:
+        found = resolve(group)
+        self.group = found if found is None or sends_from_host(found) else host_group(found)
+        self.nodes: tuple[int, ...] = tuple(all_gather_object(node, group=found)) if found is not None else (node,)
+
+
+Ranks: TypeAlias = Union["ProcessGroup", PerNode, "Peers", None]
+"""Who saves or loads together: the ranks of a group (None: of torch's default group) with or without a common disk."""
+
+
+@final
+class Peers:
+    """This rank among those of ``group``; without a group it is alone and nothing is sent.
+
+    ``nodes`` has, for each rank, the machine whose disk it sees; None: all see the same.
+    """
+
+    def __init__(self, group: "ProcessGroup | None", nodes: tuple[int, ...] | None = None) -> None:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
+        self.nodes = (0,) * self.size if nodes is None else nodes
+        self.keeper = self.nodes.index(self.nodes[self.rank])
+        """The rank that keeps the copy that this one sees: makes, commits and removes folders there."""
+        self.keepers = tuple(sorted({self.nodes.index(node) for node in self.nodes}))
+        self.neighbours = tuple(rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank])
+        """The ranks that see the same copy, this one among them."""
 
     @classmethod
-    def of(cls, group: "ProcessGroup | None") -> "Peers":
+    def of(cls, group: Ranks) -> "Peers":
         """The ranks of ``group``, or of torch's default group if there is one."""
+        if isinstance(group, Peers):
+            return group
+        if isinstance(group, PerNode):
+            return cls(group.group, group.nodes)
         return cls(resolve(group))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank keeps a copy."""
+        return self.keeper == self.rank
 
     def group_rank(self, global_rank: int) -> int:
         """This group's number for a process."""
@@ -68,5 +104,25 @@ class Peers:
         return [value for _, value in told]
 
     def first(self, what: str, work: Callable[[], T]) -> T:
-        """Rank 0 does ``work`` and all ranks get its result, or its failure."""
-        return self.together(what, lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        """The keeper of each copy does ``work``; all ranks get their keeper's result, or any keeper's failure."""
+        return self.together(what, lambda: work() if self.keeps else None)[self.keeper]  # type: ignore[return-value]
+
+    def each_copy(self, what: str, work: Callable[[], T]) -> list[T]:
+        """As ``first``, but all ranks get the results of all keepers, in order of rank."""
+        told = self.together(what, lambda: work() if self.keeps else None)
+        return [told[rank] for rank in self.keepers]  # type: ignore[misc]
+
+
+def host_group(group: "ProcessGroup") -> "ProcessGroup":
+    """Another group of the same ranks, for tensors in the host's memory. Collective."""
+    import torch.distributed as dist
+
+    own: ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    return own
+
+
+def sends_from_host(group: "ProcessGroup") -> bool:
+    """Whether tensors in the host's memory can be sent in ``group``."""
+    import torch.distributed as dist
+
+    return "cpu:" in str(dist.get_backend_config(group))

@@ -1,7 +1,10 @@
 """Tensors out of files: for every tensor wanted, just the ranges that its part needs, several at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from socket import gethostname
 from typing import Any, final
 
 import torch
@@ -10,6 +13,9 @@ from accel_ckpt.blocks import CheckedFile, run_jobs
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
+from accel_ckpt.peers import Peers
+from accel_ckpt.sharing import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
+from accel_ckpt.storage import Storage
 from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout, dtype_of, placement_key
 from accel_state.errors import CheckpointCorruptError
 
@@ -21,8 +27,8 @@ _BATCH = 2**30
 class TensorReader:
     """Reads tensors of one checkpoint; ``file`` opens one of its files by name."""
 
-    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile], *, threads: int) -> None:
-        self._manifest, self._file, self._threads = manifest, file, threads
+    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile], storage: Storage) -> None:
+        self._manifest, self._file, self._storage = manifest, file, storage
         self._headers: dict[str, Mapping[str, Span]] = {}
 
     def entry(self, key: str) -> TensorEntry:
@@ -43,22 +49,38 @@ class TensorReader:
         """A new tensor for each ``(name, like)``: of the saved dtype, placed like ``like``; None: whole, on the CPU."""
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
-            targets = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in batch]
-            self._fill(targets)
-            results += [target.finish() for target in targets]
+            results += [put() for put in self.fetch(lambda batch=batch: batch, Peers(None))]  # type: ignore[misc]
         return results
 
-    def fetch(self, wanted: Sequence[tuple[str, torch.Tensor | None]]) -> list[Callable[[], torch.Tensor]]:
-        """As ``read``, but all in this machine's memory; each result is put into its place when it is asked for."""
-        targets = [_Target(key, self.entry(key), self.dtype(key), like) for key, like in wanted]
-        self._fill(targets)
+    def fetch(
+        self, wanted: Callable[[], Sequence[tuple[str, torch.Tensor | None]]], peers: Peers
+    ) -> list[Callable[[], torch.Tensor]]:
+        """As ``read``, but all in this machine's memory; each result is put into its place when it is asked for.
+
+        ``peers`` do so together: each compares a share of what several read, or reads it for all.
+        """
+        work = _Work()
+        targets: list[_Target] = []
+
+        def plan() -> Interest:
+            targets.extend(_Target(key, self.entry(key), self.dtype(key), like) for key, like in wanted())
+            for target in targets:
+                self._plan(target, work)
+            return Interest(gethostname(), {name: tuple(blocks) for name, blocks in self._blocks(work).items()})
+
+        interests = peers.together("planning what to read", plan)
+        self._read_for_all(work, interests, peers)
+        compares = compared_by(interests, peers.neighbours)
+        peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
         return [target.finish for target in targets]
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """One part of a tensor, on the CPU."""
         layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
-        target = _Target(key, self.entry(key), self.dtype(key), None, layout)
-        self._fill([target])
+        target, work = _Target(key, self.entry(key), self.dtype(key), None, layout), _Work()
+        self._plan(target, work)
+        self._blocks(work)
+        self._run(work, lambda place: True)
         return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
@@ -73,18 +95,34 @@ class TensorReader:
             raise CheckpointCorruptError(f"{part.file}: {part.key!r} is {span.code} {span.shape}, the manifest differs")
         return span
 
-    def _fill(self, targets: "Sequence[_Target]") -> None:
-        direct: dict[str, list[tuple[int, memoryview]]] = {}
-        strided: list[Callable[[], None]] = []
-        for target in targets:
-            self._plan(target, direct, strided)
-        jobs = (job for name, ranges in direct.items() for job in self._file(name).jobs(ranges))
-        run_jobs(jobs, self._threads)
-        run_jobs(strided, self._threads)
+    def _blocks(self, work: "_Work") -> dict[str, list[int]]:
+        """Cuts what is to be read into blocks; their numbers by file."""
+        numbers: dict[str, list[int]] = {}
+        for name, ranges in work.ranges.items():
+            for number, parts in self._file(name).by_block(ranges).items():
+                work.blocks[name, number] = parts
+                numbers.setdefault(name, []).append(number)
+        return numbers
 
-    def _plan(
-        self, target: "_Target", direct: dict[str, list[tuple[int, memoryview]]], strided: list[Callable[[], None]]
-    ) -> None:
+    def _read_for_all(self, work: "_Work", interests: Sequence[Interest], peers: Peers) -> None:
+        """Fills blocks that all want from one reader, where each would read them for itself and that is slower."""
+        readers = len({interest.host for interest in interests}) if self._storage.cached else peers.size
+        if readers < 2 or len(peers.keepers) > 1:
+            return
+        common = wanted_by_all(interests)
+        blocks = [(self._file(name), number, work.blocks[name, number]) for name, number in common]
+        for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
+            del work.blocks[place]
+
+    def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
+        threads = self._storage.threads
+        run_jobs([partial(self._fill, place, parts, compares(place)) for place, parts in work.blocks.items()], threads)
+        run_jobs(work.strided, threads)
+
+    def _fill(self, place: Place, parts: Parts, compare: bool) -> None:
+        self._file(place[0]).fill(place[1], parts, compare=compare)
+
+    def _plan(self, target: "_Target", work: "_Work") -> None:
         size = itemsize(target.entry.dtype)
         filled = 0
         for box, here in target.boxes:
@@ -99,9 +137,9 @@ class TensorReader:
                     begin = span.begin + run_start(common, part.box) * size
                     place = run_start(inside, target.whole) * size
                     view = target.bytes[place : place + common.volume * size]
-                    direct.setdefault(part.file, []).append((begin, view))
+                    work.ranges.setdefault(part.file, []).append((begin, view))
                 else:
-                    strided.append(lambda s=span, p=part, c=common, i=inside: self._copy(target, s, p, c, i))  # type: ignore[misc]
+                    work.strided.append(lambda s=span, p=part, c=common, i=inside: self._copy(target, s, p, c, i))  # type: ignore[misc]
         if filled != prod(target.shape):
             raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
 
@@ -123,6 +161,16 @@ def placed_like(model: torch.Tensor | None) -> object:
     if model is None or as_dtensor(model) is None:
         return "cpu" if model is None or model.device.type == "meta" else str(model.device)
     return placement_key(model)
+
+
+@final
+@dataclass(slots=True)
+class _Work:
+    """What is to be read: ranges of files with memory for each, the same in blocks, and copies of what is strided."""
+
+    ranges: dict[str, list[tuple[int, memoryview]]] = field(default_factory=dict)
+    blocks: dict[Place, Parts] = field(default_factory=dict)
+    strided: list[Callable[[], None]] = field(default_factory=list)
 
 
 @final

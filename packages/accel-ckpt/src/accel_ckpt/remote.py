@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
@@ -44,6 +45,7 @@ class RemoteStorage(Storage):
     """The operations on one fsspec file system."""
 
     threads = 8
+    cached = False
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -134,6 +136,15 @@ class RemoteStorage(Storage):
         """A range of a file."""
         path = self._path(file)
         return self._patiently(f"reading {file}", lambda: bytes(self._files.cat_file(path, start=begin, end=end)))
+
+    def ready(self, folder: Location) -> None:
+        """A store has no folders but in the names of its files."""
+
+    def publish(self, files: Mapping[Location, Location]) -> None:
+        for written, name in files.items():
+            copy = partial(self._files.cp_file, self._path(written), self._path(name))
+            self._patiently(f"writing {name}", copy)
+            self.remove(written)
 
     def remove(self, place: Location) -> None:
         """Removes a file or a folder with all that is in it, if it is there."""
@@ -257,13 +268,17 @@ class _RemoteStaged:
         self._storage, self._target, self._overwrite = storage, target, overwrite
         self.id = self.subfolder = secrets.token_hex(8)
         self.folder: Location = target / self.id
+        self._manifest = b""
         _check_replaceable(storage, target, overwrite=overwrite)
         storage.put(self.folder / _BEGUN, b"")
 
-    def commit(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes) -> None:
+        self._manifest = manifest
+
+    def commit(self) -> None:
         before = _check_replaceable(self._storage, self._target, overwrite=self._overwrite)
         try:
-            self._storage.put(self._target / MANIFEST, manifest, overwrite=self._overwrite)
+            self._storage.put(self._target / MANIFEST, self._manifest, overwrite=self._overwrite)
         except FileExistsError as error:
             raise CheckpointError(f"{self._target}: another run has committed a checkpoint there") from error
         self._storage.remove(self.folder / _BEGUN)

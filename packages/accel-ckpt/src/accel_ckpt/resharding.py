@@ -63,7 +63,8 @@ def reshard(
                 digest="crc32",
                 folder=staged.subfolder,
             )
-            staged.commit(pack(manifest))
+            staged.seal(pack(manifest))
+            staged.commit()
         except BaseException:
             staged.drop()
             raise

@@ -7,20 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from accel_ckpt._version import __version__
 from accel_ckpt.blocks import Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
-from accel_ckpt.peers import Peers
-from accel_ckpt.storage import Location, Staged, Storage, locate, storage_of
+from accel_ckpt.peers import Peers, Ranks
+from accel_ckpt.storage import Location, Staged, Storage, Url, locate, storage_of
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _LOG = logging.getLogger(__name__)
 # Called with the name of each stage just before it is entered; tests kill the process there.
@@ -33,7 +31,7 @@ def save(
     *,
     local: Mapping[str, Tree] | None = None,
     metadata: Mapping[str, Json] | None = None,
-    group: "ProcessGroup | None" = None,
+    group: Ranks = None,
     overwrite: bool = True,
     digest: Digest = "crc32",
     alone: bool = False,
@@ -43,8 +41,10 @@ def save(
     To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
     what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
     by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts, and so
-    does its ``path``. With ``alone`` this process writes everything by itself, though it is one of several. ``digest``
-    finds damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
+    does its ``path``. With ``alone`` this process writes everything by itself, though it is one of several. With a
+    ``PerNode`` as ``group`` every machine gets a whole checkpoint, at the ``path`` of its lowest rank; a place that is
+    overwritten on several machines is replaced on each in one step, but not on all in the same. ``digest`` finds
+    damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
 
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
@@ -65,9 +65,9 @@ class Attempt:
     storage: Storage
     folder: Location
     part: RankPart
-    metadata: Json
+    label: "_Label"
     staging: Staged | None
-    """Rank 0's; None on the others."""
+    """The keeper's; None on the others."""
     alike: bool = True
     """Whether all ranks bring the same tensors, so that each knows its part without asking."""
     digest: Digest = "crc32"
@@ -95,12 +95,15 @@ class Attempt:
         staging: Staged | None = None
         drafts: list[Draft] = []
 
-        def prepare() -> tuple[str, str, str]:
+        def prepare() -> tuple[str, str, str, _Label | None]:
             nonlocal staging
             drafts.append(draft())
-            if peers.rank == 0:
+            if len(peers.keepers) > 1 and isinstance(target, Url):
+                raise CheckpointError(f"{target} is one place for all machines, so each cannot keep a copy there")
+            if peers.keeps:
                 staging = storage.stage(target, overwrite=overwrite)
-            return drafts[0].structure().digest(), str(staging.folder) if staging is not None else "", str(target)
+            label = None if staging is None or peers.rank else _Label.of(staging, drafts[0])
+            return drafts[0].structure().digest(), "" if staging is None else str(staging.folder), str(target), label
 
         try:
             told = peers.together(f"saving {target}", prepare)
@@ -110,8 +113,10 @@ class Attempt:
             if staging is not None:
                 staging.drop()
             raise
-        _, folder, place = told[0]
-        return cls(locate(place), storage, locate(folder), planned, drafts[0].metadata, staging, alike)
+        _, folder, place, _ = told[peers.keeper]
+        label = told[0][-1]
+        assert label is not None
+        return cls(locate(place), storage, locate(folder), planned, label, staging, alike)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
@@ -120,7 +125,13 @@ class Attempt:
         """
         with self.dropped_on_error():
             told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
-            peers.first(f"committing {self.target}", lambda: self._commit(peers, told))
+            if len(peers.keepers) > 1:
+                self.witness("copy")
+                files = [records for records, _ in told]
+                bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
+                peers.together(f"copying {self.target} to every machine", bring)
+            peers.first(f"sealing {self.target}", lambda: self._seal(peers, told))
+            peers.first(f"committing {self.target}", self._commit)
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
@@ -147,24 +158,43 @@ class Attempt:
         self.witness("written")
         return records, self.part.entries
 
-    def _commit(self, peers: Peers, told: "list[Written]") -> None:
+    def _seal(self, peers: Peers, told: "list[Written]") -> None:
         assert self.staging is not None
         files = {name: record for records, _ in told for name, record in records.items()}
         _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
         manifest = Manifest(
-            id=self.staging.id,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            id=self.label.id,
+            created=self.label.created,
             world_size=peers.size,
             files=files,
             tensors=join_entries([entries for _, entries in told]),
-            metadata=self.metadata,
+            metadata=self.label.metadata,
             writer=_writer(),
             digest=self.digest,
             folder=self.staging.subfolder,
         )
+        self.witness("seal")
+        self.staging.seal(pack(manifest))
+
+    def _commit(self) -> None:
+        assert self.staging is not None
         self.witness("commit")
-        self.staging.commit(pack(manifest))
+        self.staging.commit()
         self.witness("committed")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """What rank 0 says of a save, the same in every copy."""
+
+    id: str
+    created: str
+    metadata: Json
+
+    @classmethod
+    def of(cls, staging: Staged, draft: Draft) -> "_Label":
+        return cls(staging.id, datetime.now(UTC).isoformat(timespec="seconds"), draft.metadata)
 
 
 Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]

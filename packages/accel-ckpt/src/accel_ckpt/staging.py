@@ -59,11 +59,17 @@ class Staging:
     def _path(self) -> Path:
         return Path(self.folder)
 
-    def commit(self, manifest: bytes) -> None:
-        """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+    def seal(self, manifest: bytes) -> None:
+        """Completes the folder by its manifest, surely on the disk."""
         write_file(self._path / MANIFEST, [memoryview(manifest)], threads=0, size=len(manifest))
         try:
             sync_folder(self._path)
+        except OSError as error:
+            raise CheckpointError(f"{self.target}: cannot be written: {error.strerror}") from error
+
+    def commit(self) -> None:
+        """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+        try:
             check_replaceable(self.target, overwrite=self.overwrite)
             replaced = self._move()
             sync_folder(self.target.parent)

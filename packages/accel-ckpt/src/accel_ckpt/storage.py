@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 from accel_ckpt.blocks import Digest, FileRecord, Source
 from accel_state.errors import CheckpointError
@@ -76,8 +76,11 @@ class Staged(Protocol):
     subfolder: str
     """Where the files lie within the committed checkpoint; empty: directly in it."""
 
-    def commit(self, manifest: bytes) -> None:
-        """Makes the checkpoint appear at its place, and removes what was there before."""
+    def seal(self, manifest: bytes) -> None:
+        """Completes what is written by its manifest; all that may need space is done before ``commit``."""
+
+    def commit(self) -> None:
+        """Makes the sealed checkpoint appear at its place, and removes what was there before."""
 
     def drop(self) -> None:
         """Removes what was written; what was at the place stays."""
@@ -88,6 +91,8 @@ class Storage(ABC):
 
     threads: int
     """How many reads at a time keep it busy."""
+    cached: ClassVar[bool]
+    """Whether a machine keeps what one of its processes has read for the others."""
 
     @abstractmethod
     def listing(self, folder: Location) -> Mapping[str, int | None]:
@@ -112,6 +117,18 @@ class Storage(ABC):
         size: int | None = None,
     ) -> FileRecord:
         """Writes a new file of ``size`` bytes and returns once it is safe; ``pieces`` may be asked for again."""
+
+    @abstractmethod
+    def ready(self, folder: Location) -> None:
+        """Makes a folder to write into, with those above it, where there have to be any."""
+
+    @abstractmethod
+    def publish(self, files: Mapping[Location, Location]) -> None:
+        """Gives files other names in the same folder, one after the other, each at once; what had them is replaced."""
+
+    @abstractmethod
+    def remove(self, place: Location) -> None:
+        """Removes a file, if it is there."""
 
     @abstractmethod
     def stage(self, target: Location, *, overwrite: bool) -> Staged:

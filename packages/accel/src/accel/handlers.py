@@ -29,7 +29,8 @@ class ProjectConfiguration:
 
     ``logging_dir`` defaults to ``project_dir``. With ``automatic_checkpoint_naming`` the checkpoints of a run are
     ``<project_dir>/checkpoints/checkpoint_<iteration>`` and at most ``total_limit`` of them are kept; ``iteration``
-    is the number of the next one.
+    is the number of the next one. With ``save_on_each_node`` machines share no disk: the first process of each writes
+    what ``save`` is given, and each keeps a whole copy of what ``save_state`` saves, and loads its own.
     """
 
     project_dir: str | Path | None = None

@@ -17,6 +17,7 @@ from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful,
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
+    from accel_ckpt.peers import Peers, Ranks
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -36,39 +37,55 @@ class Restoration:
 
     @classmethod
     def read(
-        cls, checkpoint: "Checkpoint", parts: TrainState, session: "Session", *, ignored: Collection[str]
+        cls,
+        checkpoint: "Checkpoint",
+        parts: TrainState,
+        session: "Session",
+        ranks: "Ranks",
+        *,
+        ignored: Collection[str],
     ) -> "Restoration":
         """Compares what each part needs with what is saved, then reads it, and compares every byte. Collective.
+
+        ``ranks`` are the session's as they see the checkpoint's files.
 
         Raises:
             CheckpointMismatchError: the checkpoint is another run's.
             CheckpointCorruptError: it is damaged; on all ranks.
         """
-        from accel_state.objects import agree
+        from accel_ckpt.peers import Peers
 
-        parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+        peers = Peers.of(ranks)
+
+        def compare_names() -> None:
+            parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+
+        _agreed(compare_names, checkpoint, peers)
         wanted = {name: part for name, part in parts.items() if name not in ignored}
         models = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
         likes = {name: part.state_dict() for name, part in models.items()}
-        error: Exception | None = None
-        try:
+        places: dict[str, Any] = {}
+
+        def compare() -> None:
             for name, part in models.items():
                 part.check(name, likes[name], checkpoint.facts(name))
-        except Exception as caught:
-            error = caught
-        agree(error, group=session.group)
+                places[name] = part.placement() if isinstance(part, OptimizerState) else None
+
+        _agreed(compare, checkpoint, peers)
         large: dict[str, tuple[ModelState | OptimizerState, Callable[[], Any]]] = {}
         small: dict[str, tuple[Stateful, Any]] = {}
 
         def fetch() -> None:
-            for name, part in wanted.items():
-                if name in models:
-                    place = part.placement() if isinstance(part, OptimizerState) else None
-                    large[name] = (models[name], checkpoint.fetch(name, likes.pop(name), place=place))
-                else:
-                    small[name] = (part, _read(checkpoint, name, part, session))
+            for name, part in models.items():
+                large[name] = (part, checkpoint.fetch(name, likes.pop(name), place=places[name], group=peers))
 
-        _intact(fetch, checkpoint, session)
+        def read() -> None:
+            for name in wanted.keys() - models.keys():
+                small[name] = (wanted[name], _read(checkpoint, name, wanted[name], session))
+
+        _agreed(fetch, checkpoint, peers)
+        _agreed(read, checkpoint, peers)
+        checkpoint.verify(group=peers)  # what no rank has read
         return cls(checkpoint, session, large, small)
 
     def apply(self) -> None:
@@ -86,25 +103,25 @@ class Restoration:
             part.load_state_dict(values())
 
 
-def _intact(fetch: Callable[[], None], checkpoint: "Checkpoint", session: "Session") -> None:
-    """Reads by ``fetch``, then compares what no rank has read; damage that one rank finds is raised on all."""
-    from accel_ckpt.peers import Peers
-    from accel_state.errors import CheckpointCorruptError, CheckpointError
+def _agreed(work: Callable[[], None], checkpoint: "Checkpoint", peers: "Peers") -> None:
+    """Does ``work`` on all ranks; damage that one of them finds is damage on all, any other failure fails all."""
+    from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
     from accel_state.objects import agree
 
     damage: str | None = None
     error: Exception | None = None
     try:
-        fetch()
+        work()
+    except CheckpointMismatchError as caught:
+        error = caught
     except CheckpointError as caught:
         damage = str(caught)
     except Exception as caught:
         error = caught
-    agree(error, group=session.group)
-    told = Peers.of(session.group).together(f"reading {checkpoint.path}", lambda: damage)
+    agree(error, group=peers.group)
+    told = peers.together(f"reading {checkpoint.path}", lambda: damage)
     if found := sorted({text for text in told if text is not None}):
         raise CheckpointCorruptError("; ".join(found))
-    checkpoint.verify(group=session.group)
 
 
 def restore_local(

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.handlers import ProjectConfiguration
-from accel.preemption import DEFAULT_SIGNALS, PREEMPTED_STATUS, Ballot, Notice, Preemption, requeue
-from accel_state.errors import CheckpointError, ConfigError
+from accel.preemption import DEFAULT_SIGNALS, PREEMPTED_STATUS, Ballot, Notice, Preemption
+from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -51,7 +51,7 @@ class PreemptionFacet(ABC):
             signals: names of signals; any rank may get one.
             file: means the end once it exists; looked for by the main process.
             check: called about every ``every`` seconds, in a thread of the main process; what it returns, if true,
-                is the reason. A cloud's notice is asked for here.
+                is the reason. A cloud's notice is asked for here: ``accel.notices.notice_at(url)``.
             every: seconds between two looks at ``file`` and ``check``.
             requeue: puts a Slurm job back into the queue once it is saved.
 
@@ -72,13 +72,11 @@ class PreemptionFacet(ABC):
         For a script that is started the same way the first time and every time after. To be called on all processes.
         """
         saved: Any = self  # the facet of checkpoints
-        try:
-            folder: Location = saved.load_state()
-        except CheckpointError:
-            series = saved._series()
-            if series is None or series.entries():
-                raise
+        saved._wait_for_save()
+        series = saved._series()
+        if series is not None and series.is_empty():
             return None
+        folder: Location = saved.load_state()
         return folder
 
     def check_preemption(self) -> None:
@@ -144,8 +142,14 @@ class _Farewell:
         else:
             done = f"saved {accelerator.save_state()}"
         if accelerator.session.is_main_process:
-            again = " and put the job back into the queue" if self._requeue and requeue() else ""
+            again = " and put the job back into the queue" if self._requeue and _requeued() else ""
             print(f"accel: {reason}; {done}{again}, ending with status {PREEMPTED_STATUS}", file=sys.stderr, flush=True)
+
+
+def _requeued() -> bool:
+    from accel.requeueing import requeue
+
+    return requeue()
 
 
 def _forget(listening: Preemption) -> None:

@@ -4,7 +4,6 @@ import os
 from abc import ABC
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
+    from accel_ckpt.storage import Location
     from accel_state.session import Session
 
 
@@ -54,11 +54,12 @@ class WeightsFacet(ABC):
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
-    ) -> list[Path]:
+    ) -> "list[Location]":
         """Writes the model as plain safetensors with an index, as other tools read them, and returns the files.
 
         Sharded parameters are put together one at a time, so this is to be called on all processes; the main one
-        writes. Tied parameters are written once. Files of an earlier, larger save are removed.
+        writes. Tied parameters are written once. Files of an earlier, larger save are removed. ``save_directory`` may
+        be a URL.
 
         Raises:
             CheckpointError: the model cannot be written as safetensors, or the disk refuses.
@@ -68,7 +69,7 @@ class WeightsFacet(ABC):
 
         _refuse_pickle(safe_serialization, "torch.save(accelerator.get_state_dict(model), path)")
         state = self.get_state_dict(model, sharded=True)
-        return export_model(state, Path(save_directory).expanduser(), max_shard_size, group=self.session.group)
+        return export_model(state, save_directory, max_shard_size, group=self.session.group)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Loads weights from safetensors files, as ``save_model`` or other tools write them, into a prepared model.

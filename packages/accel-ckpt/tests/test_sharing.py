@@ -1,0 +1,95 @@
+"""What several ranks want is compared by one of them, and read by one for all where that is faster."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accel_ckpt
+from accel_ckpt import sharing
+from accel_ckpt.blocks import BLOCK
+from accel_ckpt.sharing import Interest, compared_by, pays, wanted_by_all
+from accel_state.errors import CheckpointError
+
+
+def test_of_the_ranks_that_read_a_block_on_one_machine_one_compares_it() -> None:
+    wants = [Interest("a", {"f": (0, 1, 2)}), Interest("a", {"f": (1, 2)}), Interest("b", {"f": (1,)})]
+    compares = compared_by(wants, neighbours=(0, 1, 2))
+    assert [compares(0, ("f", number)) for number in range(3)] == [True, False, True]
+    assert [compares(1, ("f", number)) for number in (1, 2)] == [True, False]
+    assert compares(2, ("f", 1)), "another machine may have read something else"
+    apart = compared_by(wants, neighbours=(0,))
+    assert all(apart(0, ("f", number)) for number in range(3)), "the others read other copies"
+    assert wanted_by_all(wants) == [("f", 1)]
+
+
+@pytest.mark.parametrize(
+    ("read", "exchange", "readers", "lanes", "faster"),
+    [
+        (0.5, 0.01, 8, 8, True),  # a slow store, a fast network
+        (0.5, 0.01, 1, 8, False),  # nobody to share with
+        (0.002, 0.02, 2, 2, False),  # the system's memory against a network
+        (0.02, 0.02, 64, 4, True),  # a file system that 64 machines pull at
+    ],
+)
+def test_passing_on_pays_where_reading_is_slow_and_many_read(
+    read: float, exchange: float, readers: int, lanes: int, faster: bool
+) -> None:
+    assert pays(read, exchange, readers=readers, lanes=lanes) is faster
+
+
+@pytest.mark.ranks(2)
+def test_every_block_is_compared_once_by_one_of_two_ranks(tmp_path: Path, rank: int) -> None:
+    world = dist.group.WORLD
+    accel_ckpt.save(tmp_path / "one", {"w": torch.arange(BLOCK, dtype=torch.int32)})
+    opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
+    put = opened.fetch("w", group=world)
+    file = opened._file("tensors-00000.safetensors")
+    compared: list[list[int]] = [[], []]
+    dist.all_gather_object(compared, file.compared)
+    assert sorted(compared[0] + compared[1]) == [0, *range(len(file.record.blocks))], "the first has the header too"
+    assert torch.equal(put(), torch.arange(BLOCK, dtype=torch.int32))
+    opened.verify(group=world)
+    assert file.unchecked() == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("block", range(4))
+def test_damage_that_one_rank_compares_fails_both(tmp_path: Path, rank: int, block: int) -> None:
+    world = dist.group.WORLD
+    saved = accel_ckpt.save(tmp_path / "one", {"w": torch.zeros(BLOCK, dtype=torch.int32)})
+    if rank == 0:
+        with (saved.path / "tensors-00000.safetensors").open("r+b") as file:
+            file.seek(block * BLOCK + BLOCK // 2)
+            file.write(b"x")
+    dist.barrier()
+    opened = accel_ckpt.open_checkpoint(saved.path, verify=False, group=world)
+    with pytest.raises(CheckpointError, match=rf"tensors-00000\.safetensors: bytes {block * BLOCK} to"):
+        opened.fetch("w", group=world)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("on", [True, False], ids=["passed on", "tried and left"])
+def test_what_is_passed_on_is_what_was_saved(
+    tmp_path: Path, rank: int, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between machines, each of which would read for itself."""
+    world = dist.group.WORLD
+    accel_ckpt.save(tmp_path / "one", {"w": torch.arange(4 * BLOCK, dtype=torch.int32), "b": torch.ones(3)})
+    monkeypatch.setattr(sharing, "pays", lambda *_, **__: on)
+    monkeypatch.setattr("accel_ckpt.reading.gethostname", lambda: f"machine{rank}")
+    opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
+    file = opened._file("tensors-00000.safetensors")
+    reads: list[int] = []
+    original = type(file.source).read_into
+
+    def counted(self: object, view: memoryview, begin: int) -> None:
+        reads.append(len(view))
+        original(self, view, begin)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(file.source), "read_into", counted)
+    assert torch.equal(opened.fetch("w", group=world)(), torch.arange(4 * BLOCK, dtype=torch.int32))
+    read = torch.tensor(float(sum(reads)))
+    dist.all_reduce(read)
+    assert (read < 1.2 * file.source.size) if on else (read > 1.7 * file.source.size)
