@@ -88,7 +88,7 @@ def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> It
         preexec_fn=hear_signals,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while any(not (folder / f"ready_{rank}").exists() for rank in range(ranks)):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
@@ -108,7 +108,7 @@ def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "accel-guard" not in child.cmdline()]
 
 
-def survivors(children: list[psutil.Process], seconds: float = 3.0) -> list[psutil.Process]:
+def survivors(children: list[psutil.Process], seconds: float = 30.0) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(children, timeout=seconds)
     return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
@@ -388,17 +388,40 @@ def test_when_the_restarts_are_used_up_the_status_is_passed_on(tmp_path: Path) -
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_all_processes_within_seconds(number: signal.Signals, status: int, tmp_path: Path) -> None:
-    with started(tmp_path, "--num_processes", "2", "script.py") as process:
+    with started(tmp_path, "--num_processes", "2", "--grace_period", "60", "script.py") as process:
         children = processes_of(process)
         begin = time.monotonic()
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 3
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 30
     assert process.returncode == status
     assert number.name in stderr
     assert "Traceback" not in stderr
     assert len(children) == 2
     assert survivors(children) == []
+
+
+LISTEN = """
+import os, signal, subprocess, sys
+def told(number, frame):
+    helper.kill()
+    os.write(1, f"rank {os.environ['RANK']} heard {signal.Signals(number).name}\\n".encode())
+    sys.exit(0)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+signal.signal(signal.SIGUSR1, told)
+open(f"ready_{os.environ['RANK']}", "w").close()
+helper.wait()
+sys.exit("its helper was signalled too")
+"""
+
+
+def test_a_signal_that_means_something_to_the_processes_alone_is_passed_on_to_them(tmp_path: Path) -> None:
+    """Slurm's ``--signal=USR1`` reaches the launcher; it must neither end by it nor signal the loaders' workers."""
+    with started(tmp_path, "--num_processes", "2", "script.py", script=LISTEN) as process:
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert sorted(stdout.splitlines()) == [f"rank {rank} heard SIGUSR1" for rank in range(2)]
 
 
 STUBBORN = """

@@ -1,6 +1,7 @@
 """Launches on clusters: what is written and planned, and real runs over Slurm, mpirun, SSH and network namespaces."""
 
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -319,36 +320,36 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 SlurmctldPort={control}
-SlurmdPort={daemon}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/control.pid
-SlurmdPidFile={folder}/daemon.pid
+SlurmdPidFile={folder}/daemon_%n.pid
 SlurmctldLogFile={folder}/control.log
-SlurmdLogFile={folder}/daemon.log
+SlurmdLogFile={folder}/daemon_%n.log
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=1000 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cores} RealMemory=1000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores} RealMemory=1000 State=UNKNOWN
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
 @pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables under which sbatch reaches a Slurm of our own: munged, slurmctld and slurmd, without systemd."""
+    """Variables under which sbatch reaches a Slurm of our own, of two nodes on this machine, without systemd."""
     tools = {name: shutil.which(name) or f"/usr/sbin/{name}" for name in ("munged", "slurmctld", "slurmd")}
     missing = [name for name, path in tools.items() if not Path(path).exists()]
     if missing or shutil.which("sbatch") is None or not ROOT:
         pytest.skip("needs Slurm and munge, as root")
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool"):
+    for name in ("state", "spool_n1", "spool_n2"):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
@@ -358,7 +359,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             host=socket.gethostname().partition(".")[0],
             folder=folder,
             control=free_port(),
-            daemon=free_port(),
+            ports=(free_port(), free_port()),
             cores=os.cpu_count(),
         )
     )
@@ -375,31 +376,75 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         start("munged", "--foreground", "--force", *(f"--{key}={folder / file}" for key, file in files.items()))
         wait_until((folder / "munge.sock").exists, "munged did not start")
         start("slurmctld", "-D", "-f", str(config))
-        start("slurmd", "-D", "-f", str(config))
+        for name in ("n1", "n2"):
+            start("slurmd", "-D", "-N", name, "-f", str(config))
 
         def idle() -> bool:
-            asked = ["sinfo", "--noheader", "--format=%T"]
-            return "idle" in subprocess.run(asked, env=clean_env(env), capture_output=True, text=True).stdout
+            asked = ["sinfo", "--noheader", "--Node", "--format=%T"]
+            found = subprocess.run(asked, env=clean_env(env), capture_output=True, text=True).stdout
+            return found.split() == ["idle", "idle"]
 
-        wait_until(idle, f"Slurm has no idle node; its logs are in {folder}")
+        wait_until(idle, f"Slurm has no two idle nodes; its logs are in {folder}")
         yield env
     finally:
+        end_jobs(env)
         for process in reversed(started):
             process.terminate()
         for process in started:
             process.wait(timeout=60)
 
 
-@pytest.mark.slow
-def test_a_job_of_slurm_runs_to_its_end(slurm: dict[str, str], tmp_path: Path) -> None:
+def end_jobs(env: Mapping[str, str]) -> None:
+    """Cancels what a test has left in the queue, and waits until nothing of it runs."""
+
+    def none_left() -> bool:
+        asked = subprocess.run(["squeue", "--noheader"], env=clean_env(env), capture_output=True, text=True)
+        return asked.returncode != 0 or not asked.stdout.strip()
+
+    subprocess.run(["scancel", "--user", getpass.getuser()], env=clean_env(env), capture_output=True)
+    wait_until(none_left, "jobs stayed in the queue")
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_job_of_slurm_runs_to_its_end(nodes: int, slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MEET)
-    argv = ["--slurm", "--num_processes", "2", "--mixed_precision", "bf16", "--slurm_args", "--output=job.log --wait"]
-    done = run(tmp_path, *argv, "train.py", env=slurm)
+    argv = ["--slurm", "--nnodes", str(nodes), "--num_processes", "2", "--mixed_precision", "bf16"]
+    done = run(tmp_path, *argv, "--slurm_args", "--output=job.log --wait", "train.py", env=slurm)
     log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
     assert done.returncode == 0, done.stderr + log
     assert "Submitted batch job" in done.stdout
     assert met(log, "bf16"), log
     assert (tmp_path / "accel_train.sbatch").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["told", "cancelled"])
+def test_a_job_of_slurm_whose_time_is_over_saves_itself_and_only_then_runs_again(
+    how: str, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """Told by the signal of ``sbatch --signal=USR1``, it goes on when Slurm starts it again; cancelled, it does not."""
+    program = Path(__file__).with_name("preempted_training.py")
+    argv = ["--slurm", "--num_processes", "2", "--grace_period", "60", "--slurm_args", "--output=job.log"]
+    done = run(tmp_path, *argv, str(program), ".", env=slurm | {"SLOW": "0.3"})
+    job = done.stdout.split()[-1]
+
+    def slurms(*words: str) -> str:
+        return subprocess.run(words, env=clean_env(slurm), capture_output=True, text=True).stdout.strip()
+
+    def log() -> str:
+        return (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
+
+    wait_until((tmp_path / "done").exists, "the run did not begin", 240)
+    slurms("scancel", *(["--signal=USR1"] if how == "told" else []), job)
+    wait_until(lambda: "ending with status 75" in log(), f"the run did not save itself: {log()}", 120)
+    if how == "told":
+        wait_until((tmp_path / "result.json").exists, f"the job did not run again: {log()}", 300)
+        begun = [json.loads(line)["resumed"] for line in log().splitlines() if line.startswith('{"rank"')]
+        assert begun[:2] == [0, 0]
+        assert begun[2] == begun[3] > 0
+    wait_until(lambda: not slurms("squeue", "--noheader"), "the job is still in the queue", 120)
+    assert (tmp_path / "result.json").exists() is (how == "told")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice, requeue
+from accel.notices import notice_at
+from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice
+from accel.requeueing import requeue
 from accel_state.errors import ConfigError
 from accel_testing import Finished, run_command
 
@@ -280,25 +283,99 @@ def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+JOB = {"SLURM_JOB_ID": "17"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "asked"),
+    ("variables", "state", "asked"),
     [
-        ({}, None),
-        ({"SLURM_JOB_ID": "17"}, "requeue 17"),
-        ({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"}, "requeue 17_1"),
+        ({}, "RUNNING", None),
+        (JOB, "RUNNING", "requeue 17"),
+        (JOB, "COMPLETING", None),
+        (JOB, "PREEMPTED", None),
+        ({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"}, "RUNNING", "requeue 17_1"),
     ],
+    ids=["no job", "a job", "cancelled", "preempted by Slurm", "of an array"],
 )
-def test_a_slurm_job_is_put_back(
-    variables: dict[str, str], asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_slurm_job_is_put_back_unless_it_is_being_ended(
+    variables: dict[str, str], state: str, asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = tmp_path / "scontrol"
-    command.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
-    command.chmod(0o755)
+    for name, does in (("scontrol", f'echo "$@" > {tmp_path}/asked'), ("squeue", f"echo {state}")):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{does}\n")
+        command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert requeue(variables) is (asked is not None)
     assert (tmp_path / "asked").exists() is (asked is not None)
     if asked is not None:
         assert (tmp_path / "asked").read_text().strip() == asked
+
+
+@pytest.fixture
+def cloud() -> Any:
+    """An address that answers as a cloud does, and what it says: a status and a text, which the test changes."""
+    said: dict[str, Any] = {"status": 404, "text": ""}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            said["flavour"] = self.headers.get("Metadata-Flavor")
+            self.send_response(said["status"])
+            self.end_headers()
+            self.wfile.write(said["text"].encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/notice", said
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "told"),
+    [
+        (404, "not found", False),
+        (200, "", False),
+        (200, "FALSE\n", False),
+        (200, "NONE", False),
+        (500, "TRUE", False),
+        (200, "TRUE", True),
+        (200, '{"action": "terminate"}', True),
+    ],
+)
+def test_a_notice_at_an_address_is_told_from_none(status: int, text: str, told: bool, cloud: Any) -> None:
+    url, said = cloud
+    said.update(status=status, text=text)
+    reason = notice_at(url, headers={"Metadata-Flavor": "Google"})()
+    assert (reason is not None) is told
+    assert said["flavour"] == "Google"
+    if reason is not None:
+        assert url in reason
+        assert text in reason
+
+
+def test_an_address_that_cannot_be_reached_gives_no_notice_and_a_wrong_one_is_refused() -> None:
+    assert notice_at("http://127.0.0.1:1/notice")() is None
+    with pytest.raises(ConfigError, match="begins with http"):
+        notice_at("/etc/passwd")
+
+
+def test_a_run_ends_when_an_address_says_so(tmp_path: Path, cloud: Any) -> None:
+    accelerator, loader, step = prepared(tmp_path)
+    url, said = cloud
+    accelerator.on_preemption(check=notice_at(url), every=0.02)
+
+    def then(seen: int) -> None:
+        if seen == 2:
+            said.update(status=200, text="TRUE")
+            until_noticed(accelerator)
+
+    assert trained(loader, step, then=then) == 2
+    assert accelerator.resume() is not None
+    accelerator.end_training()
 
 
 def test_a_notice_listens_for_nothing_but_what_it_was_told() -> None:

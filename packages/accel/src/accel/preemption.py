@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -355,27 +355,3 @@ def _end_by(number: int) -> None:
     """Ends this process as the signal would have without a handler."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-def requeue(env: Mapping[str, str] | None = None) -> bool:
-    """Asks Slurm to put this job back into its queue; False outside of a Slurm job.
-
-    Reads ``SLURM_ARRAY_JOB_ID``, ``SLURM_ARRAY_TASK_ID`` and ``SLURM_JOB_ID`` of ``os.environ`` unless ``env`` is
-    given. A job that was submitted with ``--no-requeue`` cannot be requeued; that is logged.
-    """
-    import subprocess
-
-    variables = os.environ if env is None else env
-    job = variables.get("SLURM_JOB_ID")
-    if job is None:
-        return False
-    array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else job
-    try:
-        done = subprocess.run(["scontrol", "requeue", name], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _LOG.warning("job %s was not requeued: %s", name, error)
-        return False
-    if done.returncode:
-        _LOG.warning("job %s was not requeued: %s", name, done.stderr.strip())
-    return done.returncode == 0

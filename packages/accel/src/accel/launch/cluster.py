@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from accel.launch.checks import is_elastic
 from accel.launch.failure import report
 from accel.launch.guard import Guard
-from accel.launch.interrupts import Interrupts
+from accel.launch.interrupts import FOR_PROCESSES, Interrupts
 from accel.launch.local import attempt_env, interrupted, output_of, preempted
 from accel.launch.meeting import Meeting, MeetingPoint
 from accel.launch.planning import LaunchPlan, ProcessPlan
@@ -39,7 +39,7 @@ def run_machine(plan: LaunchPlan) -> int:
         LaunchError: where the machines do not find each other or were given contradicting settings.
     """
     _quieten("torch.distributed.elastic")
-    with Interrupts() as interrupts, Guard() as guard:
+    with Interrupts(FOR_PROCESSES) as interrupts, Guard() as guard:
         try:
             return _run_agent(plan, interrupts, guard)
         except SignalException:

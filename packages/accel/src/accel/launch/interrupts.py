@@ -3,10 +3,14 @@
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import final
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+FOR_PROCESSES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that mean something to the processes and not to their launcher, which schedulers send all the same."""
 
 
 @final
@@ -14,18 +18,21 @@ class Interrupts:
     """While open, notes SIGINT, SIGTERM and SIGHUP instead of letting them end the launcher.
 
     ``fileno`` becomes readable when one arrives, so that a selector wakes at once. A signal that was ignored before
-    (nohup) stays ignored. Outside the main thread Python allows no handlers, and nothing is noted.
+    (nohup) stays ignored. Outside the main thread Python allows no handlers, and nothing is noted. Signals in ``other``
+    are noted too, apart from those that end the launcher.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, other: Sequence[signal.Signals] = ()) -> None:
         self.received: list[signal.Signals] = []
+        self._other = other
+        self._told: list[signal.Signals] = []
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in (*_SIGNALS, *self._other):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -50,6 +57,13 @@ class Interrupts:
             except BlockingIOError:
                 return
 
+    def take_other(self) -> list[signal.Signals]:
+        """The other signals that have arrived since this was last asked."""
+        told = []
+        while self._told:  # a handler may add to it meanwhile
+            told.append(self._told.pop(0))
+        return told
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+        (self._told if number in self._other else self.received).append(signal.Signals(number))
         os.write(self._writer, b"!")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel.launch.failure import Failure, report
 from accel.launch.guard import Guard
-from accel.launch.interrupts import Interrupts
+from accel.launch.interrupts import FOR_PROCESSES, Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import LaunchPlan
 from accel.launch.ports import reserved_port
@@ -27,7 +27,7 @@ def run_local(plan: LaunchPlan) -> int:
     """
     config = plan.config
     run_id = uuid.uuid4().hex
-    with Interrupts() as interrupts, Guard() as guard:
+    with Interrupts(FOR_PROCESSES) as interrupts, Guard() as guard:
         attempt = 0
         while True:
             workers = Workers(

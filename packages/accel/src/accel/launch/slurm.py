@@ -12,6 +12,7 @@ from typing import final
 from accel.config.model import AccelConfig
 from accel.launch.checks import machine_range
 from accel.launch.command import launcher_argv
+from accel.preemption import PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
 _WHERE = {
@@ -49,7 +50,7 @@ def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
     few, many = machine_range(config)
     name = re.sub(r"[^\w.-]+", "_", Path(program[0]).stem) or "accel"
     options = [f"--job-name={name}", f"--nodes={few}" if few == many else f"--nodes={few}-{many}"]
-    options += ["--ntasks-per-node=1", "--open-mode=append", *_more(config.slurm_args)]
+    options += ["--ntasks-per-node=1", "--open-mode=append", "--requeue", *_more(config.slurm_args)]
     place = 'accel_place=(--machine_rank "$SLURM_NODEID" --num_machines "$SLURM_NNODES")'
     meeting = '(( SLURM_NNODES == 1 )) || accel_place+=(--main_process_ip "$1" --main_process_port "$2")'
     command = launcher_argv(config, program, instead=_WHERE)
@@ -59,9 +60,21 @@ def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
         *(f"#SBATCH {option}" for option in options),
         "",
         "# One launcher on each machine; they meet on the first one.",
+        # By the address that Slurm itself uses: a node's name need not be known to the others.
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         _port(config),
-        f'srun --kill-on-bad-exit=0 bash -c {shlex.quote(body)} accel "$first" "$port"',
+        f'srun --kill-on-bad-exit=0 bash -c {shlex.quote(body)} accel "${{address:-$first}}" "$port"',
+        "status=$?",
+        "",
+        "# A run whose time is over has saved itself, and goes on when the job runs again. Not one that was cancelled;",
+        "# what Slurm has preempted it requeues itself. In either case the job is not running any more.",
+        "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+        "job=${job:-$SLURM_JOB_ID}",
+        f'if (( status == {PREEMPTED_STATUS} )) && [[ $(squeue -h -j "$job" -o %T) == RUNNING ]]; then',
+        '  scontrol requeue "$job"',
+        "fi",
+        'exit "$status"',
     ]
     path = config.slurm_script or f"accel_{name}.sbatch"
     return SlurmPlan("\n".join(lines) + "\n", path, ("sbatch", path))

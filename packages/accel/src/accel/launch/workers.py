@@ -13,7 +13,7 @@ from typing import final
 
 from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure
 from accel.launch.guard import Guard
-from accel.launch.interrupts import Interrupts
+from accel.launch.interrupts import FOR_PROCESSES, Interrupts
 from accel.launch.output import Output
 from accel.launch.planning import ProcessPlan
 from accel.launch.worker import COMMAND, ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, WORKER_MODULE
@@ -24,6 +24,7 @@ from accel_state.errors import LaunchError
 _POLL = 0.05
 # Seconds after which a killed process is given up: it hangs in the kernel, and nothing can end it.
 _UNKILLABLE = 5.0
+_MAY_SAVE = (signal.SIGTERM, *FOR_PROCESSES)
 
 
 @final
@@ -102,6 +103,8 @@ class Workers:
                     selector.register(self._watches[rank], selectors.EVENT_READ)
             selector.select(min(timeout, _POLL) if unwatched else timeout)
         self._interrupts.drain()
+        for number in self._interrupts.take_other():
+            self._ask(number)
         for rank in self.running:
             status = _status(self._processes[rank])
             if status is not None:
@@ -166,8 +169,8 @@ class Workers:
             self.wait(left)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Tells all to end. A Python program gets SIGTERM alone: to save, it needs the workers of its loaders."""
-        alone = [rank for rank in self.running if number == signal.SIGTERM and rank not in self._commands]
+        """Tells all. A Python program gets it alone where it may save then, for which it needs its loaders' workers."""
+        alone = [rank for rank in self.running if number in _MAY_SAVE and rank not in self._commands]
         for rank in alone:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._processes[rank].pid, number)

@@ -1,0 +1,40 @@
+"""Putting a Slurm job back into its queue once it has saved itself."""
+
+import logging
+import os
+import subprocess
+from collections.abc import Mapping
+
+_LOG = logging.getLogger(__name__)
+
+
+def requeue(env: Mapping[str, str] | None = None) -> bool:
+    """Asks Slurm to put this job back into its queue; False where there is none, or the job is being ended for good.
+
+    Reads ``SLURM_ARRAY_JOB_ID``, ``SLURM_ARRAY_TASK_ID`` and ``SLURM_JOB_ID`` of ``os.environ`` unless ``env`` is
+    given. A job that somebody has cancelled stays so. One that was submitted with ``--no-requeue`` cannot be requeued;
+    that is logged.
+    """
+    variables = os.environ if env is None else env
+    job = variables.get("SLURM_JOB_ID")
+    if job is None:
+        return False
+    array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
+    name = f"{array}_{task}" if array and task else job
+    state = _asked("squeue", "--noheader", "--job", name, "--format", "%T")
+    if state is not None and state != "RUNNING":
+        _LOG.info("job %s is %s and was not requeued", name, state or "gone")
+        return False
+    return _asked("scontrol", "requeue", name) is not None
+
+
+def _asked(*argv: str) -> str | None:
+    """What a command of Slurm says, or None where it fails; that is logged."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _LOG.warning("%s: %s", " ".join(argv), error)
+        return None
+    if done.returncode:
+        _LOG.warning("%s: %s", " ".join(argv), done.stderr.strip())
+    return None if done.returncode else done.stdout.strip()
