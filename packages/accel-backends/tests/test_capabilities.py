@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_backends import Capabilities
+from accel_backends import Capabilities, load_backend
 from accel_backends.capabilities import PRECISIONS, precision_of
 from accel_precision import PrecisionPolicy
 
@@ -38,3 +38,12 @@ def test_every_precision_is_a_policys(name):
 
 def test_a_policy_made_of_roles_comes_under_a_name():
     assert precision_of(PrecisionPolicy.parse("params=fp32,compute=fp16,reduce=bf16")) == "fp16"
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "fsdp1", "deepspeed"])
+def test_devices_that_record_computations_take_their_own_backend_only(name):
+    backend = load_backend(name)
+    policy = PrecisionPolicy.parse("no", device_type="cpu")
+    ranks = backend.capabilities.ranks[0]
+    assert "does not run on device type 'xla'" in backend.capabilities.refusal(name, policy, "xla", ranks)
+    assert backend.capabilities.refusal(name, policy, "cpu", ranks) is None

@@ -114,7 +114,7 @@ def _train_part(
     losses: list[Tensor] = []
     for tokens in [micro for batch in token_batches() for micro in batch.chunk(layout.accumulate)][part]:
         with accelerator.accumulate(model):
-            loss = language_loss(model, tokens.chunk(ranks)[rank])
+            loss = language_loss(model, tokens.chunk(ranks)[rank].to(accelerator.device))
             accelerator.backward(loss)
             losses.append(loss.detach())
             made.step()

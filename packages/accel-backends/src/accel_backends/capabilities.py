@@ -5,6 +5,9 @@ from typing import final
 
 from accel_precision.policy import PrecisionPolicy, dtype_name
 
+RECORDING = frozenset({"xla"})
+"""Types of devices that record computations until they are told to run them, which a backend has to know how to do."""
+
 PRECISIONS = ("no", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "fp32-true", "fp64-true")
 
 
@@ -14,7 +17,7 @@ class Capabilities:
     """What a backend can do.
 
     Attributes:
-        device_types: types of devices it runs on; None: any.
+        device_types: types of devices it runs on; None: any but those of ``RECORDING``.
         precisions: names of precisions it carries out, from ``PRECISIONS``.
         ranks: smallest and largest number of processes; None: no upper limit.
         several_models: whether several models can be prepared in one call.
@@ -40,6 +43,11 @@ class Capabilities:
         if self.device_types is not None and device_type not in self.device_types:
             able = ", ".join(sorted(self.device_types))
             return f"backend {backend!r} does not run on device type {device_type!r}, only on {able}"
+        if self.device_types is None and device_type in RECORDING:
+            return (
+                f"backend {backend!r} does not run on device type {device_type!r}, which has a backend of its own; "
+                f"nearest: strategy={device_type!r}, or none"
+            )
         fewest, most = self.ranks
         if world_size < fewest or (most is not None and world_size > most):
             span = str(fewest) if most == fewest else f"{fewest} or more" if most is None else f"{fewest} to {most}"

@@ -14,15 +14,17 @@ DATA_AXIS = "data"
 def open_mesh() -> "Mesh":
     """The row of all devices, which torch_xla holds for the process; made when it is first asked for.
 
-    Devices are driven as one from then on. That has to come before anything is put on them.
+    Devices are driven as one from then on. That has to come before anything is put on them. torch_xla remembers it in a
+    variable of the environment, which may be gone.
     """
     import numpy
     import torch_xla.distributed.spmd as spmd
     import torch_xla.runtime as runtime
 
+    if not runtime.is_spmd():
+        runtime.use_spmd()
     mesh = spmd.get_global_mesh()
     if mesh is None:
-        runtime.use_spmd()
         count = runtime.global_runtime_device_count()
         mesh = spmd.Mesh(numpy.arange(count), (count,), (DATA_AXIS,))
         spmd.set_global_mesh(mesh)
