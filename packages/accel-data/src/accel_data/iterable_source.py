@@ -92,7 +92,7 @@ class StreamSource(Source):
         self._every = getattr(loader, "snapshot_every_n_steps", 1 if options.use_stateful_dataloader else None)
         self._restored: tuple[Cursor, Resumed] | None = None
         self._left: Left | None = None
-        self._splits = False
+        self._splits = self._watched = False
         self._counted: Mode = self._reading.mode
         self._use(self._reading.mode, None)
 
@@ -105,6 +105,14 @@ class StreamSource(Source):
     def strided(self) -> bool:
         """All readers read the same and each keeps its part."""
         return self._mode in ("stride", "left")
+
+    @property
+    def read_amplification(self) -> int | None:
+        """Every data rank reads all of a stream that it keeps a part of; so does every worker that does the same."""
+        workers = max(self._here.workers, 1)
+        if workers > 1 and not self._watched:
+            return None
+        return (self._here.shards if self.strided else 1) * (1 if self._splits else workers)
 
     def _warn(self) -> None:
         """Says once what is read in vain; only reading tells whether workers divide the dataset."""
@@ -272,7 +280,7 @@ class StreamSource(Source):
 
     def saw(self, item: Delivered) -> None:
         """Remembers what only reading tells: whether the dataset divides itself among workers."""
-        self._splits = item.splits_itself
+        self._splits, self._watched = item.splits_itself, True
         if not self._warned:
             self._warn()
 

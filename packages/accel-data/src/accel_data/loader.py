@@ -236,9 +236,24 @@ class PreparedLoader:
         return self._source.reads_alone
 
     @property
+    def reads_for_all(self) -> bool:
+        """Whether one rank reads the dataset and gives the others their part."""
+        return self._source.reads_for_all
+
+    @property
+    def read_amplification(self) -> int | None:
+        """How often all data ranks and workers read a sample for each delivery; None until reading has told."""
+        return self._source.read_amplification
+
+    @property
     def total_batch_size(self) -> int:
         """Samples of one step over all ranks."""
         return self._source.total_batch_size
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of one accumulation window, where this loader lays windows out; None: it does not."""
+        return self._source.global_batch_size
 
     @property
     def total_dataset_length(self) -> int:

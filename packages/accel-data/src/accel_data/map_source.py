@@ -131,6 +131,7 @@ class MapSource(Source):
         self._measured: bool | None = self.even_batches
         self._surroundings = Surroundings(reading, dataloader.dataset, walked=self._order is None)
         self.total_batch_size = (self._rank_batch or 1) * shard.count
+        self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
         # A pass in flight stays where it is; the loader carries its position over.

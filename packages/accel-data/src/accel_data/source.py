@@ -74,15 +74,27 @@ class Source(ABC):
             passes (``join_uneven_inputs``); a source that cannot obey ignores it.
         total_batch_size: rows of one step over all ranks.
         total_dataset_length: samples of one epoch, or None when unknown.
+        global_batch_size: samples of one accumulation window, where the source lays windows out; else None.
         reads_alone: no other rank takes part in reading a batch.
+        reads_for_all: one rank reads, the others are given their part.
         dataloader: what the user's attribute accesses fall through to: a copy of the user's loader, all options kept.
     """
 
     even_batches: bool = True
     reads_alone: bool = False
+    reads_for_all: bool = False
     total_batch_size: int
     total_dataset_length: int | None = None
+    global_batch_size: int | None = None
     dataloader: "DataLoader[Any]"
+
+    @property
+    def read_amplification(self) -> int | None:
+        """How often all data ranks and workers together read a sample for each time that it is delivered.
+
+        None while only reading can tell. Default: once.
+        """
+        return 1
 
     @abstractmethod
     def begin(self, cursor: Cursor) -> Pass:

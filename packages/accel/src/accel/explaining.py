@@ -1,7 +1,7 @@
 """What was chosen for a run and why, and what a step of it does: each number read from the object that decides it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -30,23 +30,36 @@ class ModelFacts:
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """One prepared loader: samples of one step of all ranks and of one optimizer step, and steps of one epoch.
+    """One prepared loader: what it reads, and how its batches make optimizer steps.
 
-    ``read_amplification``: how often the dataset is read for each time it is used; None where only running tells.
+    Attributes:
+        batch_per_step: samples of one micro-batch of all ranks, at most.
+        effective_batch: samples of one optimizer step.
+        accumulated: micro-batches of one optimizer step.
+        batches_per_epoch: of one rank; None where nobody can know, as in the next two.
+        steps_per_epoch: optimizer steps.
+        samples_per_epoch: of the dataset.
+        read_amplification: how often all processes and workers read a sample for each time that it is delivered; None
+            while only reading can tell.
     """
 
     dataset: str
     batch_per_step: int
     effective_batch: int
+    accumulated: int
     batches_per_epoch: int | None
     steps_per_epoch: int | None
     samples_per_epoch: int | None
+    read_amplification: int | None
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """See ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs."""
+    """See ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs.
+
+    ``communication`` is what ``count_communication`` counted last: collectives by name, with calls and bytes.
+    """
 
     backend: str
     reasons: tuple[str, ...]
@@ -85,10 +98,11 @@ class Explanation:
             known = "unknown" if loader.steps_per_epoch is None else f"{loader.steps_per_epoch:,}"
             lines.append(
                 f"loader of {loader.dataset}: {loader.batch_per_step} samples a step of all ranks, effective batch "
-                f"{loader.effective_batch} (x {self.accumulation} accumulated), {known} optimizer steps an epoch"
+                f"{loader.effective_batch} (x {loader.accumulated} accumulated), {known} optimizer steps an epoch; "
+                f"{read_text(loader.read_amplification)}"
             )
         for name, counts in self.communication.items():
-            lines.append(f"{name}: {counts['calls']} calls, {counts['bytes']:,} bytes")
+            lines.append(f"{name}: {counts['calls']} calls, {counts['bytes']:,} bytes from this rank")
         lines += [f"{name} = {value}  ({origin})" for name, value, origin in self.settings if origin != "default"]
         return "\n".join(lines)
 
@@ -109,6 +123,7 @@ def explain(accelerator: "Accelerator") -> Explanation:
         loaders=tuple(_loader(loader, accelerator) for loader in accelerator._dataloaders),
         learning_rates=tuple(group["lr"] for one in accelerator._optimizers for group in one.param_groups),
         settings=tuple((row.name, str(row.value), str(row.origin)) for row in accelerator.config.explain()),
+        communication=dict(accelerator._counted),
     )
 
 
@@ -137,29 +152,43 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _loader(loader: Any, accelerator: "Accelerator") -> LoaderFacts:
-    steps = accelerator.gradient_accumulation_steps
-    try:
-        batches: int | None = len(loader)
-    except TypeError:
-        batches = None
-    try:
-        samples: int | None = loader.total_dataset_length
-    except TypeError:
-        samples = None
+    batches = _known(lambda: len(loader))
+    samples = _known(lambda: int(loader.total_dataset_length))
+    plugin, batch, window = accelerator.clock.plugin, loader.total_batch_size, loader.global_batch_size
+    # A window that the epoch's end cuts short is a step, unless windows go on over it.
+    if window is None:
+        effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
+        whole_only, size = not plugin.sync_with_dataloader, plugin.num_steps
+    else:
+        effective, accumulated, counted = window, -(-window // batch), samples
+        whole_only, size = bool(loader.drop_last), window
+    readers = 1 if loader.reads_for_all else accelerator.num_processes // accelerator.data_shard.count
+    amplification = loader.read_amplification
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
-        batch_per_step=loader.total_batch_size,
-        effective_batch=loader.total_batch_size * steps,
+        batch_per_step=batch,
+        effective_batch=effective,
+        accumulated=accumulated,
         batches_per_epoch=batches,
-        steps_per_epoch=None if batches is None else _optimizer_steps(batches, accelerator),
+        steps_per_epoch=None if counted is None else (math.floor if whole_only else math.ceil)(counted / size),
         samples_per_epoch=samples,
+        read_amplification=None if amplification is None else amplification * readers,
     )
 
 
-def _optimizer_steps(batches: int, accelerator: "Accelerator") -> int:
-    """A window that the epoch's end cuts short is a step, unless windows go on over it."""
-    plugin = accelerator.clock.plugin
-    return (math.ceil if plugin.sync_with_dataloader else math.floor)(batches / plugin.num_steps)
+def _known(ask: Callable[[], int]) -> int | None:
+    """A length, of what has one."""
+    try:
+        return ask()
+    except TypeError:
+        return None
+
+
+def read_text(amplification: int | None) -> str:
+    """What is said of a loader's read amplification."""
+    if amplification is None:
+        return "reading will tell how often each sample is read"
+    return f"each sample is read {'once' if amplification == 1 else f'{amplification} times'}"
 
 
 @contextmanager

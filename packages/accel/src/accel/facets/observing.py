@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -77,6 +78,7 @@ class ObservingFacet(ABC):
     _progress_of_run: RunProgress
     _told_stragglers: set[tuple[int, str]]
     _profile_options: "ProfileKwargs | None" = None
+    _counted: Mapping[str, dict[str, int]] = MappingProxyType({})
 
     @property
     def device(self) -> torch.device:
@@ -161,7 +163,8 @@ class ObservingFacet(ABC):
     def explain(self) -> "Explanation":
         """What was chosen for this run and why, and what its steps are: to print, or to look into.
 
-        Nothing is computed or communicated; ask once everything is prepared.
+        Nothing is computed or communicated; ask once everything is prepared. What a step sends has to be counted while
+        it is taken (``count_communication``), and is told from then on.
         """
         from accel.explaining import explain
 
@@ -177,6 +180,7 @@ class ObservingFacet(ABC):
 
         with counted_communication() as found:
             yield found
+        self._counted = found
 
     @contextmanager
     def memory_snapshot(self, path: str | Path | None = None, *, count: int = 20) -> Iterator[None]:

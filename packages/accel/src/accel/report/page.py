@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from accel.explaining import read_text
 from accel.meters.phases import PHASES
 from accel.meters.progress import clock_text
 from accel.report.history import History
@@ -118,14 +119,17 @@ def _description(history: History) -> str:
     rows = [
         ("backend", f"{facts['backend']}: {'; '.join(facts['reasons'])}"),
         ("processes", f"{facts['processes']} on {facts['device']}; {facts['data_shards']} read different data"),
-        ("accumulation", f"{facts['accumulation']} micro-batches a step"),
     ]
     if facts.get("timeout_seconds") is not None:
         rows.append(("timeout", f"{facts['timeout_seconds']:g} s for a collective"))
     for loader in facts["loaders"]:
         steps = "unknown" if loader["steps_per_epoch"] is None else f"{loader['steps_per_epoch']:,}"
         rows.append(
-            (f"loader of {loader['dataset']}", f"effective batch {loader['effective_batch']:,}; {steps} steps an epoch")
+            (
+                f"loader of {loader['dataset']}",
+                f"effective batch {loader['effective_batch']:,} in {loader['accumulated']} micro-batches; "
+                f"{steps} steps an epoch; {read_text(loader['read_amplification'])}",
+            )
         )
     for model in facts["models"]:
         kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in model["dtypes"].items())
