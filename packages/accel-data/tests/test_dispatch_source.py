@@ -297,3 +297,32 @@ def test_data_that_is_already_shared_out_is_not_dispatched():
         )
     loader = prepare_loader(DataLoader(Part(4), batch_size=2), DataShard(0, 2), device=device)
     assert listed(loader) == [[0, 1], [2, 3]]
+
+
+class OnDemand(Dataset):
+    """Numbers of which each pair waits until the second rank is done with the last but one; loaders look one ahead."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        step = index // 2
+        deadline = time.monotonic() + 60
+        while step > 1 and not (self.folder / f"{step - 2}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody was given step {step - 2}, which was read long ago")
+            time.sleep(0.001)
+        return torch.tensor(index)
+
+
+@pytest.mark.ranks(2)
+def test_no_step_that_is_waited_for_is_kept_back_for_others_to_join_it(rank, world_size, tmp_path):
+    loader = DataLoader(OnDemand(tmp_path), batch_size=1)
+    loader = prepare_loader(loader, DataShard(rank, world_size), options=LoaderOptions(dispatch_batches=True))
+    for step, batch in enumerate(loader):
+        assert batch.item() == 2 * step + rank
+        if rank == 1:
+            (tmp_path / f"{step}").touch()

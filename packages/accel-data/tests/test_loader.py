@@ -92,7 +92,6 @@ class SpecialLoader(DataLoader):
             "persistent_workers": True,
             "timeout": 9.0,
             "multiprocessing_context": "spawn",
-            "in_order": False,
         },
         {"sampler": RandomSampler(range(16), replacement=True, num_samples=5)},
         {"batch_sampler": [[1, 2], [3]], "batch_size": 1},

@@ -23,6 +23,8 @@ READER = 0
 _HELD_MESSAGES = 2
 _MOST_STEPS = 16
 _MOST_BYTES = 8 << 20
+_HURRY = 0.002
+"""Seconds for which steps are gathered while the loop waits for one."""
 _LOOK_EVERY = 0.5
 _GOODBYE = 5.0
 """Seconds a leaving rank waits for its thread; what is left then is finished in the background."""
@@ -51,6 +53,11 @@ class Lane:
         self._room, self._messages = room, deque[Message]()
         self._changed = threading.Condition()
         self.closed = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Who takes from it has taken all there was."""
+        return not self._messages
 
     def put(self, message: Message) -> bool:
         """Waits for room; False when nobody will take it any more."""
@@ -82,17 +89,22 @@ class Lane:
 class Sender:
     """Runs on the reading rank: reads steps in a thread, sends each rank its part, and keeps this rank's own.
 
-    Steps are sent singly while receivers have nothing on the way and are gathered into larger messages otherwise, so a
-    slow reader delays nobody and a fast one pays the price of a message once for many steps. The thread stops reading
-    when ``_HELD_MESSAGES`` messages are under way and as many wait here.
+    Where this rank's loop waits, a step is sent within ``_HURRY`` seconds, and gathered with others into a larger
+    message otherwise: so a slow reader delays nobody and a fast one pays the price of a message once for many steps.
+    (Of what it sends gloo does not say that it has arrived until it is waited for, and the loops of all ranks go in
+    step.) The thread stops reading when ``_HELD_MESSAGES`` messages are under way and as many wait here.
     """
 
-    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any) -> None:
-        """``greeting`` goes in front of every message."""
+    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks) -> None:
+        """``greeting`` goes in front of every message, which is made in ``blocks``."""
         self.lane = Lane()
         self._peers, self._steps, self._greeting = peers, steps, greeting
+        self._blocks = blocks
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
-        self._blocks = Blocks()
+        self._gathered: list[Dispatched] = []
+        self._size, self._sent = 0, -_HURRY
+        self._sending = threading.Lock()
+        """Held by who gathers or sends: the thread that reads, or the loop, which does not wait for that."""
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
         self.failure: BaseException | None = None
 
@@ -131,34 +143,44 @@ class Sender:
         finally:
             self._steps = iter(())
 
+    def next(self, patience: float | None) -> Message | None:
+        """The next message for the loop; what has been gathered is not kept back from one that waits."""
+        message = self.lane.get(_HURRY)
+        if message is not None:
+            return message
+        if self._sending.acquire(blocking=False):
+            try:
+                self._flush()
+            finally:
+                self._sending.release()
+        return self.lane.get(patience)
+
     def _read_all(self) -> Message:
-        gathered: list[Dispatched] = []
         try:
-            left = self._gather(gathered)
-        except BaseException:
-            # What was read before the error still arrives before it.
-            if gathered:
-                self._flush(gathered)
-            raise
-        left = left or (bool(gathered) and not self._flush(gathered))
-        return Message("left" if left or self.lane.closed else "end", None)
+            for step in self._steps:
+                if not self._add(step):
+                    break
+        finally:
+            # What was read before an error still arrives before it.
+            with self._sending:
+                self._flush()
+        return Message("left" if self.lane.closed else "end", None)
 
-    def _gather(self, gathered: list[Dispatched]) -> bool:
-        """Reads to the end, sending from time to time; True when this rank has left the loop."""
-        size = 0
-        for step in self._steps:
-            gathered.append(step)
-            size += _bytes_of(step.parts)
-            if self.lane.closed:
-                return True
-            if len(gathered) >= _MOST_STEPS or size >= _MOST_BYTES or self._is_idle():
-                if not self._flush(gathered):
-                    return True
-                gathered.clear()
-                size = 0
-        return False
+    def _add(self, step: Dispatched) -> bool:
+        """Gathers a step, and sends what there is when it is much or waited for; False when this rank has left."""
+        with self._sending:
+            self._gathered.append(step)
+            self._size += _bytes_of(step.parts)
+            is_due = self.lane.is_empty and time.monotonic() - self._sent >= _HURRY
+            if is_due or len(self._gathered) >= _MOST_STEPS or self._size >= _MOST_BYTES:
+                self._flush()
+            return not self.lane.closed
 
-    def _flush(self, gathered: list[Dispatched]) -> bool:
+    def _flush(self) -> None:
+        """Sends what has been gathered, unless this rank has left the loop."""
+        gathered, self._gathered, self._size = self._gathered, [], 0
+        if not gathered or self.lane.closed:
+            return
         while len(self._on_the_way) >= _HELD_MESSAGES:
             self._wait_for_oldest()
         self._send_to_all(
@@ -167,9 +189,10 @@ class Sender:
                 for index in range(max(self._peers.parts) + 1)
             ]
         )
+        self._sent = time.monotonic()
         mine = self._peers.parts[READER]
         kept = [(step.parts[mine], step.shared, step.own) for step in gathered]
-        return self.lane.put(Message("steps", (self._greeting, kept)))
+        self.lane.put(Message("steps", (self._greeting, kept)))
 
     def _send_to_all(self, messages: list[Message]) -> None:
         """Sends ``messages[i]`` to every rank whose part is ``i``."""
@@ -190,11 +213,6 @@ class Sender:
         if works:
             self._on_the_way.append(works)
 
-    def _is_idle(self) -> bool:
-        while self._on_the_way and all(work.is_completed() for work, _ in self._on_the_way[0]):
-            self._wait_for_oldest()
-        return not self._on_the_way
-
     def _wait_for_oldest(self) -> None:
         for work, _ in self._on_the_way.popleft():
             work.wait()
@@ -208,15 +226,19 @@ class Receiver:
     that has gone, and nothing of this pass is left in the group when the next begins.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, blocks: Blocks) -> None:
         self.lane = Lane()
-        self._peers, self._blocks = peers, Blocks()
+        self._peers, self._blocks = peers, blocks
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
         self.failure: BaseException | None = None
 
     def start(self) -> None:
         """Begins to receive."""
         self._thread.start()
+
+    def next(self, patience: float | None) -> Message | None:
+        """The next message for the loop; None after ``patience`` seconds."""
+        return self.lane.get(patience)
 
     def close(self, patience: float | None = _GOODBYE) -> bool:
         """Stops keeping what comes; True once the reader has said goodbye."""
@@ -227,35 +249,35 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            while True:
-                message = self._receive()
+            following: tuple[torch.Tensor, Work] | None = self._expect(torch.empty(FRONT, dtype=torch.uint8))
+            while following is not None:
+                message, following = self._receive(*following)
                 self.lane.put(message)
-                if message.kind != "steps":
-                    return
         except BaseException as error:
             self.failure = error
             self.lane.put(Message("failed", (type(error).__name__, f"the reading rank is gone: {error}")))
 
-    def _receive(self) -> Message:
-        front = torch.empty(FRONT, dtype=torch.uint8)
-        self._wait(front)
+    def _receive(self, front: torch.Tensor, arrival: "Work") -> "tuple[Message, tuple[torch.Tensor, Work] | None]":
+        """The message of which ``front`` is the beginning, and the front of the one after it, if one follows."""
+        arrival.wait()
         block = self._blocks.take(body_size(front))
-        self._wait(*joined_body(front, block))
+        for rest in joined_body(front, block):
+            self._expect(rest)[1].wait()
         arriving = Arriving(block, self._blocks)
-        self._wait(*arriving.room)
-        if self.lane.closed:
-            # Only the kind matters now, and it must not cost the memory of a batch.
-            return Message(arriving.content().kind, None)
         message: Message = arriving.content()
-        return message
+        # All that is known to come is waited for at once: each time the sender is told of memory it has to wait.
+        rooms = [self._expect(room) for room in arriving.room]
+        following = self._expect(torch.empty(FRONT, dtype=torch.uint8)) if message.kind == "steps" else None
+        for _, work in rooms:
+            work.wait()
+        return message, following
 
-    def _wait(self, *tensors: torch.Tensor) -> None:
+    def _expect(self, tensor: torch.Tensor) -> "tuple[torch.Tensor, Work]":
         import torch.distributed as dist
 
-        works = [dist.irecv(tensor, group=self._peers.group, group_src=READER) for tensor in tensors]
-        for work in works:
-            assert work is not None
-            work.wait()
+        work = dist.irecv(tensor, group=self._peers.group, group_src=READER)
+        assert work is not None
+        return tensor, work
 
 
 def take(
@@ -268,11 +290,11 @@ def take(
     began = time.monotonic()
     while True:
         left = None if patience is None else max(patience - (time.monotonic() - began), 0.0)
-        message = end.lane.get(left if trouble is None else min(_LOOK_EVERY, _LOOK_EVERY if left is None else left))
+        message = end.next(left if trouble is None else min(_LOOK_EVERY, _LOOK_EVERY if left is None else left))
         if message is not None or left == 0.0 or trouble is None:
             break
         if (said := trouble()) is not None:
-            message = end.lane.get(_LOOK_EVERY)  # the reader's own word, if it still comes
+            message = end.next(_LOOK_EVERY)  # the reader's own word, if it still comes
             if message is None:
                 raise stopped(said)
             break

@@ -6,7 +6,8 @@ from typing import Any, final
 
 _WORTH_IT = 256 << 10
 """Smaller blocks come from memory that Python's allocator keeps anyway."""
-_MOST_KEPT = 8
+_MOST_KEPT = 64 << 20
+"""Bytes: the messages that a rank has, waits for and is about to take."""
 
 
 @final
@@ -25,11 +26,11 @@ class Blocks:
             return bytearray(size)
         found = next((i for i, block in enumerate(self._free) if size <= len(block) <= 2 * size), None)
         # What is given out is a window, which unlike the block can be seen to die.
-        block = bytearray(size + size // 8) if found is None else self._free.pop(found)
+        block = bytearray(1 << (size - 1).bit_length()) if found is None else self._free.pop(found)
         window = (ctypes.c_ubyte * size).from_buffer(block)
         weakref.finalize(window, self._give_back, block).atexit = False
         return window
 
     def _give_back(self, block: bytearray) -> None:
-        if len(self._free) < _MOST_KEPT:
+        if sum(map(len, self._free)) + len(block) <= _MOST_KEPT:
             self._free.append(block)

@@ -78,40 +78,58 @@ class Arriving:
         """What was packed; its tensors are views of the memory that came, which lives as long as they do."""
         large = iter([(self._tail, place) for place, _ in self._places])
         with memoryview(self._body).cast("B") as view:
-            return _Unpickler(self._body, view[self._pickled], large).load()
+            return _Unpickler(view[self._pickled], _Found(self._body, _aligned(self._pickled.stop), large)).load()
 
 
 @final
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out and notes what is needed to find them: dtype by name, shape, and whether large."""
+    """Leaves tensors out and notes what is needed to find them: dtype by name, shape, and whether large.
+
+    They are met as objects to reduce, not as persistent ones: that would ask about every number and string as well.
+    """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.small: list[torch.Tensor] = []
         self.large: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...], bool] | None:
+    def reducer_override(self, obj: Any) -> Any:
         # Other tensors (sparse, nested, quantized, subclasses, on a device) know best how to pickle themselves.
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
-            return None
+            return NotImplemented
         if obj.is_nested or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return None
+            return NotImplemented
         is_large = obj.nbytes >= _LARGE and obj.is_contiguous()
         (self.large if is_large else self.small).append(obj.detach())
-        return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), is_large
+        return left_out, (str(obj.dtype).removeprefix("torch."), tuple(obj.shape), is_large)
+
+
+def left_out(name: str, shape: tuple[int, ...], is_large: bool) -> torch.Tensor:
+    """In a pickle: here was a tensor. Who unpickles a message finds it beside the pickle."""
+    raise pickle.UnpicklingError(f"a message lacks its {name} tensor of shape {shape}: only a whole one can be read")
 
 
 @final
 class _Unpickler(pickle.Unpickler):
     """Meets the tensors in the order in which they were left out."""
 
-    def __init__(self, body: Any, pickled: memoryview, large: Iterator[tuple[Any, int]]) -> None:
+    def __init__(self, pickled: memoryview, found: "_Found") -> None:
         super().__init__(io.BytesIO(pickled))
-        self._body, self._large = body, large
-        self._position = _aligned(struct.unpack_from("<2q", body)[1] * _WORD + 2 * _WORD + len(pickled))
+        # What it calls it remembers: a method of its own would keep it, and all tensors, until cycles are collected.
+        self._found = found
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        name, shape, is_large = pid
+    def find_class(self, module: str, name: str) -> Any:
+        return self._found if (module, name) == (__name__, left_out.__name__) else super().find_class(module, name)
+
+
+@final
+class _Found:
+    """The tensors of a message, one after the other: small ones from ``position`` on in its body."""
+
+    def __init__(self, body: Any, position: int, large: Iterator[tuple[Any, int]]) -> None:
+        self._body, self._position, self._large = body, position, large
+
+    def __call__(self, name: str, shape: tuple[int, ...], is_large: bool) -> torch.Tensor:
         dtype = getattr(torch, name)
         count = 1
         for size in shape:

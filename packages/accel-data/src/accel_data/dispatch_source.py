@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from accel_data.cursor import Cursor, Step
 from accel_data.dispatch import ABSENT, Dealer, SliceFunction
 from accel_data.dispatch_lane import READER, Dispatched, Message, Receiver, Sender, take
+from accel_data.dispatch_memory import Blocks
 from accel_data.options import LoaderOptions
 from accel_data.peers import Peers, connect
 from accel_data.source import Json, Pass, Source
@@ -38,6 +39,8 @@ class DispatchSource(Source):
     but is read on rank 0 alone. All ranks must leave the loop at the same batch. Reading happens in a thread: with
     ``num_workers=0`` a dataset that draws from global generators draws beside the step; give such a dataset a worker.
     """
+
+    reads_for_all = True
 
     def __init__(
         self,
@@ -72,6 +75,12 @@ class DispatchSource(Source):
         self._peers: Peers | None = None
         self._leaving: Sender | Receiver | None = None
         self._record: dict[str, Json] | None = None
+        self._dealt_with: dict[str, Json] = {}
+        self.blocks = Blocks()
+
+    @property
+    def read_amplification(self) -> int | None:
+        return self._base.read_amplification
 
     def begin(self, cursor: Cursor) -> "DispatchPass":
         if self._peers is None:
@@ -132,7 +141,11 @@ class DispatchSource(Source):
     def _deal(self, dealer: Dealer, group: list[Any], rows: list[int], step: Step) -> Iterator[Dispatched]:
         dealt = dealer.deal(group, rows)
         if dealt is not None:
-            facts = _Facts(step.cursor.samples, dealt.counts, dealt.rows, self._base.record())
+            record = self._base.record()
+            if record != self._dealt_with:
+                self._dealt_with = record
+            # The same object in all steps of a message is sent once with it.
+            facts = _Facts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
             yield Dispatched(dealt.parts, facts, step.private)
 
     def leave(self, end: "Sender | Receiver") -> None:
@@ -185,9 +198,10 @@ class DispatchPass(Pass):
     def _open(self, peers: Peers) -> "Sender | Receiver":
         end: Sender | Receiver
         if self._base is None:
-            end = Receiver(peers)
+            end = Receiver(peers, self._source.blocks)
         else:
-            end = Sender(peers, self._source.steps(self._base, self._cursor), tuple(self._cursor.state_dict().items()))
+            greeting = tuple(self._cursor.state_dict().items())
+            end = Sender(peers, self._source.steps(self._base, self._cursor), greeting, self._source.blocks)
         end.start()
         return end
 
