@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, final
@@ -19,6 +20,7 @@ import torch
 from accel_ckpt.blocks import default_threads
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
+from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
 from accel_ckpt.saving import Attempt
 from accel_ckpt.staged_copy import copy_into
@@ -89,7 +91,9 @@ class AsyncSaver:
         self._alike = False
         self._buffer: torch.Tensor | None = None
         self._handle: SaveHandle | None = None
-        self._thread: threading.Thread | None = None
+        self._running: Future[None] | None = None
+        # Kept, since a thread that has to be made first is waited for, and under load that takes longer than the copy.
+        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "accel-ckpt-save")
 
     def save(
         self,
@@ -115,9 +119,8 @@ class AsyncSaver:
         make = partial(make_draft, state, local, metadata, self._peers)
         begin, part = (self._copy_first if self._alike else self._agree_first)(target, make, overwrite)
         handle = SaveHandle(target, 0 if part is None else part.nbytes)
-        thread = threading.Thread(target=self._run, args=(begin, handle, series), name="accel-ckpt-save", daemon=False)
-        self._handle, self._thread = handle, thread
-        thread.start()
+        self._handle = handle
+        self._running = self._pool.submit(self._run, begin, handle, series)
         handle.stall = time.perf_counter() - start
         return handle
 
@@ -127,17 +130,18 @@ class AsyncSaver:
         Raises:
             CheckpointError: the last save failed and nobody was told yet.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._running is not None:
+            self._running.result()
+            self._running = None
         if self._handle is not None:
             self._handle.raise_failure(once=True)
 
     def close(self) -> None:
-        """Waits, lets the buffer go and closes the group. Collective."""
+        """Waits, lets threads and buffer go and closes the group. Collective."""
         try:
             self.wait()
         finally:
+            self._pool.shutdown()
             self._buffer = None
             if self._peers.group is not None:
                 import torch.distributed as dist
@@ -183,8 +187,8 @@ class AsyncSaver:
         size = part.nbytes
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=_has_accelerator(part))
-        copy_into(self._buffer, part.tensors, threads=self._threads)
+            self._buffer = new_tensor((size,), torch.uint8, pinned=_has_accelerator(part))
+        copy_into(self._buffer, part.tensors, threads=self._threads, pool=self._pool)
 
     def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
         error: BaseException | None = None

@@ -14,7 +14,8 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol, final
 
@@ -39,8 +40,8 @@ class Source(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read_into(self, view: memoryview, begin: int) -> None:
-        """Fills ``view`` with the bytes from ``begin`` on, or raises a CheckpointError."""
+    def read_into(self, begin: int, *views: memoryview) -> None:
+        """Fills ``views`` one after the other with the bytes from ``begin`` on, or raises a CheckpointError."""
 
     def announce(self, begin: int, length: int) -> None:
         """Says that a range is read soon; where nothing comes of that, nothing is lost."""
@@ -57,7 +58,7 @@ def read_whole(source: Source, name: str, limit: int) -> bytes:
     if source.size > limit:
         raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")
     content = bytearray(source.size)
-    source.read_into(memoryview(content), 0)
+    source.read_into(0, memoryview(content))
     return bytes(content)
 
 
@@ -171,7 +172,7 @@ class CheckedFile:
 
     def read_block(self, number: int, view: memoryview) -> None:
         """Reads a whole block into ``view`` and compares it."""
-        self.source.read_into(view, number * self.block)
+        self.source.read_into(number * self.block, view)
         self._compare(number, view)
 
     def fill(self, number: int, parts: Sequence[tuple[int, memoryview]], *, compare: bool = True) -> None:
@@ -182,14 +183,17 @@ class CheckedFile:
         """
         if self._checked[number] or not compare:
             for inside, view in parts:
-                self.source.read_into(view, number * self.block + inside)
-        elif len(parts) == 1 and len(parts[0][1]) == self.length(number):
-            self.read_block(number, parts[0][1])
-        else:
-            whole = self._load(number)
-            self._compare(number, whole)
-            for inside, view in parts:
-                view[:] = whole[inside : inside + len(view)]
+                self.source.read_into(number * self.block + inside, view)
+            return
+        views = self._completed(number, parts)
+        if views is not None:
+            self.source.read_into(number * self.block, *views)
+            self._compare(number, *views)
+            return
+        whole = self._load(number)
+        self._compare(number, whole)
+        for inside, view in parts:
+            view[:] = whole[inside : inside + len(view)]
 
     def content(self, begin: int, end: int) -> memoryview:
         """Bytes ``begin`` to ``end``, compared: mapped where the file can be, so that only what is touched is read."""
@@ -204,40 +208,81 @@ class CheckedFile:
         """Bytes of a block; the last of a file may be short."""
         return min(self.block, self.record.size - number * self.block)
 
+    def _completed(self, number: int, parts: Sequence[tuple[int, memoryview]]) -> list[memoryview] | None:
+        """``parts`` in order with memory for what is between them, so that a block is read straight into its places.
+
+        None where bytes are wanted in two places.
+        """
+        scratch = self._room(number)
+        views: list[memoryview] = []
+        position = 0
+        for inside, view in sorted(parts, key=lambda part: part[0]):
+            if inside < position:
+                return None
+            views += [scratch[position:inside], view]
+            position = inside + len(view)
+        return [*views, scratch[position:]]
+
     def _load(self, number: int) -> memoryview:
+        view = self._room(number)
+        self.source.read_into(number * self.block, view)
+        return view
+
+    def _room(self, number: int) -> memoryview:
+        """Memory of this thread for a block, used again for the next."""
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None:
             # Mapped, so that it is given back with its thread: allocators keep what many threads have let go of.
             buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
-        view = memoryview(buffer)[: self.length(number)]
-        self.source.read_into(view, number * self.block)
-        return view
+        return memoryview(buffer)[: self.length(number)]
 
-    def _compare(self, number: int, view: memoryview) -> None:
-        if self._digest([view]) != self.record.blocks[number]:
+    def _compare(self, number: int, *views: memoryview) -> None:
+        if self._digest(views) != self.record.blocks[number]:
             begin = number * self.block
             raise CheckpointCorruptError(
-                f"{self.name}: bytes {begin} to {begin + len(view)} are not those that were written"
+                f"{self.name}: bytes {begin} to {begin + self.length(number)} are not those that were written"
             )
         self._checked[number] = 1
 
 
-def run_jobs(jobs: Iterable[Callable[[], None]], threads: int | None = None) -> None:
-    """Runs ``jobs`` on several threads; the first failure is raised once none is running any more."""
-    count = default_threads() if threads is None else threads
-    every = list(jobs)
-    if count == 1 or len(every) < 2:
-        for job in every:
-            job()
+def run_jobs(
+    jobs: Iterable[Callable[[], None]], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None
+) -> None:
+    """Runs ``jobs`` on several threads; a failure ends it, and is raised once none is running any more.
+
+    This thread is one of them, so that it does not wait for others to start; they are taken from ``pool``, or made.
+    """
+    waiting = deque(jobs)
+    helpers = min(default_threads() if threads is None else threads, len(waiting)) - 1
+
+    def work() -> None:
+        while (job := _taken(waiting)) is not None:
+            try:
+                job()
+            except BaseException:
+                waiting.clear()
+                raise
+
+    if helpers < 1:
+        work()
         return
-    with ThreadPoolExecutor(count, thread_name_prefix="accel-ckpt") as pool:
-        waiting = [pool.submit(job) for job in every]
+    with nullcontext(pool) if pool is not None else ThreadPoolExecutor(helpers, "accel-ckpt") as team:
+        helping = [team.submit(work) for _ in range(helpers)]
         try:
-            for done in waiting:
-                done.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+            work()
+        finally:
+            wait([helper for helper in helping if not helper.cancel()])
+    for helper in helping:
+        if not helper.cancelled():
+            helper.result()
+
+
+def _taken(waiting: "deque[Callable[[], None]]") -> Callable[[], None] | None:
+    """The first of those that are left, which other threads take from as well."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
 
 
 @final

@@ -51,7 +51,7 @@ def _send(peers: Peers, storage: Storage, place: Location, record: FileRecord, t
         for begin in range(0, record.size, BLOCK):
             block = buffer[: record.size - begin]
             try:
-                source.read_into(byte_view(block), begin)
+                source.read_into(begin, byte_view(block))
             except CheckpointError as error:
                 problem = error
             for taker in takers:

@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import final
 
@@ -80,16 +81,18 @@ class FileSource:
         self.size = facts.st_size
         self._memory: memoryview | None = None
 
-    def read_into(self, view: memoryview, begin: int) -> None:
-        """Fills ``view`` with the bytes from ``begin`` on."""
-        while len(view):
+    def read_into(self, begin: int, *views: memoryview) -> None:
+        """Fills ``views`` one after the other with the bytes from ``begin`` on."""
+        waiting = deque(view for view in views if len(view))
+        while waiting:
             try:
-                count = os.preadv(self.handle, [view], begin)
+                count = os.preadv(self.handle, list(islice(waiting, _IOV_MAX)), begin)
             except OSError as error:
                 raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
             if not count:
                 raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
-            view, begin = view[count:], begin + count
+            _drop(waiting, count)
+            begin += count
 
     def announce(self, begin: int, length: int) -> None:
         """Asks the system to fetch a range in the meantime, where it can."""
@@ -110,17 +113,21 @@ class FileSource:
 def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
     waiting = deque(views)
     while waiting:
-        batch = [waiting[number] for number in range(min(len(waiting), _IOV_MAX))]
-        count = os.pwritev(handle, batch, begin)
+        count = os.pwritev(handle, list(islice(waiting, _IOV_MAX)), begin)
         if not count:
             raise OSError(errno.ENOSPC, "nothing could be written")
+        _drop(waiting, count)
         begin += count
-        while count:
-            first = waiting.popleft()
-            if len(first) > count:
-                waiting.appendleft(first[count:])
-                break
-            count -= len(first)
+
+
+def _drop(waiting: deque[memoryview], count: int) -> None:
+    """Takes away the first ``count`` bytes."""
+    while count:
+        first = waiting.popleft()
+        if len(first) > count:
+            waiting.appendleft(first[count:])
+            return
+        count -= len(first)
 
 
 def _start_writeback(handle: int, begin: int, length: int) -> None:

@@ -48,7 +48,7 @@ def _bytes(source: Source, begin: int, end: int) -> torch.Tensor:
     if memory is not None:
         return torch.frombuffer(memory, dtype=torch.uint8)[begin:end]
     content = torch.empty(end - begin, dtype=torch.uint8)
-    source.read_into(byte_view(content), begin)
+    source.read_into(begin, byte_view(content))
     return content
 
 

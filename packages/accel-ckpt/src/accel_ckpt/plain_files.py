@@ -11,6 +11,7 @@ import torch
 from accel_ckpt.blocks import Source, read_whole, run_jobs
 from accel_ckpt.container import Span, read_header
 from accel_ckpt.files import FileSource
+from accel_ckpt.memory import new_tensor
 from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tensors import CODES, byte_view, dtype_of
 from accel_state.errors import CheckpointCorruptError, CheckpointError
@@ -38,7 +39,7 @@ def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             source = opened.enter_context(closing(open_plain(file)))
             spans, metadata = read_plain(source, str(file))
             for key, span in spans.items():
-                loaded[key] = torch.empty(span.shape, dtype=dtype_of_code(span.code, key))
+                loaded[key] = new_tensor(span.shape, dtype_of_code(span.code, key))
                 jobs += _read_jobs(source, byte_view(loaded[key]), span.begin)
             aliases |= {key: first for key, first in metadata.items() if key != "format"}
         run_jobs(jobs)
@@ -101,7 +102,7 @@ def read_plain(source: Source, name: str) -> tuple[dict[str, Span], dict[str, st
 
     def read(begin: int, end: int) -> bytes:
         content = bytearray(end - begin)
-        source.read_into(memoryview(content), begin)
+        source.read_into(begin, memoryview(content))
         return bytes(content)
 
     spans = read_header(read, source.size, name)
@@ -137,4 +138,4 @@ def _indexed(path: Location) -> list[Location]:
 
 def _read_jobs(source: Source, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
     for at in range(0, len(view), _READ_JOB):
-        yield lambda at=at: source.read_into(view[at : at + _READ_JOB], begin + at)  # type: ignore[misc]
+        yield lambda at=at: source.read_into(begin + at, view[at : at + _READ_JOB])  # type: ignore[misc]

@@ -13,6 +13,7 @@ from accel_ckpt.blocks import CheckedFile, run_jobs
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
+from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers
 from accel_ckpt.sharing import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
 from accel_ckpt.storage import Storage
@@ -193,7 +194,7 @@ class _Target:
             self.shape = tuple(dtensor._local_tensor.shape)
         self.boxes = [] if layout is None else boxes(layout)
         self.whole = Box((0,) * len(self.shape), self.shape)
-        self.tensor = torch.empty(self.shape, dtype=dtype)
+        self.tensor = new_tensor(self.shape, dtype)
         self.bytes = byte_view(self.tensor)
 
     def finish(self) -> torch.Tensor:

@@ -239,16 +239,18 @@ class _RemoteSource:
     def __init__(self, storage: RemoteStorage, file: Location, size: int) -> None:
         self._storage, self._file, self.size = storage, file, size
 
-    def read_into(self, view: memoryview, begin: int) -> None:
-        if not len(view):
+    def read_into(self, begin: int, *views: memoryview) -> None:
+        size = sum(map(len, views))
+        if not size:
             return
         try:
-            content = self._storage.get(self._file, begin, begin + len(view))
+            content = memoryview(self._storage.get(self._file, begin, begin + size))
         except FileNotFoundError:
             raise CheckpointCorruptError(f"{self._file.name}: gone while it is read") from None
-        if len(content) != len(view):
+        if len(content) != size:
             raise CheckpointCorruptError(f"{self._file.name}: ends at byte {begin + len(content)}, while it is read")
-        view[:] = content
+        for view in views:
+            view[:], content = content[: len(view)], content[len(view) :]
 
     def announce(self, begin: int, length: int) -> None:
         """Requests are made when they are needed."""

@@ -6,6 +6,7 @@ processors are shared with others; plain memory moves on two threads do not.
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -14,8 +15,17 @@ from accel_ckpt.blocks import run_jobs
 _JOB = 16 * 2**20
 
 
-def copy_into(buffer: torch.Tensor, tensors: Sequence[torch.Tensor], *, threads: int | None = None) -> None:
-    """Copies the bytes of ``tensors``, row-major and one after the other, to the begin of ``buffer`` (uint8, CPU)."""
+def copy_into(
+    buffer: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    *,
+    threads: int | None = None,
+    pool: ThreadPoolExecutor | None = None,
+) -> None:
+    """Copies the bytes of ``tensors``, row-major and one after the other, to the begin of ``buffer`` (uint8, CPU).
+
+    ``threads`` of them at a time, this one among them and the others from ``pool``.
+    """
     moves: list[tuple[int, int, int]] = []
     begin = 0
     for tensor in tensors:
@@ -29,7 +39,7 @@ def copy_into(buffer: torch.Tensor, tensors: Sequence[torch.Tensor], *, threads:
             target = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor, non_blocking=True)
         begin += size
-    run_jobs(_jobs(moves), threads)
+    run_jobs(_jobs(moves), threads, pool=pool)
     if any(tensor.device.type != "cpu" for tensor in tensors):
         torch.accelerator.synchronize()
 
