@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -450,8 +451,8 @@ def test_a_job_of_slurm_whose_time_is_over_saves_itself_and_only_then_runs_again
 @pytest.fixture
 def two_networks() -> Iterator[list[tuple[str, str, str]]]:
     """Two network namespaces that reach each other: name, address and interface of each."""
-    if shutil.which("ip") is None or not ROOT:
-        pytest.skip("needs iproute2, as root")
+    if shutil.which("ip") is None or shutil.which("unshare") is None or not ROOT:
+        pytest.skip("needs iproute2 and unshare, as root")
     mark = f"{os.getpid() % 100000}"
     sides = [
         (f"accel{mark}{side}", f"10.{int(mark) % 200 + 20}.7.{n}", f"ve{mark}{side}")
@@ -480,29 +481,86 @@ def two_networks() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_two_machines_in_networks_of_their_own_form_one_job(
-    elastic: bool, two_networks: list[tuple[str, str, str]], tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(MEET)
-    address = two_networks[0][1]
-    many = ["--rdzv_backend", "c10d", "--nnodes", "2"] if elastic else ["--num_machines", "2"]
-    shared = [*many, "--num_processes", "2", "--main_process_ip", address, "--main_process_port", "29500"]
+def launched_on(
+    networks: list[tuple[str, str, str]], folder: Path, *argv: str, env: Mapping[str, str] | None = None
+) -> list[tuple[int, str, str]]:
+    """Starts a launcher in each network, all as machines of one job; gives the status, output and errors of each.
+
+    Each has a host name of its own, which nobody knows, so that neither takes the other for itself.
+    """
+    shared = [*argv[:-1], "--main_process_ip", networks[0][1], "--main_process_port", "29500"]
     made = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, *LAUNCH, *shared, "--machine_rank", str(rank), "train.py"],
-            cwd=tmp_path,
-            env=clean_env(),
+            [*_inside(name), *LAUNCH, *shared, "--machine_rank", str(rank), argv[-1]],
+            cwd=folder,
+            env=clean_env(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, (name, _, _) in enumerate(two_networks)
+        for rank, (name, _, _) in enumerate(networks)
     ]
     try:
         outputs = [process.communicate(timeout=240) for process in made]
     finally:
         for process in made:
             process.kill()
-    assert [process.returncode for process in made] == [0, 0], outputs
-    assert met("".join(out for out, _ in outputs)), outputs
+    return [(process.returncode, *said) for process, said in zip(made, outputs, strict=True)]
+
+
+def _inside(network: str) -> list[str]:
+    """The beginning of a command that is to run on the machine with this network."""
+    return ["ip", "netns", "exec", network, "unshare", "--uts", "sh", "-c", f'hostname {network}; exec "$@"', "sh"]
+
+
+@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_machines_in_networks_of_their_own_form_one_job(
+    elastic: bool, two_networks: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    many = ["--rdzv_backend", "c10d", "--nnodes", "2"] if elastic else ["--num_machines", "2"]
+    ended = launched_on(two_networks, tmp_path, *many, "--num_processes", "2", "train.py")
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert met("".join(out for _, out, _ in ended)), ended
+
+
+PART = """
+import os, signal, sys, time
+import torch
+from accel import Accelerator
+accelerator = Accelerator()
+accelerator.gather(torch.ones(2))
+accelerator.wait_for_everyone()
+began = time.monotonic()
+if accelerator.process_index == 1:
+    if sys.argv[1] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    accelerator.wait_for_everyone()  # waits here
+try:
+    accelerator.reduce(torch.ones(3))
+except Exception as error:
+    print(f"told after {time.monotonic() - began:.1f} s: {error}", flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", pytest.param("other", marks=pytest.mark.slow)])
+def test_a_rank_is_told_of_one_on_another_machine_that_will_not_come(
+    how: str, two_networks: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    """The doctors of different machines know each other's records by the store, not by memory."""
+    (tmp_path / "train.py").write_text(PART)
+    (tmp_path / "run.py").write_text(f"import runpy, sys; sys.argv[1:] = [{how!r}]; runpy.run_path('train.py')")
+    argv = ["--num_machines", "2", "--num_processes", "2", "--grace_period", "1", "run.py"]
+    ended = launched_on(two_networks, tmp_path, *argv)
+    assert all(status for status, _, _ in ended), ended
+    told = re.search(r"told after ([\d.]+) s: (.*)", ended[0][1], re.DOTALL)
+    assert told is not None, ended
+    print(f"told after {told[1]} s")
+    assert float(told[1]) < 30
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    waits = next(number for number, line in enumerate(lines, 1) if line.endswith("# waits here"))
+    first, *others = told[2].splitlines()
+    assert "rank 1 will not come" in first
+    seen = {"stop": "rank 1 has not been heard of for", "other": f"train.py:{waits}"}[how]
+    assert any(seen in line for line in others if line.strip().startswith("rank 1")), told[2]

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from accel_state.errors import AccelError, CollectiveError
+
 if TYPE_CHECKING:
     from accel_state.doctor.watch import Doctor
 
@@ -13,6 +15,9 @@ R = TypeVar("R")
 
 # torch has one default group per process, so who watches over it is a fact of the process too.
 _active: "list[Doctor]" = []
+# What keeps ranks of that group from coming to its operations, as far as they could still say it.
+_troubles: dict[int, str] = {}
+_OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
 
 def active() -> "Doctor | None":
@@ -30,6 +35,44 @@ def remove(doctor: "Doctor") -> None:
     _active[:] = [other for other in _active if other is not doctor]
 
 
+def troubled(rank: int, text: str) -> None:
+    """Another rank has said what keeps it from going on: operations that wait for it name that when they fail."""
+    _troubles[rank] = text
+
+
+def untroubled() -> None:
+    """What was said before is over: the ranks go on."""
+    _troubles.clear()
+
+
+def troubles() -> Mapping[int, str]:
+    """What ranks have said keeps them from going on, by rank."""
+    return _troubles
+
+
+def explain(error: Exception) -> None:
+    """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
+
+    Raises:
+        CollectiveError: naming the ranks and why; nothing is raised if nothing is known of them.
+    """
+    if _active:
+        _active[-1].explain(error)
+    broken = broken_connection(error) if _troubles else None
+    if broken is not None:
+        said = "; ".join(_troubles.values())
+        raise CollectiveError(f"{said}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
+
+
+def broken_connection(error: BaseException | None) -> RuntimeError | None:
+    """What torch said about a connection, if that is what ``error`` comes of."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and not isinstance(error, AccelError):
+            return error if any(word in str(error).lower() for word in _OF_PEERS) else None
+        error = error.__cause__
+    return None
+
+
 def recorded(
     operation: str, detail: Callable[..., str] | None = None, *, shared: bool = True
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -42,8 +85,10 @@ def recorded(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _active or threading.current_thread() is not threading.main_thread():
+            if threading.current_thread() is not threading.main_thread():
                 return function(*args, **kwargs)
+            if not _active:
+                return unwatched(*args, **kwargs)
             doctor = _active[-1]
             together = shared and doctor.concerns(kwargs.get("group"))
             doctor.enter(operation, detail(*args, **kwargs) if detail is not None else "", shared=together)
@@ -52,10 +97,17 @@ def recorded(
             except Exception as error:
                 if isinstance(error, TypeError | ValueError):
                     doctor.record.withdraw()
-                doctor.explain(error)
+                explain(error)
                 raise
             finally:
                 doctor.record.leave()
+
+        def unwatched(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                explain(error)
+                raise
 
         return wrapper
 

@@ -19,7 +19,10 @@ REMARKABLE = 8.0
 @final
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of one rank: whether it lives (and for how long it has been so), and what it said."""
+    """What is known of one rank: whether it lives (and for how long it has been so), and what it said.
+
+    ``reason`` is why it left, or why it cannot go on although it lives.
+    """
 
     rank: int
     life: Life
@@ -57,6 +60,8 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
         return None
     gone = [state for state in states if state.life in ("dead", "left")]
     gone += [state for state in states if state.life in ("stopped", "silent") and state.lasting >= PATIENCE]
+    if waiting and min(state.waiting for state in waiting) >= PATIENCE:
+        gone += [state for state in states if state.life == "alive" and state.reason and state.current is None]
     # Those that only failed because another had are no culprits.
     gone = [state for state in gone if not state.reason.startswith("CollectiveError")] or gone
     parted = _parted_shared(states)
@@ -119,7 +124,7 @@ def _told(states: Sequence[RankState], culprits: Sequence[RankState], *, final: 
 def describe(state: RankState) -> str:
     """One line about a rank."""
     life = {
-        "alive": "",
+        "alive": f" cannot go on ({state.reason});" if state.reason else "",
         "stopped": f" is stopped (for {state.lasting:.0f} s, as by SIGSTOP);",
         "silent": f" has not been heard of for {state.lasting:.0f} s;",
         "dead": " is dead (killed, or aborted);",
@@ -128,7 +133,8 @@ def describe(state: RankState) -> str:
     entry = state.current
     if entry is not None:
         number = f" #{entry.sequence}" if entry.sequence else ""
-        place = f" {'was' if state.life in ('dead', 'left') else 'is'} in {entry.what}{number} at {entry.site}"
+        verb = {"dead": "was", "left": "was", "silent": "was last seen"}.get(state.life, "is")
+        place = f" {verb} in {entry.what}{number} at {entry.site}"
     else:
         said = "" if state.snapshot is None else state.snapshot.said
         last = "" if state.last is None else f", after {state.last.what} at {state.last.site}"

@@ -65,7 +65,9 @@ class Watched:
             self._life, self._since = life, now
         current = None if snapshot is None else snapshot.current
         lasting = now - (self._heard if life == "silent" else self._since)
-        waiting = now - self._still if current is not None and life == "alive" else 0.0
+        # Of a process elsewhere nothing is known since it was last heard of.
+        known = now if self.is_local else self._heard
+        waiting = max(0.0, known - self._still) if current is not None and life == "alive" else 0.0
         return RankState(self.rank, life, lasting, snapshot, waiting, reason)
 
     def close(self) -> None:

@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.doctor import active
-from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, diagnose, first_difference
+from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, RankState, diagnose, first_difference
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
-from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
+from accel_state.errors import CollectiveError, CollectiveMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,7 +24,6 @@ _DISTANT_PULSE = 2.0
 _GRACE = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
-_OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
 
 @final
@@ -99,7 +99,7 @@ class Doctor:
         Raises:
             CollectiveError: naming the ranks that are gone or elsewhere; nothing is raised if all is well with them.
         """
-        broken = _broken_connection(error)
+        broken = active.broken_connection(error)
         if broken is None:
             return
         deadline = time.monotonic() + _SEARCH
@@ -128,9 +128,11 @@ class Doctor:
             text += "\n  They parted earlier:\n    " + "\n    ".join(split)
         return text
 
-    def _look(self) -> list[Any]:
+    def _look(self) -> list[RankState]:
+        said = active.troubles()
         with self._lock:
-            return self._peers.look()
+            states = self._peers.look()
+        return [replace(state, reason=said[state.rank]) if state.rank in said else state for state in states]
 
     def _watch(self) -> None:
         sent = 0.0
@@ -157,7 +159,7 @@ class Doctor:
             else:
                 self._patience, self._remarked = REMARKABLE, None
 
-    def _examine(self, states: list[Any]) -> None:
+    def _examine(self, states: list[RankState]) -> None:
         found = diagnose(states)
         if found is None:
             return
@@ -207,15 +209,6 @@ def _farewell() -> str:
             place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}{place}"
-
-
-def _broken_connection(error: BaseException | None) -> RuntimeError | None:
-    """What torch said about a connection, if that is what ``error`` comes of."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and not isinstance(error, AccelError):
-            return error if any(word in str(error).lower() for word in _OF_PEERS) else None
-        error = error.__cause__
-    return None
 
 
 def _stacks() -> str:
