@@ -26,7 +26,7 @@ def test_a_refusal_says_what_would_do(capabilities, spec, device_type, world_siz
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(PrecisionPolicy.Named)), st.sampled_from(["cpu", "cuda", "xla"]), st.integers(1, 8))
+@given(st.sampled_from(sorted(PrecisionPolicy.Named)), st.sampled_from(["cpu", "cuda", "mps"]), st.integers(1, 8))
 def test_the_defaults_refuse_nothing(name, device_type, world_size):
     assert Capabilities().refusal("any", PrecisionPolicy.Named[name], device_type, world_size) is None
 

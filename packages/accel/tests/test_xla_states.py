@@ -83,6 +83,27 @@ def test_an_open_window_goes_on_in_another_backend(rank_pool, device_pool, tmp_p
     assert_close_state(state, train_part(rank_pool, "single/acc=2", 0, 4))
 
 
+def test_saving_computes_what_is_recorded_once(on_devices, tmp_path):
+    """A copy of each tensor alone would be as many programs, each with a part of the step in it."""
+
+    def body():
+        from accel_backends.xla_compilations import compilations
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = TinyMLP(hidden=52)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(8, 8, device=accelerator.device)).sum())
+            optimizer.step()
+        before = compilations()
+        accelerator.save_state(tmp_path / "state")
+        accelerator.end_training()
+        return compilations() - before
+
+    assert on_devices(1, body) == 1
+
+
 def test_random_numbers_go_on_after_a_resume(on_devices, tmp_path):
     def body():
         accelerator = Accelerator()

@@ -134,7 +134,7 @@ class XLABackend(Backend):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Copies in the host's memory, whole: nothing else outlives the next step."""
-        return cast("dict[str, Any]", _on_host(model_state(model)))
+        return cast("dict[str, Any]", self._on_host(model_state(model)))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads a state of any backend, spread as the parameters were."""
@@ -144,7 +144,7 @@ class XLABackend(Backend):
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Copies in the host's memory, by parameter names."""
-        return cast("dict[str, Any]", _on_host(optimizer_state(optimizer, models)))
+        return cast("dict[str, Any]", self._on_host(optimizer_state(optimizer, models)))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads a state of any backend, each tensor spread as its parameter."""
@@ -159,12 +159,19 @@ class XLABackend(Backend):
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Copies in the host's memory."""
-        return cast("dict[str, torch.Tensor]", _on_host(super().held_gradients(model)))
+        return cast("dict[str, torch.Tensor]", self._on_host(super().held_gradients(model)))
 
     def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
         """Names of parameters whose gradients hold nan or inf; runs what was recorded so far."""
         self._sync()
         return super().nonfinite_gradients(models)
+
+    def _on_host(self, state: Any) -> Any:
+        from accel_state.nested import map_leaves
+
+        # What is still recorded runs once, and not anew in part for each tensor that is copied.
+        self._sync()
+        return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
 
     def _sync(self) -> None:
         import torch_xla
@@ -218,9 +225,3 @@ def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _is_alike(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.device == parameter.device and value.shape == parameter.shape
-
-
-def _on_host(state: Any) -> Any:
-    from accel_state.nested import map_leaves
-
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
