@@ -129,6 +129,84 @@ def test_a_loss_that_is_no_number_is_placed(tmp_path: Path, caplog: pytest.LogCa
     assert "samples 12 to 15 of epoch 0" in caplog.text
 
 
+class Spiking(Dataset):
+    """One sample is a thousand times larger than the others in its first number, which only one weight sees."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = torch.full((4,), 0.1)
+        row[0] = 100.0 if index == 90 else 0.1
+        return row
+
+
+class TwoWays(nn.Module):
+    """The first number goes through one layer, the others through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.others = nn.Linear(1, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x[:, :1]).square() + self.others(x[:, 1:]).square()
+
+
+@pytest.mark.parametrize("when", ["before-zero-grad", "after-zero-grad"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_spike_names_parameters_step_and_samples(
+    when: str, accumulate: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    net = TwoWays()
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.0), DataLoader(Spiking(), batch_size=2 // accumulate)
+    )
+    meter = accelerator.meter(every=10)
+    total = torch.zeros(())
+    for batch in meter.watch(loader):
+        with accelerator.accumulate(model):
+            loss = model(batch).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            if when == "after-zero-grad":
+                optimizer.zero_grad()
+        total = total + loss.detach()
+        if accelerator.sync_gradients:
+            meter.step(total)
+            total = torch.zeros(())
+            if when == "before-zero-grad":
+                optimizer.zero_grad()
+    accelerator.end_training()
+    trouble = meter.troubles[0]
+    assert (trouble.kind, trouble.step, trouble.samples) == ("spike", 46, (90, 92))
+    named = trouble.parameters.split(", ")
+    assert named[0].startswith("first.weight (x ")
+    assert named[1].startswith("first.bias (x ")
+    assert f"samples 90 to 91 of epoch 0; gradients that grew most: {trouble.parameters}" in caplog.text
+    (log,) = tmp_path.glob("p/*/run.jsonl")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert next(event for event in events if event["kind"] == "trouble")["step"] == 46
+
+
+@pytest.mark.ranks(2)
+def test_the_main_rank_hears_of_a_bad_loss_on_another(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(24, bad=14), batch_size=2))
+    meter = accelerator.meter(every=3)
+    for batch in meter.watch(loader):
+        meter.step(model(batch).square().mean())  # samples 12 to 15 are step 4: 12 and 13 here, 14 and 15 on rank 1
+    assert [(one.rank, one.step, one.samples) for one in meter.troubles] == [(1, 4, (12, 16))]
+    accelerator.end_training()
+    if rank == 0:
+        (log,) = tmp_path.glob("p/*/run.jsonl")
+        assert "on rank 1" in log.read_text()
+
+
 def test_the_last_batch_of_an_epoch_is_placed_too() -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(8, bad=7), batch_size=4))

@@ -17,9 +17,11 @@ class Trouble:
         step: the optimizer step at which it was seen.
         loss: its value.
         usual: the median of the losses before.
-        parameters: which gradients hold nan or inf, as far as looked at; empty if none.
+        parameters: of a loss that is no number, those whose gradients hold nan or inf; of a spike, those whose
+            gradients have grown most; empty if none, or where gradients cannot be seen.
         epoch: of the samples.
         samples: first and one past the last position, in that epoch's order, of the samples of the step, all ranks'.
+        rank: whose loss it is.
     """
 
     kind: Literal["nonfinite", "spike"]
@@ -29,11 +31,14 @@ class Trouble:
     parameters: str = ""
     epoch: int | None = None
     samples: tuple[int, int] | None = None
+    rank: int = 0
 
     def __str__(self) -> str:
-        what = f"loss {self.loss:.4g} at step {self.step}, usually {self.usual:.4g}"
+        whose = f" on rank {self.rank}" if self.rank else ""
+        what = f"loss {self.loss:.4g} at step {self.step}{whose}, usually {self.usual:.4g}"
         where = f"; samples {self.samples[0]} to {self.samples[1] - 1} of epoch {self.epoch}" if self.samples else ""
-        return what + where + (f"; not finite: {self.parameters}" if self.parameters else "")
+        which = "gradients that are not finite" if self.kind == "nonfinite" else "gradients that grew most"
+        return what + where + (f"; {which}: {self.parameters}" if self.parameters else "")
 
 
 @final

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
+from accel.meters.gradients import StepGradients
 from accel.meters.health import LossWatch, Trouble
 from accel.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel.meters.stragglers import Straggler, find_stragglers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from accel.facets.observing import ObservingFacet
 
 _LOG = logging.getLogger("accel.meters")
@@ -56,7 +59,8 @@ class Meter:
 
     Attributes:
         steps: optimizer steps of the run, restarts left out.
-        troubles: losses that were no numbers or far from the others.
+        troubles: losses that were no numbers or far from the others; on the main rank those of all, as of the last
+            reading.
         stragglers: what the last comparison of ranks found.
     """
 
@@ -78,14 +82,20 @@ class Meter:
         self._loss_watch = watch_loss
         self.clock = PhaseClock()
         self._waits = GradientWait(self.clock, accelerator._models)
+        self._gradients = StepGradients(
+            _parameters_of(accelerator),
+            [optimizer.optimizer for optimizer in accelerator._optimizers] if watch_loss is not None else (),
+        )
         self._ranks = accelerator.session.world_size
         self.steps = accelerator._progress_of_run.steps
         self.troubles: list[Trouble] = []
+        self._untold: list[Trouble] = []
         self.stragglers: tuple[Straggler, ...] = ()
         self.last: Reading | None = None
         self._losses: list[Any] = []
         self._samples = self._tokens = 0
         self._place: tuple[int, int, int] | None = None
+        self._first: tuple[int, int] | None = None
         self._mark = (self.clock.now(), self.clock.read(), self.steps)
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -122,17 +132,20 @@ class Meter:
             return before
         after = position.samples
         total = getattr(loader, "total_batch_size", 0)
-        first = before if after > before else max(0, self._place[2] if self._place else 0)
+        first = before if after > before else (self._place[2] if self._place else 0)
         last = after if after > before else first + total
         self._samples += last - first
-        self._place = (position.epoch if after > before else position.epoch - 1, first, last)
+        epoch = position.epoch if after > before else position.epoch - 1
+        if self._first is None or self._first[0] != epoch:
+            self._first = (epoch, first)
+        self._place = (epoch, self._first[1], last)
         return int(after)
 
     def step(self, loss: Any = None) -> Reading | None:
         """Ends a step. Every few steps, a reading of them is made, logged, and the ranks are compared (collective).
 
         To be called on all ranks alike. With a ``loss`` it is watched: what is not finite, or far from those before, is
-        reported with the step, the samples and, while gradients are there, the parameters.
+        reported with the step, the samples and the parameters; what other ranks saw, with the next reading.
         """
         accelerator = self._accelerator
         self.steps += 1
@@ -142,23 +155,34 @@ class Meter:
             self._losses.append(value)
             if self._loss_watch is not None:
                 self._look_at(float(value), self._loss_watch)
-        if self.steps % self._every:
-            return None
-        return self.read()
+        self._first = None
+        reading = None if self.steps % self._every else self.read()
+        self._gradients.forget()
+        return reading
 
     def _look_at(self, loss: float, watch: LossWatch) -> None:
         found = watch.check(loss)
         if found is None:
+            if self.steps % self._every == 0:
+                self._gradients.note()
             return
         kind, usual = found
-        parameters = ""
+        accelerator = self._accelerator
         if kind == "nonfinite":
-            parameters = self._accelerator.backend.nonfinite_gradients(self._accelerator._models)
+            with self._gradients.put_back():
+                parameters = accelerator.backend.nonfinite_gradients(accelerator._models)
+        else:
+            parameters = self._gradients.grown()
         epoch, samples = (None, None) if self._place is None else (self._place[0], self._place[1:])
-        trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples)
+        rank = accelerator.session.rank
+        trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples, rank)
+        self._untold.append(trouble)
+        self._tell(trouble)
+
+    def _tell(self, trouble: Trouble) -> None:
         self.troubles.append(trouble)
-        _LOG.warning("%s: %s", kind, trouble)
-        self._accelerator.log_event("trouble", step=self.steps, text=str(trouble), trouble=kind)
+        _LOG.warning("%s: %s", trouble.kind, trouble)
+        self._accelerator.log_event("trouble", step=trouble.step, text=str(trouble), trouble=trouble.kind)
 
     def read(self) -> Reading:
         """A reading of everything since the one before; collective."""
@@ -191,14 +215,21 @@ class Meter:
         return self.last
 
     def _gather(self, spent: dict[str, float]) -> list[dict[str, float]]:
+        """What every rank spent; the main one hears of the others' troubles."""
+        untold, self._untold = self._untold, []
         if self._ranks == 1:
             return [spent]
         import torch
 
-        device = self._accelerator.device
-        own = torch.tensor([list(spent.values())], dtype=torch.float32, device=device)
-        rows = self._accelerator.session.gather(own).tolist()
-        return [dict(zip(spent, row, strict=True)) for row in rows]
+        session = self._accelerator.session
+        own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=self._accelerator.device)
+        rows = session.gather(own).tolist()
+        if any(row[-1] for row in rows[1:]):
+            others = session.gather_object(untold)
+            for trouble in others if session.rank == 0 else ():
+                if trouble.rank:
+                    self._tell(trouble)
+        return [dict(zip(spent, row, strict=False)) for row in rows]
 
     def _note(self, table: Sequence[dict[str, float]]) -> None:
         """Logs the reading; which rank holds the others up is said once for each rank and phase."""
@@ -215,6 +246,17 @@ class Meter:
     def close(self) -> None:
         """Stops looking at gradients."""
         self._waits.remove()
+        self._gradients.remove()
+
+
+def _parameters_of(accelerator: "ObservingFacet") -> "dict[str, Tensor]":
+    """By the names that the user's own models give them; of several models, with the number of each before."""
+    own = [accelerator.backend.unwrap(model, keep_torch_compile=False) for model in accelerator._models]
+    return {
+        (name if len(own) == 1 else f"model {number}: {name}"): parameter
+        for number, model in enumerate(own)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def host_memory() -> int:
