@@ -5,8 +5,8 @@ from typing import Any, final
 
 import pytest
 
-from accel_testing import leaks
 from accel_testing.errors import RankError
+from accel_testing.leaks import leak_checks
 from accel_testing.pool import RankPool, first_failure, name_ranks, rebuilt
 from accel_testing.reporting import attach
 from accel_testing.wire import Answer, Source, TestCall, pack
@@ -56,7 +56,7 @@ class RankRunner:
                 ranks=options["n"],
                 backend=options["backend"] if options["group"] else None,
                 timeout=timeout,
-                checks=_checks(item),
+                checks=leak_checks(item),
                 variables=options["env"],
             )
         except (RankError, AssertionError) as error:
@@ -106,11 +106,6 @@ def _draws_at_random(function: Any) -> bool:
         return False
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
     return not (settings and settings.derandomize and settings.database is None)
-
-
-def _checks(item: pytest.Function) -> tuple[str, ...]:
-    marker = item.get_closest_marker("leaks")
-    return leaks.parse_checks((marker.args or ("all",)) if marker else item.config.getini("accel_leaks"))
 
 
 def _pack_arguments(arguments: dict[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
-"""What a test leaves behind: variables, groups, threads, children, shared memory, folders."""
+"""What a test leaves behind: variables, groups, threads, processes, ports, shared memory, files."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -8,12 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_testing import offspring
+
+if TYPE_CHECKING:
+    import pytest
 
 # What libraries start once and keep on purpose, so that the first test that needs it is not blamed.
 _KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "QueueFeederThread", "tqdm_monitor", "ThreadPoolExecutor-loky")
+_LISTENING = "0A"  # the state of a TCP socket in /proc/net/tcp, see proc(5)
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
-_MAY_END = ("thread ", "child process ")
+_MAY_END = ("thread ", "child process ", "process ", "port ", "shared memory ", "temporary ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,12 @@ def settled_differences(before: Snapshot, *, group_expected: bool = False, grace
         time.sleep(0.02)
 
 
+def leak_checks(item: "pytest.Item") -> tuple[str, ...]:
+    """The checks of a test: those of its marker ``leaks``, else those of the ini option ``accel_leaks``."""
+    marker = item.get_closest_marker("leaks")
+    return parse_checks((marker.args or ("all",)) if marker else item.config.getini("accel_leaks"))
+
+
 def parse_checks(words: Iterable[str]) -> tuple[str, ...]:
     """Names of checks, ``all`` meaning every one; an unknown name is refused."""
     wanted: list[str] = []
@@ -60,6 +74,8 @@ def parse_checks(words: Iterable[str]) -> tuple[str, ...]:
 def _compare(check: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name, look in after.items():
         if name not in before:
+            if check == "processes" and not (look := (offspring.command_of(name) or "")[:200]):
+                continue
             yield _SENTENCES[check].format(name=name, look=look)
         elif before[name] != look:
             yield f"{_SENTENCES[check].format(name=name, look=look)} (was {before[name]})"
@@ -129,7 +145,26 @@ def _shared_memory() -> dict[str, str]:
 
 
 def _temporary() -> dict[str, str]:
-    return {path: "a folder" if os.path.isdir(path) else "a file" for path in _made_here() if os.path.lexists(path)}
+    paths = [*_made_here(), *map(str, offspring.files())]
+    return {path: "a folder" if os.path.isdir(path) else "a file" for path in paths if os.path.lexists(path)}
+
+
+def _processes() -> dict[str, str]:
+    """All processes: whose they are is asked of new ones only, as it takes longer."""
+    return dict.fromkeys(offspring.numbers(), "")
+
+
+def _ports() -> dict[str, str]:
+    """Ports on which this process listens. (Those of programs are gone with their processes.)"""
+    sockets = set()
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(f"/proc/self/fd/{entry}"))
+    if not any(name.startswith("socket:") for name in sockets):
+        return {}
+    lines = [line.split() for table in ("tcp", "tcp6") for line in _read(Path(f"/proc/self/net/{table}")).splitlines()]
+    mine = (words for words in lines if len(words) > 9 and words[3] == _LISTENING and f"socket:[{words[9]}]" in sockets)
+    return {str(int(words[1].rpartition(":")[2], 16)): "listening" for words in mine}
 
 
 @cache
@@ -145,12 +180,14 @@ def _made_here() -> list[str]:
     return made
 
 
-#: The checks by name. Each looks at this process only, so tests may run side by side.
+#: The checks by name. Each looks at this process, and at what it has started, only: tests may run side by side.
 CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
     "environment": _environment,
     "groups": _groups,
     "threads": _threads,
     "children": _children,
+    "processes": _processes,
+    "ports": _ports,
     "shared_memory": _shared_memory,
     "temporary": _temporary,
 }
@@ -160,6 +197,8 @@ _SENTENCES: Mapping[str, str] = {
     "groups": "{name} is still open ({look})",
     "threads": "thread {name} still runs ({look})",
     "children": "child process {name} still runs: {look}",
+    "processes": "process {name} still runs: {look}",
+    "ports": "port {name} is still open",
     "shared_memory": "shared memory segment {name} still exists",
-    "temporary": "{name} ({look}) is still there",
+    "temporary": "temporary {name} ({look}) is still there",
 }

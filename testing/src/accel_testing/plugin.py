@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from accel_testing.items import RankRunner
     from accel_testing.pool import RankPool
 
+# Seconds that what a test has started may still take to end: it costs nothing where all ends at once.
+_LEAK_GRACE = 30.0
 _MARKERS = (
     "ranks(n, group=True, timeout=60, backend='gloo', env={}): run the test in n processes with a process group; the "
     "arguments rank and world_size say which one it is",
@@ -72,12 +74,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts importing torch for the ranks while the tests before them run."""
     if session.config.option.collectonly:
         return
+    from accel_testing import leaks, offspring
+
+    if any({"processes", "temporary"} & {*leaks.leak_checks(item)} for item in session.items):
+        offspring.mark()
     if any(item.get_closest_marker("ranks") for item in session.items):
         _runner(session.config).prepare()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Ends the ranks."""
+    from accel_testing import offspring
+
+    offspring.unmark()
     if runner := config.stash.get(_RUNNER, None):
         runner.close()
 
@@ -131,15 +140,14 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def _accel_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Looks for what the test and its fixtures left behind in this process, where leaks are checked."""
-    marker = request.node.get_closest_marker("leaks")
-    words = (marker.args or ("all",)) if marker else request.config.getini("accel_leaks")
-    if not words:
-        yield
-        return
+    """Looks for what the test and its fixtures left behind, where leaks are checked."""
     from accel_testing import leaks
 
-    before = leaks.snapshot(leaks.parse_checks(words))
+    checks = leaks.leak_checks(request.node)
+    if not checks:
+        yield
+        return
+    before = leaks.snapshot(checks)
     yield
-    if found := leaks.settled_differences(before):
+    if found := leaks.settled_differences(before, grace=_LEAK_GRACE):
         pytest.fail("\n  ".join([f"{request.node.name} left behind:", *found]), pytrace=False)

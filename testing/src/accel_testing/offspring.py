@@ -1,0 +1,59 @@
+"""Processes and files that the programs of a test leave behind, however deep they were started."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+VARIABLE = "ACCEL_TESTING_OFFSPRING"
+"""Says, in the environment of every program that a test starts, whose test that is and where its files belong."""
+
+_HELPERS = ("resource_tracker", "forkserver", "accel_testing.nursery")
+
+
+def mark() -> None:
+    """Marks what this process starts from now on, and gives it a temporary folder of its own; twice is once.
+
+    Compilers keep their cache where it was: it is meant to last.
+    """
+    if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}:"):
+        return
+    usual = tempfile.gettempdir()  # asked for first, so that this process keeps it
+    folder = tempfile.mkdtemp(prefix="accel_testing_offspring_")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
+    os.environ[VARIABLE] = f"{os.getpid()}:{folder}"
+    os.environ["TMPDIR"] = folder
+
+
+def unmark() -> None:
+    """Removes the folder; to be called by the process that called :func:`mark`."""
+    folder = _folder()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files() -> list[Path]:
+    """What lies in the temporary folder of the marked programs; nothing in any process but the one that marked."""
+    folder = _folder()
+    return [] if folder is None or not folder.is_dir() else list(folder.iterdir())
+
+
+def numbers() -> list[str]:
+    """The numbers of all processes of the machine, in the process that marked; nothing in any other."""
+    return [entry for entry in os.listdir("/proc") if entry.isdecimal()] if _folder() is not None else []
+
+
+def command_of(pid: str) -> str | None:
+    """The command of a marked process; None for others, and for helpers that live as long as the one that marked."""
+    wanted = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
+    with contextlib.suppress(OSError):
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            return None if not command or any(helper in command for helper in _HELPERS) else command
+    return None
+
+
+def _folder() -> Path | None:
+    owner, _, folder = os.environ.get(VARIABLE, "").partition(":")
+    return Path(folder) if owner == str(os.getpid()) else None
