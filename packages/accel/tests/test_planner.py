@@ -319,7 +319,15 @@ def test_more_sharding_takes_less(plans: dict[str, MemoryPlan]) -> None:
     assert plans["fsdp:full_shard+offload"].peak < plans["fsdp:full_shard"].peak
     partitioned = [plans[f"zero:{stage}"].parts for stage in (1, 2, 3)]
     assert partitioned[0].gradients > partitioned[1].gradients == partitioned[2].gradients
-    assert partitioned[1].parameters > partitioned[2].parameters
+    # Parameters as small as these stay whole at stage 3, beside this rank's part of them.
+    assert partitioned[2].parameters - partitioned[1].parameters == partitioned[2].gradients // 2
+
+
+def test_large_parameters_are_partitioned() -> None:
+    profile = profile_model(nn.Linear(512, 512), torch.randn(4, 512), loss=lambda model, x: model(x).mean())
+    facts = optimizer_facts("adamw", profile.parameters)
+    plans = {plan.candidate.name: plan for plan in plan_all(profile, facts, Hardware.parse("8x80GB"))}
+    assert plans["zero:3"].parts.parameters < plans["zero:2"].parts.parameters / 7
 
 
 def test_what_is_offloaded_is_on_the_host_to_the_byte(plans: dict[str, MemoryPlan]) -> None:

@@ -1,12 +1,28 @@
 """Predictions against real ranks: parameters, gradients and states within 2 %, the peak within 15 %."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
-from accel.planner.candidate import candidates
+from accel.planner.candidate import Candidate, candidates
 from benchmarks.planner import SHAPES, compared, differences
 
 PARTS = ("parameters", "gradients", "optimizer")
+
+
+def runnable(candidate: Candidate) -> bool:
+    """Whether its library is here, and what it would have to compile."""
+    if candidate.needs is None or find_spec(candidate.needs) is None:
+        return candidate.needs is None
+    from accel_backends.deepspeed_library import extensions_folder
+
+    return not candidate.offload or (extensions_folder() / "cpu_adam" / "cpu_adam.so").exists()
+
+
+def runs(devices: int, nodes: int = 1) -> list[str]:
+    """Names of all that run here."""
+    return [candidate.name for candidate in candidates(devices, nodes) if runnable(candidate)]
 
 
 def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
@@ -28,6 +44,13 @@ def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precisi
     check(shape, strategy, 2, precision=precision, optimizer=optimizer)
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("strategy", "precision"), [("zero:1", "no"), ("zero:2", "bf16"), ("zero:3+ckpt", "bf16")])
+def test_what_is_predicted_is_what_engines_take(strategy: str, precision: str) -> None:
+    check("mlp", strategy, 2, precision=precision)
+
+
 @pytest.mark.ranks(4)
 def test_a_hybrid_takes_what_is_predicted() -> None:
     check("llama", "fsdp:hybrid_shard+ckpt", 4)
@@ -36,9 +59,11 @@ def test_a_hybrid_takes_what_is_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("strategy", [c.name for c in candidates(2) if c.kind != "zero"])
+@pytest.mark.parametrize("strategy", runs(2))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_predicted_is_what_two_ranks_take(shape: str, strategy: str, precision: str) -> None:
+    if shape == "conv" and precision == "bf16" and strategy.startswith("zero"):
+        pytest.skip("DeepSpeed's bf16 has no batch norm in mixed precision")
     check(shape, strategy, 2, precision=precision)
 
 
@@ -54,7 +79,7 @@ def test_what_other_optimizers_keep_is_predicted(strategy: str, optimizer: str) 
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("strategy", [c.name for c in candidates(2, 2) if c.kind != "zero" and not c.offload])
+@pytest.mark.parametrize("strategy", [name for name in runs(2, 2) if "+offload" not in name])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_predicted_is_what_four_ranks_take(shape: str, strategy: str) -> None:
     check(shape, strategy, 4)

@@ -17,6 +17,7 @@ from accel_backends.capabilities import Capabilities
 from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, nonfinite, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
+from accel_backends.held import Held
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
@@ -350,6 +351,10 @@ class Backend(BackendStates):
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
         """Puts back what ``counts`` gave, as far as it is of this backend. Default: nothing is counted."""
+
+    def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
+        """The tensors in which this rank keeps what it trains. Default: those of the model and the optimizer."""
+        return Held.of(model, optimizer)
 
     def unwrap(self, model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
         """The user's own module, still compiled if it was and ``keep_torch_compile``; idempotent."""

@@ -18,14 +18,17 @@ from accel_backends.compile import TorchDynamoPlugin, compile_regions
 from accel_backends.config import BackendConfig
 from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
 from accel_backends.deepspeed_config import DeepSpeedConfig
-from accel_backends.deepspeed_engine import Prepared, engine_of_graph, run_backward
+from accel_backends.deepspeed_engine import Prepared, run_backward
+from accel_backends.deepspeed_engines import Engines
+from accel_backends.deepspeed_held import held_by
 from accel_backends.deepspeed_library import close_communication, library, open_communication, use_device
 from accel_backends.deepspeed_scaling import EngineCounts, EngineScale
 from accel_backends.deepspeed_weights import whole_parameters
+from accel_backends.held import Held
 from accel_backends.names import innermost, named_parameters
 from accel_precision.options import GradScalerKwargs
 from accel_precision.scaler import LossScaler
-from accel_state.errors import BackendError, PrepareError
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +55,7 @@ class DeepSpeedBackend(Backend):
         super().__init__(*args, **kwargs)
         library(self.session.device.type)
         self._options = cast(DeepSpeedConfig, self.config)
-        self._engines: list[Prepared] = []
+        self._engines = Engines()
         self._mesh: DeviceMesh | None = None
         self._owns_group = False
 
@@ -91,7 +94,7 @@ class DeepSpeedBackend(Backend):
             return super().bind(bundle)
         self._open_communication()
         prepared, result = bind_model(self, bundle)
-        self._engines.append(prepared)
+        self._engines.add(prepared)
         self._owned.add(innermost(model), prepared.engine)
         return replace(bundle, models=[prepared.engine], optimizers=result.optimizers, schedulers=result.schedulers)
 
@@ -101,7 +104,7 @@ class DeepSpeedBackend(Backend):
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         """The engine's own compilation, or its model's repeated blocks in place."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None:
             return super().compile(model, plugin)
         if plugin.enabled and plugin.use_regional_compilation:
@@ -114,16 +117,11 @@ class DeepSpeedBackend(Backend):
     def release(self, models: Iterable[nn.Module]) -> None:
         """Takes engines apart. A model of stage 3 stays in pieces, and cannot be prepared again."""
         models = list(models)
-        inner = {id(innermost(model)) for model in models}
         super().release(models)
-        for prepared in [one for one in self._engines if id(innermost(one.engine)) in inner]:
-            self._engines.remove(prepared)
-            prepared.release()
+        self._engines.release(models)
 
     def close(self) -> None:
         """Takes all engines apart, and makes DeepSpeed forget the process group."""
-        for prepared in self._engines:
-            prepared.release()
         self._engines.clear()
         super().close()
         self._mesh = None
@@ -153,7 +151,7 @@ class DeepSpeedBackend(Backend):
             raise BackendError(f"backward of DeepSpeed takes no {foreign[0]!r}; it takes retain_graph")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             explain(loss, kwargs, BackendError("no loss"))
-        used = self._used(loss)
+        used = self._engines.used(loss)
         run_backward(used, loss if scale == 1.0 else loss * scale, retain_graph=bool(kwargs.get("retain_graph")))
         for prepared in used:
             if not kwargs.get("retain_graph"):
@@ -162,7 +160,7 @@ class DeepSpeedBackend(Backend):
     def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
         """Multiplies what engines have accumulated, before it is reduced where that is still to come."""
         for model in models:
-            prepared = self._find(model)
+            prepared = self._engines.find(model)
             if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
                 prepared.gradients.scale(factor)
 
@@ -184,7 +182,7 @@ class DeepSpeedBackend(Backend):
             raise BackendError(
                 f"clip_grad_norm_ with norm_type={norm_type}: DeepSpeed clips to the 2-norm; nearest: 2.0"
             )
-        prepared = self._owner(parameters, "clip_grad_norm_")
+        prepared = self._engines.of_parameters(self._owned.checked(parameters), "clip_grad_norm_")
         assert prepared.gradients is not None
         limited = max_norm != float("inf")
         stated, origin = prepared.clip
@@ -204,7 +202,7 @@ class DeepSpeedBackend(Backend):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limits the elements of the gradients that this rank's optimizer updates; collective."""
-        prepared = self._owner(parameters, "clip_grad_value_")
+        prepared = self._engines.of_parameters(self._owned.checked(parameters), "clip_grad_value_")
         if prepared.gradients is not None and prepared.gradients.filled:
             prepared.gradients.limit(clip_value)
 
@@ -218,14 +216,14 @@ class DeepSpeedBackend(Backend):
         """
         if closure is not None:
             raise BackendError("DeepSpeed's optimizers take no closure; compute the loss before step()")
-        prepared = self._of_optimizer(optimizer)
+        prepared = self._engines.of_optimizer(optimizer)
         gradients = prepared.gradients
         assert gradients is not None
         return gradients.step() if gradients.filled else True
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Lets go of what has been accumulated since the last step, which cleared it already."""
-        prepared = self._of_optimizer(optimizer)
+        prepared = self._engines.of_optimizer(optimizer)
         if prepared.gradients is not None and prepared.gradients.filled:
             prepared.gradients.discard()
             prepared.outputs.clear()
@@ -234,7 +232,7 @@ class DeepSpeedBackend(Backend):
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
         """Rank 0's buffers on every rank: each rank's have gone their own way since the model was prepared."""
-        buffers = [buffer for model in models if self._find(model) is not None for buffer in model.buffers()]
+        buffers = [buffer for model in models if self._engines.find(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
             from accel_state.collectives import broadcast
 
@@ -242,14 +240,14 @@ class DeepSpeedBackend(Backend):
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has been accumulated, by name: this rank's share, or the average where ranks have reduced already."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
             return {}
         return prepared.gradients.held(named_parameters(prepared.engine))
 
     def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Puts shares back; collective."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None:
             return
         from accel_state.objects import all_gather_object
@@ -261,14 +259,14 @@ class DeepSpeedBackend(Backend):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """DTensors under the model's own names, in fp32 where the optimizer keeps them so; collective."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None:
             return super().model_state(model)
         return states.model_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None:
             super().load_model_state(model, state, strict=strict)
             return
@@ -280,7 +278,7 @@ class DeepSpeedBackend(Backend):
 
         On rank 0 only (elsewhere empty) unless told otherwise.
         """
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         if prepared is None:
             return super().whole_model_state(model, main_only=main_only)
         keep = main_only is False or self.session.rank == 0
@@ -289,23 +287,28 @@ class DeepSpeedBackend(Backend):
 
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters are whole on every rank; changes reach the optimizer unless ``writeback`` is off."""
-        prepared = self._find(model)
+        prepared = self._engines.find(model)
         return _NOTHING if prepared is None else whole_parameters(prepared, writeback=writeback)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters; collective."""
-        prepared = self._of_optimizer(optimizer)
+        prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().optimizer_state(optimizer, [prepared.engine])
         return states.optimizer_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
-        prepared = self._of_optimizer(optimizer)
+        prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             super().load_optimizer_state(optimizer, [prepared.engine], state)
         else:
             states.load_optimizer_state(prepared.engine, prepared.parts, self._layout(prepared), state)
+
+    def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
+        """The engine's own, see ``deepspeed_held``."""
+        prepared = self._engines.find(model)
+        return super().held(model, optimizer) if prepared is None else held_by(prepared)
 
     @property
     def loss_scales(self) -> Sequence[EngineScale]:
@@ -323,7 +326,7 @@ class DeepSpeedBackend(Backend):
 
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """Empty tensors, sharded as states are handed out."""
-        prepared = self._of_optimizer(optimizer)
+        prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().state_templates(optimizer, [prepared.engine])
         parameters = named_parameters(prepared.engine)
@@ -346,40 +349,6 @@ class DeepSpeedBackend(Backend):
 
     def _layout(self, prepared: Prepared) -> states.Layout:
         return states.Layout(self.mesh, prepared.groups)
-
-    def _find(self, model: nn.Module) -> Prepared | None:
-        inner = innermost(model)
-        return next((one for one in self._engines if innermost(one.engine) is inner), None)
-
-    def _of_optimizer(self, optimizer: Optimizer) -> Prepared:
-        for prepared in self._engines:
-            if prepared.optimizer is optimizer:
-                return prepared
-        raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
-
-    def _owner(self, parameters: Iterable[torch.Tensor], what: str) -> Prepared:
-        ids = {id(parameter) for parameter in self._owned.checked(parameters)}
-        for prepared in self._engines:
-            own = {id(p): p for p in prepared.engine.module.parameters()}
-            if not ids <= own.keys():
-                continue
-            if missing := sum(p.requires_grad and key not in ids for key, p in own.items()):
-                raise BackendError(
-                    f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
-                    "DeepSpeed clips all of an engine: give it model.parameters()"
-                )
-            return prepared
-        raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
-
-    def _used(self, loss: torch.Tensor) -> list[Prepared]:
-        trained = [one for one in self._engines if one.gradients is not None]
-        open_ = [one for one in trained if one.outputs]
-        if len(open_) > 1:
-            open_ = engine_of_graph(open_, loss) or open_
-        chosen = open_[:1] if len(open_) == 1 else open_ or trained[:1]
-        if not chosen:
-            raise PrepareError("backward with strategy 'deepspeed' needs a model that was prepared with its optimizer")
-        return chosen
 
     def _open_communication(self) -> None:
         """Lets DeepSpeed use the process group; a single process that has none gets one of its own."""

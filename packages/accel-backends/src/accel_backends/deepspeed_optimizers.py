@@ -13,7 +13,7 @@ from accel_backends.deepspeed_library import build_operation
 from accel_state.errors import PrepareError
 
 # Optimizers of torch that DeepSpeed has for the host: module and class there, and the operation to be compiled.
-_ON_HOST = {
+ON_HOST = {
     "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
     "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
     "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "CPUAdagradBuilder"),
@@ -75,12 +75,12 @@ def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:
     if not wants_host(config, optimizer) or is_host(optimizer):
         return
     kind = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim") and kind in _ON_HOST:
+    if type(optimizer).__module__.startswith("torch.optim") and kind in ON_HOST:
         if any(group.get("amsgrad") for group in optimizer.param_groups):
             raise PrepareError(f"{kind}(amsgrad=True) has no counterpart on the host; nearest: amsgrad=False")
         return
     raise PrepareError(
-        f"{kind} cannot update optimizer states that are offloaded; {', '.join(_ON_HOST)} of torch.optim become "
+        f"{kind} cannot update optimizer states that are offloaded; {', '.join(ON_HOST)} of torch.optim become "
         f"DeepSpeed's own for the host. To run {kind} there as it is, and slowly, set {FORCE!r}: false in the "
         "DeepSpeed config"
     )
@@ -103,7 +103,7 @@ def on_host(optimizer: Optimizer) -> Optimizer:
     from importlib import import_module
 
     kind = type(optimizer).__name__
-    module, name, operation = _ON_HOST[kind]
+    module, name, operation = ON_HOST[kind]
     build_operation(operation)
     groups = [
         {key: value for key, value in group.items() if key in _OPTIONS or key == "params"}
@@ -118,7 +118,7 @@ def on_host(optimizer: Optimizer) -> Optimizer:
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     """DeepSpeed's counterpart of an optimizer for states on the host, or the optimizer itself if there is none."""
-    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ON_HOST
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ON_HOST
     return on_host(optimizer) if known else optimizer
 
 

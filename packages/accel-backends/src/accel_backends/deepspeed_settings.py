@@ -143,7 +143,7 @@ def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:
     for key, default in _BUCKETS.items():
         if 0 < run.elements < default:
             even = run.elements + run.elements % 2
-            fill(f"{ZERO}.{key}", even, "size of the model", absent=find(config, f"{ZERO}.stage", 0) in (1, 2))
+            fill(f"{ZERO}.{key}", even, "size of the model", absent=find(config, f"{ZERO}.stage", 0) > 0)
     fill(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", False, "default")
 
 

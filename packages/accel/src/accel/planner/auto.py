@@ -170,12 +170,16 @@ def _decided(
     facts = optimizer_facts(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
     )
-    plans = plan_all(profile, facts, hardware, able(hardware, profile.blocks, strategy.candidates))
+    kind = type(optimizers[0]).__name__ if optimizers else None
+    found = able(hardware, profile.blocks, strategy.candidates, optimizer=kind)
+    plans = plan_all(profile, facts, hardware, found)
     return _told(_choose(plans, strategy.margin), profile.notes)
 
 
-def able(hardware: "Hardware", blocks: object, names: Sequence[str] | None = None) -> list["Candidate"]:
-    """The candidates whose backend is installed, or those of them that are named."""
+def able(
+    hardware: "Hardware", blocks: object, names: Sequence[str] | None = None, *, optimizer: str | None = None
+) -> list["Candidate"]:
+    """The candidates whose backend is installed and takes the optimizer's class, or those of them that are named."""
     from accel.planner.candidate import candidates, named
     from accel_backends.registry import installed_backends
 
@@ -183,7 +187,9 @@ def able(hardware: "Hardware", blocks: object, names: Sequence[str] | None = Non
     found = [
         candidate
         for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks))
-        if candidate.backend in known and (candidate.needs is None or find_spec(candidate.needs) is not None)
+        if candidate.backend in known
+        and (candidate.needs is None or find_spec(candidate.needs) is not None)
+        and (optimizer is None or candidate.optimizers is None or optimizer in candidate.optimizers)
     ]
     return found if names is None else named(found, names)
 

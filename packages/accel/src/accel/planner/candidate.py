@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Literal, final
 
+from accel_backends.deepspeed_optimizers import ON_HOST
 from accel_state.errors import ConfigError
 
 Kind = Literal["whole", "sharded", "zero"]
@@ -27,6 +28,7 @@ class Candidate:
         keeps: gathered parameters stay until after backward.
         replicas: how many groups shard by themselves: 1, "nodes", or "all" (no sharding).
         needs: a library that its backend needs besides, by the name it is imported under.
+        optimizers: classes of torch.optim that it can step with; None: any.
         stage: of ZeRO: what is partitioned, 1 optimizer states, 2 gradients, 3 parameters, each with those before.
     """
 
@@ -40,6 +42,7 @@ class Candidate:
     replicas: Literal["one", "nodes", "all"] = "one"
     stage: int = 0
     needs: str | None = None
+    optimizers: frozenset[str] | None = None
 
     def degrees(self, devices: int, nodes: int) -> tuple[int, int]:
         """How many replicas there are, and over how many ranks each is spread."""
@@ -118,5 +121,6 @@ def _with(base: Candidate, checkpointing: bool, offload: bool) -> Candidate:
         options["offload_optimizer_device"] = "cpu"
         if base.stage == 3:
             options["offload_param_device"] = "cpu"
+    steps = frozenset(ON_HOST) if base.kind == "zero" and offload else None
     name = base.name + (CHECKPOINTING if checkpointing else "") + (OFFLOAD if offload else "")
-    return replace(base, name=name, options=options, checkpointing=checkpointing, offload=offload)
+    return replace(base, name=name, options=options, checkpointing=checkpointing, offload=offload, optimizers=steps)

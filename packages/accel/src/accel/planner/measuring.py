@@ -8,7 +8,8 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+
+from accel_backends.held import Held
 
 
 @final
@@ -32,11 +33,22 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training run to measure: ``compute`` does a forward and backward, ``optimizer`` steps and clears."""
+    """A training run to measure: ``compute`` does a forward and backward, ``optimizer`` steps and clears.
+
+    ``held`` says where the backend keeps parameters, gradients and states; None: in the model and the optimizer.
+    """
 
     model: nn.Module
     optimizer: Any
     compute: Callable[[], object]
+    held: Callable[[], Held] | None = None
+
+    @property
+    def tensors(self) -> Held:
+        """Where they are now."""
+        if self.held is not None:
+            return self.held()
+        return Held.of(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
 
 def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> Measured:
@@ -68,11 +80,11 @@ def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> 
 
 def _step(run: Run) -> tuple[int, int, int]:
     run.compute()
+    gradients = _bytes(run.tensors.gradients)
     run.optimizer.step()
-    parameters = list(run.model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    found = _bytes(parameters), _bytes(gradients), _bytes(_states(run))
-    del gradients
+    held = run.tensors
+    found = _bytes(held.parameters), gradients, _bytes(held.optimizer)
+    del held
     run.optimizer.zero_grad()
     return found
 
@@ -80,11 +92,12 @@ def _step(run: Run) -> tuple[int, int, int]:
 def _resident(run: Run, extra: Iterable[torch.Tensor]) -> int:
     """Bytes of everything that is there between two steps."""
     gc.collect()
-    parameters = list(run.model.parameters())
+    held = run.tensors
     buckets = 0
     if any(isinstance(module, DistributedDataParallel) for module in run.model.modules()):
-        buckets = sum(p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad)
-    return _bytes([*parameters, *run.model.buffers(), *_states(run), *extra]) + buckets
+        buckets = sum(p.numel() * p.dtype.itemsize for p in run.model.parameters() if p.requires_grad)
+    lasting = [*held.parameters, *held.gradients, *held.optimizer, *held.reserved]
+    return _bytes([*lasting, *run.model.buffers(), *extra]) + buckets
 
 
 def _profiled(run: Run) -> tuple[tuple[int, int, int], int]:
@@ -114,11 +127,6 @@ def _highest(roots: Iterable[Any]) -> int:
             held += size
         highest = max(highest, held)
     return highest
-
-
-def _states(run: Run) -> list[torch.Tensor]:
-    optimizer: Optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,90 @@
+"""The engines of one process: which of them a model, an optimizer, parameters or a loss belong to."""
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.deepspeed_engine import Prepared, engine_of_graph
+from accel_backends.names import innermost
+from accel_state.errors import BackendError, PrepareError
+
+
+@final
+class Engines:
+    """All that are prepared, in that order."""
+
+    def __init__(self) -> None:
+        self._all: list[Prepared] = []
+
+    def __iter__(self) -> Iterator[Prepared]:
+        return iter(self._all)
+
+    def add(self, prepared: Prepared) -> None:
+        """One more."""
+        self._all.append(prepared)
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Takes the engines of these models apart."""
+        inner = {id(innermost(model)) for model in models}
+        for prepared in [one for one in self._all if id(innermost(one.engine)) in inner]:
+            self._all.remove(prepared)
+            prepared.release()
+
+    def clear(self) -> None:
+        """Takes all of them apart."""
+        for prepared in self._all:
+            prepared.release()
+        self._all.clear()
+
+    def find(self, model: nn.Module) -> Prepared | None:
+        """The engine of a model; None: it has none."""
+        inner = innermost(model)
+        return next((one for one in self._all if innermost(one.engine) is inner), None)
+
+    def of_optimizer(self, optimizer: Optimizer) -> Prepared:
+        """The engine that an optimizer is inside of.
+
+        Raises:
+            BackendError: it belongs to none.
+        """
+        for prepared in self._all:
+            if prepared.optimizer is optimizer:
+                return prepared
+        raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
+
+    def of_parameters(self, parameters: Iterable[torch.Tensor], what: str) -> Prepared:
+        """The engine whose training parameters these are, all of them.
+
+        Raises:
+            BackendError: they are none's, several engines', or not all of one; ``what`` was to be done with them.
+        """
+        ids = {id(parameter) for parameter in parameters}
+        for prepared in self._all:
+            own = {id(p): p for p in prepared.engine.module.parameters()}
+            if not ids <= own.keys():
+                continue
+            if missing := sum(p.requires_grad and key not in ids for key, p in own.items()):
+                raise BackendError(
+                    f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
+                    "DeepSpeed clips all of an engine: give it model.parameters()"
+                )
+            return prepared
+        raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
+
+    def used(self, loss: torch.Tensor) -> list[Prepared]:
+        """The engines that a loss went through.
+
+        Raises:
+            PrepareError: no engine trains.
+        """
+        trained = [one for one in self._all if one.gradients is not None]
+        open_ = [one for one in trained if one.outputs]
+        if len(open_) > 1:
+            open_ = engine_of_graph(open_, loss) or open_
+        chosen = open_[:1] if len(open_) == 1 else open_ or trained[:1]
+        if not chosen:
+            raise PrepareError("backward with strategy 'deepspeed' needs a model that was prepared with its optimizer")
+        return chosen
