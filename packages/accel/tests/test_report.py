@@ -120,7 +120,8 @@ def test_the_page_holds_the_run_and_fetches_nothing(run: Path) -> None:
         "2 starts",
         "2 steps done again",
         "net.<width>",
-        "effective batch 8; 8 steps an epoch",
+        "effective batch 8 in 2 micro-batches; 8 steps an epoch; each sample is read once",
+        "checkpoint_0",
         "gradient_accumulation_steps",
         "resumed",
         "saved",
@@ -135,6 +136,7 @@ def test_curves_over_a_restart_hold_each_step_once(run: Path) -> None:
     history = read_history(find_run(run))
     assert [step for step, _ in history.curves["loss"]] == list(range(1, len(history.curves["loss"]) + 1))
     assert [step for step, _ in history.lost["loss"]] == [5, 6]
+    assert history.restarts == [5]
     steps = [reading["step"] for reading in history.readings]
     assert steps == sorted(set(steps))
 
@@ -154,6 +156,36 @@ def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, 
     assert [step for step, _ in history.curves["loss"]] == list(range(after + second))
     assert [step for step, _ in history.lost.get("loss", [])] == list(range(after, first))
     assert history.lives == [0.0, 50.0]
+
+
+def test_a_restart_before_anything_was_delivered_is_drawn_where_it_was() -> None:
+    """The checkpoint holds the values themselves, so its marks are empty; they are written by the later process."""
+    lines = [{"kind": "begun", "time": 0.0}]
+    lines += [{"kind": "resumed", "time": 50.0, "since": 49.0, "marks": {}}]
+    lines += [logged(step, 1.0, 1.0 + step) for step in range(4)] + [logged(step, 1.0, 49.5 + step) for step in (4, 5)]
+    history = history_of(lines)
+    assert history.restarts == [4]
+    assert plots_of(history)[0].svg.count('class="restart"') == 1
+
+
+def test_skipped_steps_and_warnings_are_events(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import logging, torch\nfrom accel import Accelerator\n"
+        "accelerator = Accelerator(cpu=True, mixed_precision='fp16', project_dir='.')\n"
+        "accelerator.init_trackers('p')\nnet = torch.nn.Linear(2, 1)\n"
+        "model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "for step in range(3):\n"
+        "    accelerator.backward(model(torch.full((1, 2), 1e4 if step == 1 else 0.1)).sum())\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n    accelerator.log({'loss': 1.0}, step=step)\n"
+        "logging.getLogger('accel.checkpoints').warning('the newest one is %s', 'broken')\n"
+        "accelerator.end_training()\n"
+    )
+    said = run_command([sys.executable, script], cwd=tmp_path, timeout=120).check().output
+    assert said.count("the newest one is broken") == 1  # nobody else listens, so it is still shown, once
+    events = [(one.kind, one.text) for one in read_history(find_run(tmp_path)).events]
+    assert ("warning", "the newest one is broken") in events
+    assert [kind for kind, _ in events].count("skipped") >= 1
 
 
 def test_a_journal_that_was_cut_off_is_read(tmp_path: Path) -> None:

@@ -26,14 +26,20 @@ class PreparedOptimizer(Optimizer):
     Attributes:
         optimizer: the user's optimizer, its parameters pointing at those of the prepared model.
         step_was_skipped: the last due step was left out on all ranks because gradients had overflowed.
+
+    Args:
+        on_skip: called after such a step.
     """
 
     optimizer: Optimizer
     step_was_skipped: bool
 
-    def __init__(self, optimizer: Optimizer, clock: StepClock, backend: Stepper) -> None:
+    def __init__(
+        self, optimizer: Optimizer, clock: StepClock, backend: Stepper, on_skip: Callable[[], None] | None = None
+    ) -> None:
         # Optimizer.__init__ would copy the groups and patch this class's step with profiler hooks: not wanted here.
         self.__dict__.update(optimizer=optimizer, step_was_skipped=False, _clock=clock, _backend=backend)
+        self.__dict__["_on_skip"] = on_skip
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
@@ -46,8 +52,7 @@ class PreparedOptimizer(Optimizer):
         if self._backend is None:
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
         if closure is None:
-            self.step_was_skipped = not self._backend.step(self.optimizer)
-            self._clock.stepped()
+            self._took(self._backend.step(self.optimizer))
             return None
         losses: list[Any] = []
 
@@ -55,9 +60,14 @@ class PreparedOptimizer(Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        self.step_was_skipped = not self._backend.step(self.optimizer, keeping)
-        self._clock.stepped()
+        self._took(self._backend.step(self.optimizer, keeping))
         return losses[0] if losses else None
+
+    def _took(self, stepped: bool) -> None:
+        self.step_was_skipped = not stepped
+        self._clock.stepped()
+        if not stepped and self._on_skip is not None:
+            self._on_skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients if a step is due; inside an accumulation window they are kept."""

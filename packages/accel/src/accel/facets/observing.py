@@ -88,6 +88,12 @@ class ObservingFacet(ABC):
     def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
         """Notes in the run's own log that something happened. Default: there is no log."""
 
+    def _note_skip(self) -> None:
+        """An optimizer step was left out on all ranks."""
+        scaler = self.backend.scaler
+        scale = "" if scaler is None else f" at a loss scale of {scaler.current:g}"
+        self.log_event("skipped", text=f"an optimizer step was left out, as gradients had overflowed{scale}")
+
     def meter(
         self,
         *,

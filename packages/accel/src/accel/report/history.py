@@ -1,6 +1,7 @@
 """A run as its journal tells it, over all restarts: what counts, and what was lost."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,17 @@ _ROUTINE = frozenset({BEGUN, CONFIGURED, LOGGED, READING, DESCRIBED})
 @final
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: when (seconds since the run began), at which step, what, and in which life."""
+    """Something that happened: when (seconds since the run began), at which step, what, and in which life.
+
+    Where it does not say the step itself, that is the one logged last.
+    """
 
     seconds: float
     step: int | None
     kind: str
     text: str
     life: int
+    facts: dict[str, Any]
 
 
 @final
@@ -35,6 +40,7 @@ class History:
         lost: by name, steps and values that were logged after the checkpoint that a later life went on from.
         readings: of the meter, those that count; with ``life`` and ``seconds``.
         lives: seconds at which each process began to work at the run.
+        restarts: the first step of each process but the first.
     """
 
     name: str
@@ -47,6 +53,7 @@ class History:
     ranks: list[list[dict[str, float]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     lives: list[float] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     configuration: dict[str, Any] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
 
@@ -96,28 +103,41 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
     lines = _without_repetitions(lines)
     began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
     history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
+    since, step = math.inf, None
     for line in lines:
         kind, seconds = line[KIND], line[TIME] - began
         if kind in (BEGUN, RESUMED):
             history.lives.append(seconds)
         if kind == RESUMED:
             _take_back(history, line.get("marks", {}))
-        elif kind == LOGGED:
-            _add_values(history, line)
-        elif kind == READING:
-            own = {"life": len(history.lives), "seconds": seconds, "ranks": line.get("ranks", [])}
-            reading = {**line[VALUES], **own}
-            history.readings = [one for one in history.readings if one["step"] < reading["step"]]
-            history.readings.append(reading)
-        elif kind == CONFIGURED:
-            history.configuration = line[VALUES]
-        elif kind == DESCRIBED:
-            history.description = line[VALUES]
+            since = line.get("since", line[TIME])
+        elif kind == LOGGED and line.get(STEP) is not None:
+            step = line[STEP]
+            # What was on its way when the checkpoint was saved comes first, and is older than the process.
+            if line[TIME] >= since:
+                history.restarts.append(step)
+                since = math.inf
+        _take_in(history, line)
         if kind not in _ROUTINE:
-            facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP, "marks")}
+            facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP, "marks", "since")}
             text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
-            history.events.append(Event(seconds, line.get(STEP), kind, text, len(history.lives)))
+            history.events.append(Event(seconds, line.get(STEP, step), kind, text, len(history.lives), facts))
     return history
+
+
+def _take_in(history: History, line: dict[str, Any]) -> None:
+    """Adds what a line of the routine holds."""
+    if line[KIND] == LOGGED:
+        _add_values(history, line)
+    elif line[KIND] == READING:
+        own = {"life": len(history.lives), "seconds": line[TIME] - history.began, "ranks": line.get("ranks", [])}
+        reading = {**line[VALUES], **own}
+        history.readings = [one for one in history.readings if one["step"] < reading["step"]]
+        history.readings.append(reading)
+    elif line[KIND] == CONFIGURED:
+        history.configuration = line[VALUES]
+    elif line[KIND] == DESCRIBED:
+        history.description = line[VALUES]
 
 
 def _without_repetitions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ def page_of(history: History, plots: Sequence[Plot] | None = None) -> str:
         _section("Curves", _figures(curves)) if curves else "",
         _section("Where the time went", _legend() + _figures(times)) if times else "",
         _section("What happened", _events(history)),
+        _section("Checkpoints", _checkpoints(history)),
         _section("The run", _description(history)),
         _section("Configuration", _configuration(history)),
     ]
@@ -102,14 +103,26 @@ def _legend() -> str:
 
 def _events(history: History) -> str:
     rows = [
-        (clock_text(event.seconds), "" if event.step is None else f"{event.step:,}", event.kind, event.text, event.life)
-        for event in history.events
+        (clock_text(event.seconds), _step(event.step), event.kind, event.text, event.life) for event in history.events
     ]
     hidden = len(rows) - _EVENT_LIMIT
     shown = _table(("time", "step>", "event", "", "start>"), rows[-_EVENT_LIMIT:])
     return (
         shown + (f"<p>{hidden} earlier ones are in the log.</p>" if hidden > 0 else "") if rows else "<p>Nothing.</p>"
     )
+
+
+def _checkpoints(history: History) -> str:
+    saved = [event for event in history.events if event.kind == "saved"]
+    rows = [
+        (clock_text(one.seconds), _step(one.step), one.facts.get("path", ""), f"{one.facts.get('seconds', 0.0):.2f} s")
+        for one in saved
+    ]
+    return _table(("time", "step>", "place", "took>"), rows) if rows else "<p>None was saved.</p>"
+
+
+def _step(step: int | None) -> str:
+    return "" if step is None else f"{step:,}"
 
 
 def _description(history: History) -> str:

@@ -29,13 +29,14 @@ class Plot:
 def plots_of(history: History) -> list[Plot]:
     """Every picture of a report, those first that most people look for."""
     plots = []
-    restarts = _restart_steps(history)
+    restarts = [float(step) for step in history.restarts]
     first = [name for name in ("loss", "train/loss", "train_loss", "lr") if name in history.curves]
     names = [*first, *(name for name in history.curves if name not in first and not name.startswith("meter/"))]
     for name in names:
         drawn = curve(history.curves[name], lost=history.lost.get(name, ()), marks=restarts, label=name)
         plots.append(Plot(_file_name(name), name, drawn))
     readings = history.readings
+    restarts = _first_readings(history)
     for key, title in (
         ("samples_per_second", "samples per second"),
         ("tokens_per_second", "tokens per second"),
@@ -205,9 +206,10 @@ def _thinned(points: Sequence, most: int) -> list:  # type: ignore[type-arg]
     return thin if not points or thin[-1] is points[-1] else [*thin, points[-1]]
 
 
-def _restart_steps(history: History) -> list[float]:
-    """The step at which each later life took the run up: one past the last that counted then."""
-    return [float(event.step) for event in history.events if event.kind == "resumed" and event.step is not None]
+def _first_readings(history: History) -> list[float]:
+    """The step of the first reading of each process but the first; the meter counts steps in its own way."""
+    first = {reading["life"]: float(reading["step"]) for reading in reversed(history.readings)}
+    return [step for life, step in sorted(first.items()) if life > 1]
 
 
 def _file_name(name: str) -> str:

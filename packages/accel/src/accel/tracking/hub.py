@@ -10,6 +10,7 @@ from typing import Any, final
 
 from accel.tracking.base import GeneralTracker
 from accel.tracking.lane import STATE, Lane, QueueOptions
+from accel.tracking.notices import Notices
 from accel.tracking.own import OWN_ID, TIME, RunLogTracker
 from accel.tracking.spool import Entry
 from accel.tracking.values import snapshot
@@ -39,6 +40,7 @@ class RunTracking:
         self._project_folder = None if folder is None else folder / project
         self._logged: dict[str, int] = {}
         self._own: Lane | None = None
+        self._notices: Notices | None = None
         # At the end of the process what is queued is still delivered; a run that was let go of is not kept for that.
         _at_exit(weakref.WeakMethod(self.finish))
 
@@ -54,6 +56,9 @@ class RunTracking:
         self.lanes.append(lane)
         if isinstance(tracker, RunLogTracker):
             self._own = lane
+            note = weakref.WeakMethod(self.event)
+            self._notices = Notices(lambda *args, **facts: (call := note()) and call(*args, **facts))
+            self._notices.open()
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -105,6 +110,8 @@ class RunTracking:
 
     def finish(self) -> None:
         """Delivers what is left to every tracker at the same time, and closes them."""
+        if self._notices is not None:
+            self._notices.close()
         for lane in self.lanes:
             lane.hurry()
         for lane in self.lanes:

@@ -33,6 +33,7 @@ class RunLogTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], run_id: str) -> None:
         super().__init__()
         self.folder = Path(logging_dir) / run_name / run_id
+        self._since = clock.time()
         self._marks: Mapping[str, int] | None = None
         self._table: _Table | None = None
         self._journal: IO[str] | None = None
@@ -53,7 +54,8 @@ class RunLogTracker(GeneralTracker):
         if self._marks is None:
             self.event(BEGUN)
         else:
-            self.event(RESUMED, step=max(self._marks.values(), default=None), marks=dict(self._marks))
+            last = max(self._marks.values(), default=None)
+            self.event(RESUMED, step=last, marks=dict(self._marks), since=self._since)
         self.flush()
 
     def resume(self, run: Continuation) -> None:
