@@ -1,8 +1,11 @@
 """What a sharded step costs through accel, over the same written by hand with ``fully_shard``: time and memory.
 
-Ratios are medians over rounds in which both run in turn, between the same barriers; on a machine that others use, the
-one of processor time is the steadier. Memory is the most that a rank held allocated from the making of the model to the
-end of three steps, by the account of torch's profiler: tensors on the CPU, no files, no buffers of the collectives.
+Ratios are medians over rounds in which both run in turn, between the same barriers. ``cpu`` is the processor time of
+the thread that steps (forward, backward and update; not the threads of the collectives), which other programs disturb
+less; ``+-`` is how far its median may be off: half the range that holds the middle half of the rounds, over the square
+root of their number. Memory is the most that a rank held allocated from the making of the model to the end of three
+steps, by the account of torch's profiler: tensors on the CPU, no files, no buffers of the collectives; it waits for
+those, so that it comes out the same in every run.
 """
 
 import statistics
@@ -133,32 +136,37 @@ def measure_time(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
 
     def run(name: str) -> Step:
         def many() -> None:
-            started = time.process_time()
+            started = time.thread_time()
             for _ in range(steps * case.accumulate):
                 loops[name]()
-            spent[name].append(time.process_time() - started)
+            spent[name].append(time.thread_time() - started)
 
         return many
 
     times = interleave({name: run(name) for name in loops}, rounds, warmup=2, before=dist.barrier)
+    busy = {name: seconds[-rounds:] for name, seconds in spent.items()}
+    ratios = [ours / theirs for ours, theirs in zip(busy["accel"], busy["raw"], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
         "case": case.name,
         "raw_ms": statistics.median(times["raw"]) / steps * 1e3,
         "wall_ratio": ratio(times, "accel", "raw"),
-        "cpu_ratio": ratio({name: seconds[-rounds:] for name, seconds in spent.items()}, "accel", "raw"),
+        "cpu_ratio": statistics.median(ratios),
+        "+-": (high - low) / 2 / rounds**0.5,
     }
 
 
 def measure_memory(case: Case, name: str) -> int:
     """The most bytes that a rank held from making the model to the end of three steps."""
-    from accel_testing.memory import peak_allocated
+    from accel_testing.memory import peak_allocated, settled
 
     def run() -> None:
         step = MAKERS[name](case)
         for _ in range(3 * case.accumulate):
             step()
 
-    return peak_allocated(run)
+    with settled():
+        return peak_allocated(run)
 
 
 def main() -> None:
@@ -166,7 +174,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=2, help="number of processes to measure with")
     args = options.parse_args()
     rounds, steps = (2, 1) if args.quick else (args.rounds, 4)
-    columns = ["case", "raw_ms", "wall_ratio", "cpu_ratio", "raw_MiB", "memory_ratio"]
+    columns = ["case", "raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"]
     report = Report(f"A sharded step over the same by hand, {args.ranks} ranks (goals: 1.02, 1.01)", columns)
     from accel_testing import RankPool
 
@@ -174,11 +182,13 @@ def main() -> None:
         for case in CASES:
             rows = pool.run(measure_time, case, rounds=rounds, steps=steps)
             row = {key: rows[0][key] for key in ("case", "raw_ms")}
-            for key in ("wall_ratio", "cpu_ratio"):
+            for key in ("wall_ratio", "cpu_ratio", "+-"):
                 row[key] = statistics.median(one[key] for one in rows)
-            # The least of several: threads of the collectives may hold on to what they sent, more or less of it.
-            repeats = range(1 if args.quick else 5)
-            held = {name: min(max(pool.run(measure_memory, case, name)) for _ in repeats) for name in MAKERS}
+            # In turn; the least of several, if a machine is so slow that threads of the collectives let go too late.
+            runs = [
+                (name, pool.run(measure_memory, case, name)) for _ in range(1 if args.quick else 3) for name in MAKERS
+            ]
+            held = {name: min(max(ranks) for one, ranks in runs if one == name) for name in MAKERS}
             report.add(**row, raw_MiB=held["raw"] / 2**20, memory_ratio=held["accel"] / held["raw"])
     report.show(args.json)
 
