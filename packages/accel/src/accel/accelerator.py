@@ -264,7 +264,7 @@ class Accelerator(
             results[position] = model
             self._models.append(model)
         for position, optimizer in zip(where["optimizer"], bundle.optimizers, strict=True):
-            results[position] = PreparedOptimizer(optimizer, self.clock, self.backend)
+            results[position] = PreparedOptimizer(optimizer, self.clock, self.backend, self._note_skip)
             self._optimizers.append(results[position])
         for position, scheduler in zip(where["scheduler"], bundle.schedulers, strict=True):
             results[position] = self._wrap_scheduler(scheduler)
