@@ -1,5 +1,6 @@
 """strategy="auto": chosen when a model is prepared, alike on all ranks, and trained with."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -72,6 +73,53 @@ def test_ranks_choose_alike_and_train_as_one_would(fitting: str, backend: str, r
         assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
     for one in (accelerator, again):
         one.free_memory()
+
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@needs_deepspeed
+@pytest.mark.ranks(2)
+def test_auto_may_choose_zero(rank: int, world_size: int) -> None:
+    accelerator, state = trained(auto(candidates=["zero:2"]), rank, world_size)
+    assert accelerator.choice.name == accelerator.backend.name == "deepspeed"
+    assert accelerator.backend.config.zero_stage == 2
+    _, expected = trained("ddp", rank, world_size)
+    if rank == 0:
+        assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+
+
+@needs_deepspeed
+@pytest.mark.ranks(2)
+def test_the_stage_is_chosen_where_it_says_auto(rank: int, world_size: int) -> None:
+    plugin = {"zero_stage": "auto", "offload_optimizer": False, "gradient_clipping": 1.0}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    built = model()
+    loader = DataLoader(TOKENS[:8], batch_size=8)
+    accelerator.prepare(built, torch.optim.AdamW(built.parameters()), loader)
+    options = accelerator.deepspeed_plugin
+    assert options.zero_stage in (1, 2, 3)
+    assert options.offload_optimizer_device == "none"
+    assert {key: origin for key, _, origin in options.explain()}["zero_optimization.stage"] == "the planner"
+    assert f"chose zero:{options.zero_stage}" in str(accelerator.choice)
+    accelerator.free_memory()
+
+
+@needs_deepspeed
+def test_a_stage_that_nothing_leaves_open_is_not_chosen() -> None:
+    from accel_backends import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(zero_stage="auto", offload_optimizer_device="none", offload_param_device="cpu")
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    with pytest.raises(ConfigError, match="leaves no choice"):
+        accelerator.prepare(model(), DataLoader(TOKENS[:8], batch_size=8))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("optimizer", "there"), [("AdamW", True), ("SGD", False)])
+def test_offloading_is_chosen_only_for_optimizers_that_it_can_step_with(optimizer: str, there: bool) -> None:
+    found = able(Hardware(devices=8), blocks=True, optimizer=optimizer)
+    assert any(one.name == "zero:2+offload" for one in found) == there
 
 
 @pytest.mark.ranks(2)
@@ -150,8 +198,6 @@ def test_options_of_ddp_wait_for_ddp_to_be_chosen() -> None:
 
 
 def test_zero_is_chosen_from_only_where_its_library_is() -> None:
-    from importlib.util import find_spec
-
     names = {candidate.backend for candidate in able(Hardware(devices=8), blocks=True)}
     assert ("deepspeed" in names) == (find_spec("deepspeed") is not None)
     assert isinstance(AutoStrategy(), BackendConfig)

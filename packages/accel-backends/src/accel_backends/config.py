@@ -79,6 +79,10 @@ class BackendConfig(KwargsHandler):
         """How whole states of optimizers are handed out. Default: as those of models."""
         return None
 
+    def settled(self, options: Mapping[str, Any]) -> "Self | None":
+        """These options with what the planner chose; None where they say something else. Default: they leave nothing."""
+        return None
+
     def implied(self) -> Mapping[str, Implied]:
         """What these options say about the Accelerator's own settings, by their names. Default: nothing."""
         return {}

@@ -1,8 +1,8 @@
 """Options of DeepSpeed: the fields that users know, DeepSpeed's own JSON, and which of them decides what."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, final
 
 from accel_backends.config import BackendConfig, Implied
@@ -17,12 +17,11 @@ from accel_backends.deepspeed_json import (
     near,
     put,
 )
-from accel_backends.fsdp_values import as_flag, as_number
+from accel_backends.deepspeed_values import read
+from accel_backends.fsdp_values import as_flag
 from accel_state.errors import ConfigError
 
 PREFIX = "ACCELERATE_DEEPSPEED_"
-STAGES = (0, 1, 2, 3)
-OFFLOAD = ("none", "cpu", "nvme")
 _NVME = "{}_nvme_path"
 # Which key of DeepSpeed's JSON says the same as a field, and which variable gives the field.
 _KEYS: Mapping[str, tuple[str, str]] = {
@@ -66,7 +65,8 @@ class DeepSpeedConfig(BackendConfig):
         hf_ds_config: DeepSpeed's own configuration: a mapping, a path, JSON, or JSON in base64.
         gradient_accumulation_steps: micro-batches of one optimizer step; "auto": what the Accelerator says.
         gradient_clipping: norm that every step's gradients are clipped to; "auto": by ``clip_grad_norm_`` only.
-        zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; "auto": the planner chooses
+            the stage, and what is offloaded where these options leave it open, when a model is prepared.
         is_train_batch_min: of several loaders the smallest batch, not the largest, is what DeepSpeed reports.
         offload_optimizer_device: where optimizer states live: "none", "cpu" or "nvme".
         offload_param_device: where parameters live at stage 3: "none", "cpu" or "nvme".
@@ -78,6 +78,7 @@ class DeepSpeedConfig(BackendConfig):
         transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: taken and ignored, as MS-AMP is off.
+        chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
         sources: where fields were given, by their names, for messages; where not said: the plugin itself.
         origins: where each key of the configuration came from, filled in here and by prepare.
 
@@ -103,6 +104,7 @@ class DeepSpeedConfig(BackendConfig):
     msamp_opt_level: Any = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    chooses_stage: bool = field(default=False, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
@@ -151,6 +153,7 @@ class DeepSpeedConfig(BackendConfig):
         document = self.hf_ds_config.config
         where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
         check_keys(document, where)
+        self.chooses_stage = self.zero_stage == AUTO and _unset(find(document, _KEYS["zero_stage"][0]))
         for name, (key, variable) in _KEYS.items():
             self._decide(name, key, variable, where, env)
         self._check(env)
@@ -163,8 +166,8 @@ class DeepSpeedConfig(BackendConfig):
         found, origin = getattr(self, name), self.sources.get(name, f"deepspeed_plugin {name}")
         if _unset(found):
             found, origin = env.get(variable), f"environment {variable}"
-        chosen = None if _unset(found) else _read(name, found, origin)
-        stated = None if _unset(written) else _read(name, written, f"{where} {key}")
+        chosen = None if _unset(found) else read(name, found, origin)
+        stated = None if _unset(written) else read(name, written, f"{where} {key}")
         if chosen is not None and stated is not None and chosen != stated:
             raise ConfigError(
                 f"{origin} says {chosen!r}, and {where} says {key} = {stated!r}; make them agree, or let the "
@@ -179,6 +182,8 @@ class DeepSpeedConfig(BackendConfig):
         section = key.rpartition(".")[0]
         if chosen in (None, "none") and find(document, section) is None:
             return
+        if name == "zero_stage" and self.chooses_stage:
+            return
         if chosen != AUTO or written is not None:
             put(document, key, chosen)
 
@@ -186,7 +191,7 @@ class DeepSpeedConfig(BackendConfig):
         for kind, least in (("optimizer", 1), ("param", 3)):
             device = getattr(self, f"offload_{kind}_device")
             path = getattr(self, f"offload_{kind}_nvme_path")
-            if device != "none" and self.zero_stage < least:
+            if device != "none" and self.zero_stage < least and not self.chooses_stage:
                 raise ConfigError(
                     f"offload_{kind}_device={device!r} ({self.origins[f'{ZERO}.offload_{kind}.device']}) needs "
                     f"zero_stage {least} or more, and it is {self.zero_stage} ({self.origins[f'{ZERO}.stage']})"
@@ -206,9 +211,19 @@ class DeepSpeedConfig(BackendConfig):
                 f"zero3_init_flag is True, and zero_stage is {self.zero_stage} ({self.origins[f'{ZERO}.stage']}); only "
                 "stage 3 partitions parameters"
             )
-        self.zero3_init_flag = asked
+        self.zero3_init_flag = None if flag is None and self.chooses_stage else asked
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
+
+    def settled(self, options: Mapping[str, Any]) -> Self | None:
+        """These options with a stage and offloading that were left open; None where they say something else already."""
+        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
+            is_open = self.origins[_KEYS[name][0]] == "default"
+            if not is_open and options.get(name, "none") != getattr(self, name):
+                return None
+        known = {name: self.origins[key] for name, (key, _) in _KEYS.items()}
+        sources = {**known, **dict.fromkeys(options, "the planner")}
+        return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -339,63 +354,3 @@ def _shortened(name: str, value: Any, given: dict[str, Any], document: dict[str,
     else:
         value = _WORDS.get(value, value) if isinstance(value, str) else value
         given[_SHORT[name]] = {True: "cpu", False: "none", None: "none"}.get(value, value)
-
-
-def _read(name: str, value: Any, origin: str) -> Any:
-    """A value as its field's type.
-
-    Raises:
-        ConfigError: it cannot be read as one, with what can.
-    """
-    reader: Callable[[str, Any, str], Any] = _READERS.get(name, _path)
-    return reader(name, value, origin)
-
-
-def _stage(name: str, value: Any, origin: str) -> int:
-    number = as_number(f"{name} ({origin})", value)
-    if number not in STAGES:
-        nearest = min(STAGES, key=lambda stage: abs(stage - number))
-        raise ConfigError(f"{name} is {value!r} ({origin}); expected 0, 1, 2 or 3; nearest: {nearest}")
-    return number
-
-
-def _count(name: str, value: Any, origin: str) -> int:
-    number = as_number(f"{name} ({origin})", value)
-    if number < 1:
-        raise ConfigError(f"{name} is {value!r} ({origin}); expected 1 or more")
-    return number
-
-
-def _norm(name: str, value: Any, origin: str) -> float:
-    try:
-        norm = float(value)
-    except (TypeError, ValueError):
-        norm = -1.0
-    if norm < 0:
-        raise ConfigError(f"{name} is {value!r} ({origin}); expected a norm, 0 for none, or 'auto'")
-    return norm
-
-
-def _flag(name: str, value: Any, origin: str) -> bool:
-    return as_flag(f"{name} ({origin})", value)
-
-
-def _device(name: str, value: Any, origin: str) -> str:
-    device = str(getattr(value, "value", value)).lower()
-    if device not in OFFLOAD:
-        raise ConfigError(f"{name} is {value!r} ({origin}); expected none, cpu or nvme{near(device, OFFLOAD)}")
-    return device
-
-
-def _path(name: str, value: Any, origin: str) -> str | None:
-    return None if str(value).lower() == "none" else str(value)
-
-
-_READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
-    "zero_stage": _stage,
-    "gradient_accumulation_steps": _count,
-    "gradient_clipping": _norm,
-    "zero3_save_16bit_model": _flag,
-    "offload_optimizer_device": _device,
-    "offload_param_device": _device,
-}

@@ -11,7 +11,7 @@ from accel.clock import GradientAccumulationPlugin
 from accel.config import AccelConfig, resolve_config
 from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options, named_backend
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
-from accel.planner.auto import Undecided, waiting
+from accel.planner.auto import AutoStrategy, Undecided, waiting
 from accel.strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
@@ -84,13 +84,18 @@ def open_parts(
             )
         )
         given = call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config)
-        auto = asked_auto(given, fsdp, deepspeed, parallelism)
+        open_engine = engine if engine is not None and engine.chooses_stage else None
+        auto = AutoStrategy(among=open_engine) if open_engine else asked_auto(given, fsdp, deepspeed, parallelism)
         given = given if auto is None else None
         if fsdp is None and call["backend"] is None:
             fsdp = fsdp_options(config)
         parallelism = parallelism or degrees_of(config)
         variables = {**os.environ, **config.variables()}
-        asked = engine or asked_strategy(given, fsdp, parallelism, variables) or sorted_handlers.ddp
+        asked = (
+            (None if open_engine else engine)
+            or asked_strategy(given, fsdp, parallelism, variables)
+            or sorted_handlers.ddp
+        )
         if isinstance(asked, BackendConfig):
             asked = asked.on(session.device.type)
         choice = select_backend(session.topology, session.device, asked)

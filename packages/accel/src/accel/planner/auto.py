@@ -35,6 +35,7 @@ class AutoStrategy(BackendConfig):
         hardware: a description such as "8x80GB", of as many devices as there are processes; None: found out.
         margin: part of each device's memory that is to stay free.
         candidates: names of strategies to choose from; None: all that are installed.
+        among: options of one backend that leave something open: only what settles that is chosen from.
     """
 
     backend: ClassVar[str] = "auto"
@@ -47,6 +48,7 @@ class AutoStrategy(BackendConfig):
     hardware: "Hardware | str | None" = None
     margin: float = 0.1
     candidates: Sequence[str] | None = None
+    among: BackendConfig | None = None
 
 
 @final
@@ -78,6 +80,8 @@ class Undecided:
         from accel_backends.registry import load_backend
 
         kind = load_backend(candidate.backend)
+        if self.strategy.among is not None:
+            return self.opener(candidate.backend, self.strategy.among.settled(candidate.options) or kind.options({}))
         options = self.preferred if isinstance(self.preferred, kind.Config) else kind.options(candidate.options)
         return self.opener(candidate.backend, options)
 
@@ -172,6 +176,8 @@ def _decided(
     )
     kind = type(optimizers[0]).__name__ if optimizers else None
     found = able(hardware, profile.blocks, strategy.candidates, optimizer=kind)
+    if strategy.among is not None:
+        found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)
     return _told(_choose(plans, strategy.margin), profile.notes)
 
@@ -192,6 +198,26 @@ def able(
         and (optimizer is None or candidate.optimizers is None or optimizer in candidate.optimizers)
     ]
     return found if names is None else named(found, names)
+
+
+def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list["Candidate"]:
+    """The candidates that decide what ``options`` leave open, and nothing else.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [
+        candidate
+        for candidate in candidates
+        if candidate.backend == options.backend
+        and not candidate.checkpointing
+        and options.settled(candidate.options) is not None
+    ]
+    if not found:
+        raise ConfigError(
+            f"{type(options).__name__} leaves no choice that can be carried out here: give its values instead of 'auto'"
+        )
+    return found
 
 
 def _choose(plans: Any, margin: float) -> "Decision":
