@@ -223,6 +223,28 @@ def kept_gradients() -> AbstractContextManager[None]:
     return replaced(PreparedOptimizer, "zero_grad", lambda original: lambda self: None)
 
 
+def summed_shards() -> AbstractContextManager[None]:
+    """Sharded gradients are summed over ranks, not averaged."""
+    from accel_backends import FSDPBackend
+
+    def make(original: Any) -> Any:
+        def prepare(self: Any, model: nn.Module) -> nn.Module:
+            sharded = original(self, model)
+            sharded.set_gradient_divide_factor(1.0)
+            return sharded
+
+        return prepare
+
+    return replaced(FSDPBackend, "prepare_model", make)
+
+
+def stale_shards() -> AbstractContextManager[None]:
+    """Parameters that were gathered once are computed with again, whatever the optimizer has done since."""
+    from accel_backends import FSDPBackend
+
+    return replaced(FSDPBackend, "_reshard", lambda original: lambda self, root, sharded: None)
+
+
 def same_samples_everywhere() -> AbstractContextManager[None]:
     """Every rank reads the share of rank 0."""
     from accel_state.parallelism import DataShard, ParallelismConfig
@@ -250,6 +272,8 @@ def same_samples_everywhere() -> AbstractContextManager[None]:
         (no_first_broadcast, full, "ddp:2", r"(?s)the loss is .*rank 1 has another"),
         (kept_gradients, full, "ddp:2", r"at step 1:\n  the gradient norm is"),
         (same_samples_everywhere, full, "ddp:2", r"at step 0:\n  the loss is"),
+        (summed_shards, full, "fsdp:2", r"at step 0:\n  the gradient norm is .* \(2 times it\)"),
+        (skipped_clip, full, "fsdp:2", r"at step \d:\n  (first|second)\.\w+: off by .*\n  and 3 more tensors"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

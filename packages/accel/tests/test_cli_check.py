@@ -20,10 +20,12 @@ def program():
 """
 
 
-def test_a_program_is_checked_under_a_layout(tmp_path: Path) -> None:
+def test_a_program_is_checked_under_its_layouts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    layouts = ["ddp:2/fp64", "fsdp:2/fp64/acc=2", "fsdp:4/fp64/dp_replicate=2/dp_shard=2"]
+    asked = ",".join([*layouts[:2], "hsdp:2x2/fp64"])
     done = subprocess.run(
-        [*[sys.executable, "-m", "accel", "check", "train.py:program"], *["--layouts", "ddp:2/fp64", "--json"]],
+        [sys.executable, "-m", "accel", "check", "train.py:program", "--layouts", asked, "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -31,9 +33,9 @@ def test_a_program_is_checked_under_a_layout(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (layout,) = found["layouts"]
-    assert (found["ok"], found["steps"], layout["layout"], layout["departure"]) == (True, 2, "ddp:2/fp64", None)
-    assert layout["distance"] <= layout["tolerance"]
+    assert (found["ok"], found["steps"]) == (True, 2)
+    assert [layout["layout"] for layout in found["layouts"]] == layouts
+    assert all(layout["departure"] is None and layout["distance"] <= layout["tolerance"] for layout in found["layouts"])
 
 
 @pytest.mark.parametrize(
