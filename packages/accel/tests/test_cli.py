@@ -205,6 +205,21 @@ def test_config_validate_names_the_line(content: str, status: int, words: str, t
     assert words in done.stdout + done.stderr
 
 
+def test_config_validate_names_every_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("seed: x\nmixed_precision: bf16\nfsdp_config:\n  fsdp_offload_parms: true\n")
+    done = accel("config", "validate", str(path))
+    assert done.returncode == 2
+    assert "2 mistakes" in done.stderr
+    for words in (f"seed is 'x' (file {path}:1)", f"{path}:4: unknown key 'fsdp_offload_parms' in fsdp_config"):
+        assert words in done.stderr
+
+
+def test_config_show_can_leave_out_defaults() -> None:
+    done = accel("config", "show", "--given", "--seed", "3")
+    assert [line.split() for line in done.stdout.splitlines()[1:]] == [["seed", "3", "flag", "--seed"]]
+
+
 def test_env_reports_versions_devices_and_changed_settings() -> None:
     done = accel("env", "--json", env={"ACCEL_SEED": "5"})
     found = json.loads(done.stdout)

@@ -34,7 +34,12 @@ COMMANDS = {
 ENTRY_POINTS = "accel.commands"
 """Entry-point group by which other packages add commands: a name, and the ``click.Command`` it stands for."""
 
-_ELSEWHERE = {"check": "accel-testing", "test": "accel-testing"}
+_ELSEWHERE = {
+    "check": ("accel-testing", "Compare a program under a layout with plain training."),
+    "test": ("accel-testing", "Train on this machine's devices in every way; a table of what works."),
+}
+"""Commands of packages that belong to this one: the package, and the line about it."""
+
 _BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
 
 
@@ -57,7 +62,9 @@ class CommandLine(click.RichGroup):
 
         for entry in sorted(entry_points(group=ENTRY_POINTS)):
             package = entry.dist.name if entry.dist is not None else entry.value
-            self.commands.setdefault(entry.name, Listed(entry.name, f"From {package}.", partial(_load_other, entry)))
+            owner, line = _ELSEWHERE.get(entry.name, ("", ""))
+            summary = line if owner == package else f"From {package}."
+            self.commands.setdefault(entry.name, Listed(entry.name, summary, partial(_load_other, entry)))
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -112,7 +119,7 @@ def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
     if isinstance(error, NoSuchCommand):
         assert error.ctx is not None
         if error.command_name in _ELSEWHERE and error.ctx.command_path == "accel":
-            package = _ELSEWHERE[error.command_name]
+            package, _ = _ELSEWHERE[error.command_name]
             return f"accel {error.command_name} comes with {package}, which is not installed here"
         prefix = f"{error.ctx.command_path} ".removeprefix("accel ")
         return f"unknown command '{prefix}{error.command_name}'; {_hint(error.possibilities, prefix)}"

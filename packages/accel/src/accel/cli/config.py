@@ -11,7 +11,7 @@ import rich_click as click
 from accel.cli.options import as_json, config_file, config_from, setting_options
 from accel.cli.printing import print_json, print_table
 from accel.config.model import AccelConfig, settings
-from accel.config.resolve import resolve_config, unknown_variables
+from accel.config.resolve import mistakes_in, resolve_config, unknown_variables
 from accel.config.setting import Setting
 from accel_state.errors import ConfigError
 
@@ -34,7 +34,11 @@ def config(context: click.Context, config_file: str) -> int:
     answers = ask_all(asker, {row.name: row.value for row in known.explain() if row.origin.source == "file"})
     if answers is None:
         raise click.Abort
-    print_table(["setting", "value"], [(name, shown(value)) for name, value in shown_answers(answers)])
+    chosen = [(name, shown(value)) for name, value in shown_answers(answers)]
+    if chosen:
+        print_table(["setting", "value"], chosen)
+    else:
+        print("every setting has its default")
     if asker.choose(f"Write this to {path}?", ["yes", "no"], "yes") != "yes":
         raise click.Abort
     replace_file(path, file_text(resolve_config(answers, {})))
@@ -45,17 +49,18 @@ def config(context: click.Context, config_file: str) -> int:
 @config.command()
 @setting_options
 @config_file
+@click.option("--given", "given_only", is_flag=True, help="Leave out what has its default.")
 @as_json
-def show(config_file: str | None, *, as_json: bool, **flags: str | bool | None) -> int:
+def show(config_file: str | None, *, given_only: bool, as_json: bool, **flags: str | bool | None) -> int:
     """Shows what a launch with the same options would use, and where each value came from.
 
     A flag wins over a variable, a variable over the file, the file over the default.
     """
     config = config_from(flags, config_file)
     if as_json:
-        print_json(rows_as_json(config))
+        print_json([row for row in rows_as_json(config) if not given_only or row["source"] != "default"])
         return 0
-    rows = config.explain()
+    rows = [row for row in config.explain() if not given_only or row.origin.source != "default"]
     defaults = [row.origin.source == "default" for row in rows]
     print_table(
         ["setting", "value", "from"], [(row.name, shown(row.value), row.origin) for row in rows], dimmed=defaults
@@ -68,9 +73,12 @@ def show(config_file: str | None, *, as_json: bool, **flags: str | bool | None) 
 @config.command()
 @click.argument("file")
 def validate(file: str) -> int:
-    """Checks every key and value of a YAML or JSON file; a mistake is named with its line."""
+    """Checks every key and value of a YAML or JSON file; each mistake is named with its line."""
     from accel.launch.checks import check_settings
 
+    mistakes = mistakes_in(Path(file))
+    if len(mistakes) > 1:
+        raise ConfigError("\n  ".join([f"{file}: {len(mistakes)} mistakes", *mistakes]))
     # The file alone, so that no flag or variable hides a wrong value in it.
     config = resolve_config({}, {}, file)
     check_settings(config)

@@ -52,7 +52,9 @@ def env(config_file: str | None, *, as_json: bool) -> int:
         print_json(found)
         return 0
     for title, value in found.items():
-        if isinstance(value, Mapping):
+        if value in ({}, []):
+            print(f"{title}: none{' changed' * (title == 'settings')}")
+        elif isinstance(value, Mapping):
             print(f"{title}:", *(f"  {name}: {text}" for name, text in value.items()), sep="\n")
         elif isinstance(value, list):
             print(f"{title}:", *(f"  {_line(item)}" for item in value), sep="\n")

@@ -138,10 +138,31 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[Candidate]:
                 break
 
 
+def mistakes_in(path: Path) -> list[str]:
+    """Every key and value of a file that is wrong by itself, each with its line.
+
+    Raises:
+        ConfigError: the file cannot be read as lines of keys and values at all.
+    """
+    found = []
+    for entry in read_entries(path, _SECTIONS):
+        place = f"{path}:{entry.line}"
+        try:
+            for name, value in _meaning(entry, place).items():
+                if value is not None:
+                    settings()[name].parse(value, f"file {place}")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+_SECTIONS = (*accelerate_files.SECTIONS, "ipex_config", "tp_config")
+
+
 def _from_file(path: Path) -> Iterator[Candidate]:
     found: dict[str, Candidate] = {}
     implied: set[str] = set()
-    for entry in read_entries(path, (*accelerate_files.SECTIONS, "ipex_config", "tp_config")):
+    for entry in read_entries(path, _SECTIONS):
         place = f"{path}:{entry.line}"
         for name, value in _meaning(entry, place).items():
             new = Candidate(name, value, Origin("file", place))
