@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel import Accelerator
 from accel.facets.observing import RunProgress
 from accel.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
+from accel.meters.health import Trouble, worst_of_others
 from accel.meters.progress import clock_text
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -229,6 +230,20 @@ def test_a_spike_stands_out_and_does_not_become_usual() -> None:
         assert found[0] == "spike"
         assert found[1] == pytest.approx(2.0, abs=0.02)
     assert watch.check(1.0) is None
+
+
+def test_a_new_level_is_reported_until_it_is_usual() -> None:
+    watch = LossWatch(window=16)
+    assert not any(watch.check(2.0 + 0.01 * math.sin(step)) for step in range(20))
+    assert [bool(watch.check(9.0 + 0.1 * math.sin(step))) for step in range(20)] == [True] * 4 + [False] * 16
+
+
+def test_of_ranks_that_saw_the_same_one_is_heard() -> None:
+    def trouble(rank: int, step: int, loss: float) -> Trouble:
+        return Trouble("spike", step, loss, 1.0, rank=rank)
+
+    seen = [trouble(0, 3, 9.0), trouble(1, 3, 10.0), trouble(2, 3, 8.0), trouble(1, 5, 7.0), trouble(2, 5, 8.0)]
+    assert worst_of_others(seen) == [seen[4]]
 
 
 @given(st.lists(st.floats(0.5, 1.5), min_size=1, max_size=100))

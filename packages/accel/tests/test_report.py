@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import struct
 import sys
@@ -135,7 +136,7 @@ def test_the_page_holds_the_run_and_fetches_nothing(run: Path) -> None:
 def test_curves_over_a_restart_hold_each_step_once(run: Path) -> None:
     history = read_history(find_run(run))
     assert [step for step, _ in history.curves["loss"]] == list(range(1, len(history.curves["loss"]) + 1))
-    assert [step for step, _ in history.lost["loss"]] == [5, 6]
+    assert [[step for step, _ in part] for part in history.lost["loss"]] == [[5, 6]]
     assert history.restarts == [5]
     steps = [reading["step"] for reading in history.readings]
     assert steps == sorted(set(steps))
@@ -154,7 +155,7 @@ def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, 
     lines += [logged(step, 2.0, 60.0 + step) for step in range(after, after + second)]
     history = history_of(lines)
     assert [step for step, _ in history.curves["loss"]] == list(range(after + second))
-    assert [step for step, _ in history.lost.get("loss", [])] == list(range(after, first))
+    assert [step for part in history.lost.get("loss", []) for step, _ in part] == list(range(after, first))
     assert history.lives == [0.0, 50.0]
 
 
@@ -225,6 +226,20 @@ def test_odd_curves_are_drawn_all_the_same(points: list[tuple[int, float]]) -> N
     assert drawn.startswith("<svg")
     assert "nan" not in drawn
     assert "inf" not in drawn.replace("infinity", "")
+
+
+def test_a_value_far_off_does_not_flatten_the_others() -> None:
+    points = [(float(step), step / 50) for step in range(50)]
+    points[20] = (20.0, 1e6)
+    drawn = curve(points)
+    assert drawn.count('class="dot outside"') == 1
+    highest = max(float(text) for text in re.findall(r'class="tick"[^>]*text-anchor="end">([\d.]+)<', drawn))
+    assert highest == 1
+
+
+def test_what_two_processes_lost_are_two_lines() -> None:
+    drawn = curve([(0, 1.0), (9, 1.0)], lost=[[(2, 1.0), (3, 2.0)], [(7, 3.0)], []])
+    assert drawn.count('<path class="lost"') == drawn.count('<circle class="dot lost"') == 1
 
 
 def test_a_running_median_ignores_an_outlier() -> None:

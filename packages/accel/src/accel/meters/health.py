@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, final
@@ -46,11 +47,14 @@ class LossWatch:
     """Compares each loss with the last ``window``: a spike is ``times`` the usual distance from their median.
 
     The usual distance is the median of the distances from the median, which a few outliers do not move. Nothing is a
-    spike before ``window // 4`` losses have been seen, and what was one does not count for the next.
+    spike before ``window // 4`` losses have been seen, and what was one does not count for the next; but as many of
+    them in a row are the new usual.
     """
 
     def __init__(self, window: int = 64, times: float = 10.0) -> None:
         self._recent: deque[float] = deque(maxlen=window)
+        self._enough = max(4, window // 4)
+        self._in_row: list[float] = []
         self._times = times
 
     def check(self, loss: float) -> tuple[Literal["nonfinite", "spike"], float] | None:
@@ -59,9 +63,25 @@ class LossWatch:
         usual = median(recent) if recent else math.nan
         if not math.isfinite(loss):
             return "nonfinite", usual
-        if recent.maxlen is not None and len(recent) >= max(4, recent.maxlen // 4):
+        if len(recent) >= self._enough:
             distance = median(abs(one - usual) for one in recent)
             if loss - usual > self._times * max(distance, 1e-3 * abs(usual)):
+                self._in_row.append(loss)
+                if len(self._in_row) >= self._enough:
+                    recent.clear()
+                    recent.extend(self._in_row)
+                    self._in_row.clear()
                 return "spike", usual
+        self._in_row.clear()
         recent.append(loss)
         return None
+
+
+def worst_of_others(troubles: Sequence[Trouble]) -> list[Trouble]:
+    """One for each step at which rank 0 saw none: weights gone bad are seen by every rank, and are told once."""
+    own = {trouble.step for trouble in troubles if trouble.rank == 0}
+    worst: dict[int, Trouble] = {}
+    for trouble in sorted(troubles, key=lambda one: (one.kind != "nonfinite", -one.loss, one.rank)):
+        if trouble.step not in own:
+            worst.setdefault(trouble.step, trouble)
+    return [worst[step] for step in sorted(worst)]

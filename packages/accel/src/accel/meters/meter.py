@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from accel.meters.gradients import StepGradients
-from accel.meters.health import LossWatch, Trouble
+from accel.meters.health import LossWatch, Trouble, worst_of_others
 from accel.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel.meters.stragglers import Straggler, find_stragglers
 
@@ -225,10 +225,9 @@ class Meter:
         own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=self._accelerator.device)
         rows = session.gather(own).tolist()
         if any(row[-1] for row in rows[1:]):
-            others = session.gather_object(untold)
-            for trouble in others if session.rank == 0 else ():
-                if trouble.rank:
-                    self._tell(trouble)
+            everyones = session.gather_object(untold)
+            for trouble in worst_of_others(everyones) if session.rank == 0 else ():
+                self._tell(trouble)
         return [dict(zip(spent, row, strict=False)) for row in rows]
 
     def _note(self, table: Sequence[dict[str, float]]) -> None:

@@ -37,7 +37,8 @@ class History:
 
     Attributes:
         curves: by name, the steps and values that count, in order.
-        lost: by name, steps and values that were logged after the checkpoint that a later life went on from.
+        lost: by name, for each process, steps and values that were logged after the checkpoint that a later one went
+            on from.
         readings: of the meter, those that count; with ``life`` and ``seconds``.
         lives: seconds at which each process began to work at the run.
         restarts: the first step of each process but the first.
@@ -48,7 +49,7 @@ class History:
     ended: float
     finished: bool
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    lost: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    lost: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
     readings: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[list[dict[str, float]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -165,7 +166,9 @@ def _add_values(history: History, line: dict[str, Any]) -> None:
 def _take_back(history: History, marks: dict[str, int]) -> None:
     for name, curve in history.curves.items():
         mark = marks.get(name, -1)
-        history.lost.setdefault(name, []).extend(point for point in curve if point[0] > mark)
+        gone = [point for point in curve if point[0] > mark]
+        if gone:
+            history.lost.setdefault(name, []).append(gone)
         history.curves[name] = [point for point in curve if point[0] <= mark]
 
 

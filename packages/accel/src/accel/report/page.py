@@ -64,7 +64,7 @@ def _head(history: History) -> str:
             )
         )
         if last.get("mfu") is not None:
-            cards.append(("MFU", f"{last['mfu']:.1%}", "of the devices' peak"))
+            cards.append(("MFU", f"{100 * last['mfu']:.3g}%", "of the devices' peak"))
         cards.append(("goodput", f"{last['goodput']:.1%}", "of the time since the first start"))
         cards.append(("memory", f"{last['memory'] / 2**20:,.0f} MiB", f"host {last['host_memory'] / 2**20:,.0f} MiB"))
     shown = "".join(
@@ -78,7 +78,7 @@ def _head(history: History) -> str:
 
 
 def _lost_text(history: History) -> str:
-    lost = max((len(points) for points in history.lost.values()), default=0)
+    lost = max((sum(map(len, parts)) for parts in history.lost.values()), default=0)
     return f"{lost:,} steps done again" if lost else "no step lost"
 
 
@@ -106,7 +106,7 @@ def _events(history: History) -> str:
         (clock_text(event.seconds), _step(event.step), event.kind, event.text, event.life) for event in history.events
     ]
     hidden = len(rows) - _EVENT_LIMIT
-    shown = _table(("time", "step>", "event", "", "start>"), rows[-_EVENT_LIMIT:])
+    shown = _table(("time|", "step>", "event|", "", "start>"), rows[-_EVENT_LIMIT:])
     return (
         shown + (f"<p>{hidden} earlier ones are in the log.</p>" if hidden > 0 else "") if rows else "<p>Nothing.</p>"
     )
@@ -118,7 +118,7 @@ def _checkpoints(history: History) -> str:
         (clock_text(one.seconds), _step(one.step), one.facts.get("path", ""), f"{one.facts.get('seconds', 0.0):.2f} s")
         for one in saved
     ]
-    return _table(("time", "step>", "place", "took>"), rows) if rows else "<p>None was saved.</p>"
+    return _table(("time|", "step>", "place", "took>"), rows) if rows else "<p>None was saved.</p>"
 
 
 def _step(step: int | None) -> str:
@@ -189,8 +189,10 @@ def _configuration(history: History) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    sides = [' class="right"' if column.endswith(">") else "" for column in columns]
-    head = "".join(f"<th{side}>{escape(column.rstrip('>'))}</th>" for column, side in zip(columns, sides, strict=True))
+    """A table. Columns whose heading ends with ``>`` are numbers, those that end with ``|`` are never broken."""
+    kinds = {">": ' class="right"', "|": ' class="short"'}
+    sides = [kinds.get(column[-1:], "") for column in columns]
+    head = "".join(f"<th{side}>{escape(column.rstrip('>|'))}</th>" for column, side in zip(columns, sides, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{side}>{escape(str(cell))}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
         for row in rows

@@ -67,30 +67,51 @@ def rank_totals(history: History) -> list[dict[str, float]]:
 
 
 def curve(
-    points: Points, *, lost: Points = (), marks: Sequence[float] = (), label: str = "", floor: bool = False
+    points: Points, *, lost: Sequence[Points] = (), marks: Sequence[float] = (), label: str = "", floor: bool = False
 ) -> str:
-    """A line over steps, of many values their running median too; lost ones dashed, restarts marked."""
+    """A line over steps, of many values their running median too; lost ones dashed, restarts marked.
+
+    Values far outside of what the others are do not decide the scale: they are shown as dots at the edge.
+    """
     finite = [point for point in points if math.isfinite(point[1])]
-    gone = [point for point in lost if math.isfinite(point[1])]
+    gone = [[point for point in part if math.isfinite(point[1])] for part in lost]
     if not finite:
         return _frame("", (0.0, 1.0), (0.0, 1.0), label)
-    spots = [*finite, *gone]
-    xs, ys = _range([x for x, _ in spots]), _range([y for _, y in spots], zero=floor)
+    spots = [*finite, *(point for part in gone for point in part)]
+    xs, ys = _range([x for x, _ in spots]), _range(usual([y for _, y in spots]), zero=floor)
     parts = []
     for mark in marks:
         if xs[0] <= mark <= xs[1]:
             x = _x(mark, xs)
             parts.append(f'<line class="restart" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"/>')
-    if gone:
-        parts.append(f'<path class="lost" d="{_path(_thinned(gone, _SHOWN), xs, ys)}"/>')
+    parts += [_line_of("lost", part, xs, ys) for part in gone if part]
     smooth = running_median(finite) if len(finite) >= 60 else []
-    kind = "raw" if smooth else "line"
-    parts.append(f'<path class="{kind}" d="{_path(_thinned(finite, _SHOWN), xs, ys)}"/>')
+    parts.append(_line_of("raw" if smooth else "line", finite, xs, ys))
     if smooth:
-        parts.append(f'<path class="line" d="{_path(_thinned(smooth, _SHOWN), xs, ys)}"/>')
-    if len(finite) == 1:
-        parts.append(f'<circle class="dot" cx="{_x(finite[0][0], xs):.1f}" cy="{_y(finite[0][1], ys):.1f}" r="3"/>')
+        parts.append(_line_of("line", smooth, xs, ys))
+    outside = [(x, min(max(y, ys[0]), ys[1])) for x, y in finite if not ys[0] <= y <= ys[1]]
+    parts += [_dot("outside", point, xs, ys) for point in _thinned(outside, 200)]
     return _frame("".join(parts), xs, ys, label)
+
+
+def usual(values: Sequence[float]) -> list[float]:
+    """The values less those that are further from the middle ones than ten times the spread of these."""
+    if len(values) < 20:
+        return list(values)
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+    reach = 10 * (high - low) or math.inf
+    return [value for value in values if low - reach <= value <= high + reach]
+
+
+def _line_of(kind: str, points: Points, xs: tuple[float, float], ys: tuple[float, float]) -> str:
+    """A path, or a dot where there is one point; it stays inside of the plot."""
+    inside = [(x, min(max(y, ys[0]), ys[1])) for x, y in _thinned(points, _SHOWN)]
+    return _dot(kind, inside[0], xs, ys) if len(inside) == 1 else f'<path class="{kind}" d="{_path(inside, xs, ys)}"/>'
+
+
+def _dot(kind: str, point: tuple[float, float], xs: tuple[float, float], ys: tuple[float, float]) -> str:
+    return f'<circle class="dot {kind}" cx="{_x(point[0], xs):.1f}" cy="{_y(point[1], ys):.1f}" r="3"/>'
 
 
 def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], label: str, *, normed: bool = True) -> str:

@@ -30,7 +30,8 @@ svg .line{stroke:var(--c1);stroke-width:2}
 svg .raw{stroke:var(--c1);stroke-width:1;opacity:.28}
 svg .lost{stroke:var(--lost);stroke-width:1.4;stroke-dasharray:3 4}
 svg .restart{stroke:var(--lost);stroke-width:1;stroke-dasharray:2 3;opacity:.7}
-svg .dot{fill:var(--c1)}
+svg .dot{fill:var(--c1);stroke:none;opacity:1}
+svg .dot.outside,svg .dot.lost{fill:var(--lost)}
 .legend{display:flex;flex-wrap:wrap;gap:6px 20px;color:var(--soft);font-size:13px;margin:0 0 10px}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
 .scroll{overflow-x:auto;background:var(--paper);border:1px solid var(--rule);border-radius:10px}
@@ -39,7 +40,8 @@ th,td{text-align:left;padding:7px 14px;border-top:1px solid var(--rule);vertical
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px}
 tbody:first-child tr:first-child td{border-top:0}
 td{font-variant-numeric:tabular-nums}
-.right{text-align:right;white-space:nowrap}
+.right{text-align:right}
+.right,.short{white-space:nowrap;overflow-wrap:normal}
 pre{background:var(--paper);border:1px solid var(--rule);border-radius:10px;padding:12px 14px;overflow-x:auto;
 font-size:13px}
 details{margin-top:10px}
