@@ -436,6 +436,15 @@ def test_candidates_are_found_by_name_or_family() -> None:
         named(every, ["fsdp:fullshard"])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "families"), [("adamw", {"ddp", "fsdp", "zero"}), ("Adafactor", {"ddp", "zero"}), ("sgd", {"fsdp"})]
+)
+def test_a_candidate_says_which_optimizers_it_takes(optimizer: str, families: set[str]) -> None:
+    taken = {candidate.name.partition(":")[0] for candidate in candidates(8, 2) if candidate.takes(optimizer)}
+    assert families <= taken
+    assert ("fsdp" in taken) == ("fsdp" in families)
+
+
 def test_names_of_the_planner_are_all_there() -> None:
     from accel import planner
 

@@ -17,9 +17,9 @@ from accel_state.errors import PrepareError
 
 # Packages whose optimizers step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
-# torch's optimizers that look beyond single elements: on shards (by version) they fail, or step elsewhere than on
-# whole parameters.
-_BEYOND_ELEMENTS = {2: ("Adafactor", "Rprop"), 1: ("Adafactor", "LBFGS", "Muon")}
+#: torch's optimizers that look beyond single elements: on shards, by version, they fail or step elsewhere than on whole
+#: parameters.
+BEYOND_ELEMENTS = {2: ("Adafactor", "Rprop"), 1: ("Adafactor", "LBFGS", "Muon")}
 
 
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
@@ -225,11 +225,11 @@ def _check_offloaded(optimizer: Optimizer, kind: str) -> None:
 
 def _check_elementwise(optimizer: Optimizer, version: int, sharded: Mapping[int, Any]) -> None:
     torchs = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")}
-    kind = next((name for name in _BEYOND_ELEMENTS[version] if name in torchs), None)
+    kind = next((name for name in BEYOND_ELEMENTS[version] if name in torchs), None)
     if kind is None or not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
         return
     other = 3 - version
-    nearest = f", or fsdp_version={other}" if kind not in _BEYOND_ELEMENTS[other] else ""
+    nearest = f", or fsdp_version={other}" if kind not in BEYOND_ELEMENTS[other] else ""
     raise PrepareError(
         f"{kind} looks at whole parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
         f"fsdp_version={version}, which leaves every rank a part of each; nearest: AdamW{nearest}, or strategy='ddp'"

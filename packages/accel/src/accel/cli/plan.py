@@ -65,7 +65,8 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         policy=policy,
     )
     facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
-    found = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))
+    every = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))
+    found = [candidate for candidate in every if candidate.takes(facts.name)]
     if options["candidates"]:
         found = named(found, options["candidates"].split(","))
     plans = ranked(plan_all(profile, facts, hardware, found))

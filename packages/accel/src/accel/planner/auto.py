@@ -174,8 +174,7 @@ def _decided(
     facts = optimizer_facts(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
     )
-    kind = type(optimizers[0]).__name__ if optimizers else None
-    found = able(hardware, profile.blocks, strategy.candidates, optimizer=kind)
+    found = able(hardware, profile.blocks, strategy.candidates, optimizer=facts.name)
     if strategy.among is not None:
         found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)
@@ -195,7 +194,7 @@ def able(
         for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks))
         if candidate.backend in known
         and (candidate.needs is None or find_spec(candidate.needs) is not None)
-        and (optimizer is None or candidate.optimizers is None or optimizer in candidate.optimizers)
+        and (optimizer is None or candidate.takes(optimizer))
     ]
     return found if names is None else named(found, names)
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Literal, final
 
 from accel_backends.deepspeed_optimizers import ON_HOST
+from accel_backends.fsdp_check import BEYOND_ELEMENTS
 from accel_state.errors import ConfigError
 
 Kind = Literal["whole", "sharded", "zero"]
@@ -28,7 +29,8 @@ class Candidate:
         keeps: gathered parameters stay until after backward.
         replicas: how many groups shard by themselves: 1, "nodes", or "all" (no sharding).
         needs: a library that its backend needs besides, by the name it is imported under.
-        optimizers: classes of torch.optim that it can step with; None: any.
+        optimizers: classes of torch.optim that it can step with; None: any but ``unfit``.
+        unfit: classes of torch.optim that it cannot step with.
         stage: of ZeRO: what is partitioned, 1 optimizer states, 2 gradients, 3 parameters, each with those before.
     """
 
@@ -43,6 +45,13 @@ class Candidate:
     stage: int = 0
     needs: str | None = None
     optimizers: frozenset[str] | None = None
+    unfit: frozenset[str] = frozenset()
+
+    def takes(self, optimizer: str) -> bool:
+        """Whether it can step with an optimizer of that class, written in any case."""
+        name = optimizer.lower()
+        allowed = self.optimizers is None or name in map(str.lower, self.optimizers)
+        return allowed and name not in map(str.lower, self.unfit)
 
     def degrees(self, devices: int, nodes: int) -> tuple[int, int]:
         """How many replicas there are, and over how many ranks each is spread."""
@@ -92,9 +101,10 @@ def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Can
 
 
 def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
+    unfit = frozenset(BEYOND_ELEMENTS[2])
     if ranks == 1:
         yield Candidate("single", "single", "whole")
-        yield Candidate("fsdp:full_shard", "fsdp", "sharded", {"sharding_strategy": "FULL_SHARD"})
+        yield Candidate("fsdp:full_shard", "fsdp", "sharded", {"sharding_strategy": "FULL_SHARD"}, unfit=unfit)
     else:
         yield Candidate("ddp", "ddp", "whole")
         for strategy, keeps, replicas in _SHARDINGS:
@@ -102,7 +112,7 @@ def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
                 continue
             options = {"sharding_strategy": strategy}
             name = f"fsdp:{strategy.lower()}"
-            yield Candidate(name, "fsdp", "sharded", options, keeps=keeps, replicas=replicas)
+            yield Candidate(name, "fsdp", "sharded", options, keeps=keeps, replicas=replicas, unfit=unfit)
     for stage in (1, 2, 3):
         yield Candidate(f"zero:{stage}", "deepspeed", "zero", {"zero_stage": stage}, stage=stage, needs="deepspeed")
 
