@@ -13,11 +13,12 @@ import torch
 from torch.distributed import HashStore
 
 from accel_state import Session, collectives
-from accel_state.doctor.active import _active, outline, recorded
+from accel_state.doctor.active import _active, outline, recorded, troubled, untroubled
 from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose
+from accel_state.doctor.flight import flight_record, flights
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
-from accel_state.errors import CollectiveMismatchError
+from accel_state.errors import CollectiveError, CollectiveMismatchError
 
 
 def entry(operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None) -> Entry:
@@ -43,6 +44,7 @@ LONG = PATIENCE + REMARKABLE
         ([state(0, GATHER, waiting=LONG), state(1, life="left")], (1,), True),
         ([state(0, GATHER, waiting=LONG), state(1, GATHER, life="stopped")], (1,), True),
         ([state(0, GATHER, waiting=LONG), state(1)], (1,), False),
+        ([state(0, GATHER, waiting=LONG), state(1, reason="cannot read"), state(2)], (1,), True),
         (
             [
                 state(0, GATHER, waiting=LONG),
@@ -53,7 +55,15 @@ LONG = PATIENCE + REMARKABLE
             True,
         ),
     ],
-    ids=["other operation", "dead", "left", "stopped", "elsewhere", "a consequence"],
+    ids=[
+        "other operation",
+        "dead",
+        "left",
+        "stopped",
+        "elsewhere",
+        "in trouble",
+        "a consequence",
+    ],
 )
 def test_the_rank_to_blame_is_found(states: list[RankState], culprits: tuple[int, ...], final: bool) -> None:
     found = diagnose(states)
@@ -67,13 +77,24 @@ def test_the_rank_to_blame_is_found(states: list[RankState], culprits: tuple[int
     "states",
     [
         [state(0), state(1)],
+        [state(0, GATHER, waiting=STALLED), state(1, reason="cannot read")],
+        [state(0, GATHER, waiting=LONG), state(1, GATHER, waiting=LONG, reason="could not read")],
         [state(0, GATHER, waiting=STALLED / 2), state(1)],
         [state(0, GATHER, waiting=LONG), state(1, GATHER, waiting=LONG)],
         [state(0, GATHER, waiting=LONG), state(1, BARRIER, waiting=0.0)],
         [state(0, GATHER, waiting=REMARKABLE - 1), state(1)],
         [state(0, GATHER, waiting=LONG), state(1, GATHER, waiting=LONG, life="stopped", lasting=PATIENCE / 2)],
     ],
-    ids=["nobody waits", "not for long", "together", "the other is busy", "the other may come", "stopped just now"],
+    ids=[
+        "nobody waits",
+        "in trouble just now",
+        "together in spite of trouble",
+        "not for long",
+        "together",
+        "the other is busy",
+        "the other may come",
+        "stopped just now",
+    ],
 )
 def test_what_may_come_right_is_left_alone(states: list[RankState]) -> None:
     assert diagnose(states) is None
@@ -200,3 +221,71 @@ def test_a_rank_that_left_before_it_was_met_is_known_by_its_last_message(record:
     assert seen.current.operation == "barrier"
     peers.close()
     mine.close()
+
+
+@recorded("gather")
+def losing_its_connection() -> None:
+    raise RuntimeError("Connection closed by peer [192.0.2.1]:5252")
+
+
+@recorded("gather")
+def failing_by_itself() -> None:
+    raise RuntimeError("shapes do not fit")
+
+
+def test_an_operation_that_lost_its_peers_names_what_they_said_without_a_doctor_too() -> None:
+    assert not _active
+    troubled(3, "rank 3 cannot read")
+    try:
+        with pytest.raises(CollectiveError, match=r"rank 3 cannot read\n\(the group said: Connection closed"):
+            losing_its_connection()
+        with pytest.raises(RuntimeError, match=r"^shapes do not fit$"):
+            failing_by_itself()
+    finally:
+        untroubled()
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):
+        losing_its_connection()
+
+
+FLIGHTS = {
+    "version": "2.10",
+    "entries": [
+        {
+            "collective_seq_id": 7,
+            "input_dtypes": ["Float"],
+            "input_sizes": [[3, 2]],
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "nccl:all_reduce",
+            "retired": retired,
+            "state": state,
+            "time_created_ns": 97_500_000_000,
+        }
+        for state, retired in (("completed", True), ("started", False))
+    ],
+}
+
+
+def test_a_flight_record_is_told_in_a_line_for_each_collective() -> None:
+    assert list(flights(FLIGHTS, now=100.0)) == [
+        "  #7 nccl:all_reduce(Float[3, 2]) in default_pg: done, begun 2.5 s ago",
+        "  #7 nccl:all_reduce(Float[3, 2]) in default_pg: started, begun 2.5 s ago",
+    ]
+    assert list(flights({}, now=1.0)) == []
+
+
+def record_reduced(device: str) -> str:
+    torch.distributed.all_reduce(torch.ones(3, device=device))
+    return flight_record()
+
+
+@pytest.mark.ranks(2)
+def test_torchs_own_record_of_collectives_is_read(rank: int) -> None:
+    told = record_reduced("cpu")
+    assert told.splitlines()[0] == "the last collectives by torch's flight recorder:"
+    assert "gloo:all_reduce(Float[3]) in default_pg: " in told.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(1, backend="nccl")
+def test_nccls_own_record_of_collectives_is_read(rank: int) -> None:
+    assert "nccl:all_reduce(Float[3])" in record_reduced("cuda").splitlines()[-1]

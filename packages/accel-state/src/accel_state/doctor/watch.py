@@ -8,10 +8,12 @@ import threading
 import time
 import traceback
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.doctor import active
 from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, RankState, diagnose, first_difference
+from accel_state.doctor.flight import flight_record
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
 from accel_state.errors import CollectiveError, CollectiveMismatchError
@@ -47,6 +49,7 @@ class Doctor:
         self._informed = threading.Event()
         self._lock = threading.Lock()
         self._memories: list[Any] = []
+        self._shown_by = sys.excepthook
         self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
 
     def start(self) -> "Doctor":
@@ -55,6 +58,7 @@ class Doctor:
         self._thread.start()
         active.add(self)
         atexit.register(self.close)
+        self._shown_by, sys.excepthook = sys.excepthook, self._uncaught
         return self
 
     def close(self) -> None:
@@ -63,6 +67,8 @@ class Doctor:
             return
         self._closed.set()
         active.remove(self)
+        if sys.excepthook == self._uncaught:  # else somebody came after, and may call it
+            sys.excepthook = self._shown_by
         atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
             self._thread.join(_GRACE)
@@ -113,6 +119,18 @@ class Doctor:
                 time.sleep(0.1)
         if found is not None:
             raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Adds what is known of the other ranks to an error that ends the program.
+
+        A model or the program itself may have waited for them, in torch's own operations, which nobody notes.
+        """
+        if isinstance(error, RuntimeError) and not self._closed.is_set():
+            try:
+                self.explain(error)
+            except CollectiveError as found:
+                error.add_note(str(found))
+        self._shown_by(kind, error, trace)
 
     def _mismatch(self) -> str | None:
         states = self._look()
@@ -177,7 +195,7 @@ class Doctor:
         """Makes the collective that this rank waits in fail; ends the process if it stays in it all the same."""
         if speaks:
             _say(found.text)
-        _say(f"stacks of rank {self._rank}:\n{_stacks()}{_flight_record(self._group)}")
+        _say(f"stacks of rank {self._rank}:\n{_stacks()}{flight_record()}")
         before = self.record.read().current
         _break_connections(self._group)
         deadline = time.monotonic() + _GRACE
@@ -218,21 +236,6 @@ def _stacks() -> str:
         if ident != threading.get_ident():
             parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)[-14:])}")
     return "".join(parts)
-
-
-def _flight_record(group: "ProcessGroup") -> str:
-    """NCCL's own record of the last collectives, where this process has NCCL and keeps one."""
-    import torch
-
-    if "nccl" not in str(torch.distributed.get_backend_config(group)):
-        return ""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return ""
-    try:
-        return f"flight record of NCCL:\n{dump()}\n"
-    except RuntimeError as error:
-        return f"NCCL has no flight record: {error}\n"
 
 
 def _break_connections(group: "ProcessGroup") -> None:
