@@ -52,6 +52,7 @@ def test_what_ends_by_itself_soon_is_waited_for() -> None:
     assert settled_differences(before, grace=30) == []
 
 
+@pytest.mark.usefixtures("marked")
 def test_a_port_that_listens_is_found() -> None:
     before = snapshot(("ports",))
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -225,9 +225,9 @@ def test_a_notebook_trains_on_two_processes_and_can_be_interrupted(tmp_path: Pat
         kernel_name="here", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(specs.parent)])
     )
     client = nbclient.NotebookClient(notebook, km=manager, timeout=240)
-    client.execute(
-        cwd=str(tmp_path), env={**os.environ, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    )
+    # A kernel whose manager is given is left running unless that is asked for.
+    folders = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    client.execute(cleanup_kc=True, cwd=str(tmp_path), env={**os.environ, **folders})
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
     assert "total 9.0" in said[1]
     assert "back [(True, 0, 9.0), (True, 1, 9.0)]" in said[1]

@@ -155,7 +155,9 @@ def _processes() -> dict[str, str]:
 
 
 def _ports() -> dict[str, str]:
-    """Ports on which this process listens. (Those of programs are gone with their processes.)"""
+    """Ports on which this process listens. Those of programs are gone with them; those of ranks belong to the pool."""
+    if not offspring.is_marking():
+        return {}
     sockets = set()
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ def mark() -> None:
 
     Compilers keep their cache where it was: it is meant to last.
     """
-    if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}:"):
+    if is_marking():
         return
     usual = tempfile.gettempdir()  # asked for first, so that this process keeps it
     folder = tempfile.mkdtemp(prefix="accel_testing_offspring_")
@@ -33,6 +33,11 @@ def unmark() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_marking() -> bool:
+    """Whether this is the process that called :func:`mark`."""
+    return _folder() is not None
+
+
 def files() -> list[Path]:
     """What lies in the temporary folder of the marked programs; nothing in any process but the one that marked."""
     folder = _folder()
@@ -41,7 +46,7 @@ def files() -> list[Path]:
 
 def numbers() -> list[str]:
     """The numbers of all processes of the machine, in the process that marked; nothing in any other."""
-    return [entry for entry in os.listdir("/proc") if entry.isdecimal()] if _folder() is not None else []
+    return [entry for entry in os.listdir("/proc") if entry.isdecimal()] if is_marking() else []
 
 
 def command_of(pid: str) -> str | None:

@@ -76,7 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     from accel_testing import leaks, offspring
 
-    if any({"processes", "temporary"} & {*leaks.leak_checks(item)} for item in session.items):
+    if any({"processes", "ports", "temporary"} & {*leaks.leak_checks(item)} for item in session.items):
         offspring.mark()
     if any(item.get_closest_marker("ranks") for item in session.items):
         _runner(session.config).prepare()
