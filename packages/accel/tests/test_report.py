@@ -138,6 +138,7 @@ def test_curves_over_a_restart_hold_each_step_once(run: Path) -> None:
     assert [step for step, _ in history.curves["loss"]] == list(range(1, len(history.curves["loss"]) + 1))
     assert [[step for step, _ in part] for part in history.lost["loss"]] == [[5, 6]]
     assert history.restarts == [5]
+    assert [event.step for event in history.events if event.kind == "saved"] == [4]
     steps = [reading["step"] for reading in history.readings]
     assert steps == sorted(set(steps))
 

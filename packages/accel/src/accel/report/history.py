@@ -1,5 +1,6 @@
 """A run as its journal tells it, over all restarts: what counts, and what was lost."""
 
+import bisect
 import json
 import math
 from collections.abc import Iterable
@@ -104,7 +105,8 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
     lines = _without_repetitions(lines)
     began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
     history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
-    since, step = math.inf, None
+    since = math.inf
+    steps = sorted((line[TIME], line[STEP]) for line in lines if line[KIND] == LOGGED and line.get(STEP) is not None)
     for line in lines:
         kind, seconds = line[KIND], line[TIME] - began
         if kind in (BEGUN, RESUMED):
@@ -112,18 +114,27 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
         if kind == RESUMED:
             _take_back(history, line.get("marks", {}))
             since = line.get("since", line[TIME])
-        elif kind == LOGGED and line.get(STEP) is not None:
-            step = line[STEP]
-            # What was on its way when the checkpoint was saved comes first, and is older than the process.
-            if line[TIME] >= since:
-                history.restarts.append(step)
-                since = math.inf
+        elif kind == LOGGED and line.get(STEP) is not None and line[TIME] >= since:
+            # What was on its way when the checkpoint was saved comes before, and is older than the process.
+            history.restarts.append(line[STEP])
+            since = math.inf
         _take_in(history, line)
         if kind not in _ROUTINE:
-            facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP, "marks", "since")}
-            text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
-            history.events.append(Event(seconds, line.get(STEP, step), kind, text, len(history.lives), facts))
+            history.events.append(_event(line, began, len(history.lives), steps))
+    history.events.sort(key=lambda event: event.seconds)
     return history
+
+
+def _event(line: dict[str, Any], began: float, life: int, steps: list[tuple[float, int]]) -> Event:
+    """What happened; ``steps``: when each step was logged."""
+    kind = line[KIND]
+    if kind == RESUMED:
+        return Event(line[TIME] - began, None, kind, "a new process goes on from a checkpoint", life, {})
+    facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP)}
+    text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
+    before = bisect.bisect_right(steps, (line[TIME], math.inf))
+    step = line.get(STEP, steps[before - 1][1] if before else None)
+    return Event(line[TIME] - began, step, kind, text, life, facts)
 
 
 def _take_in(history: History, line: dict[str, Any]) -> None:
