@@ -1,5 +1,7 @@
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -196,3 +198,18 @@ def test_values_that_differ_between_ranks_are_rank_zeros_in_the_background_too(t
         for number in range(3):
             saved = saver.save(tmp_path / str(number), {"w": torch.full((9,), number), "loss": rank + number}).wait()
             assert saved.read("loss") == number
+
+
+@pytest.mark.parametrize("end", ["raise KeyError('mine')", "del saver"])
+def test_a_process_that_ends_waits_for_what_is_under_way(tmp_path: Path, end: str) -> None:
+    script = (
+        "import sys, torch\n"
+        "from accel_ckpt import AsyncSaver\n"
+        "saver = AsyncSaver()\n"
+        f"saver.save({str(tmp_path / 'one')!r}, {{'w': torch.arange(6_000_000)}})\n"
+        f"{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if end == "del saver" else 1), done.stderr
+    assert torch.equal(open_checkpoint(tmp_path / "one").read("w"), torch.arange(6_000_000))
+    assert os.listdir(tmp_path) == ["one"]

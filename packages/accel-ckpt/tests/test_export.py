@@ -69,13 +69,16 @@ def test_tied_tensors_are_written_once_and_come_back_under_both_names(tmp_path: 
 @pytest.mark.ranks(2)
 def test_sharded_tensors_are_put_together(tmp_path: Path, rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     full = torch.arange(35.0).reshape(7, 5)
     mesh = init_device_mesh("cpu", (2,))
     model = {f"w{i}": distribute_tensor(full + i, mesh, [Shard(0)]) for i in range(4)}
+    narrow = full.to(torch.float8_e5m2)
+    mine = narrow[rank * 4 : rank * 4 + 4]
+    model["narrow"] = DTensor.from_local(mine, mesh, [Shard(0)], shape=narrow.shape, stride=narrow.stride())
     export_model(model, tmp_path, "300B")
-    assert same(load_model_files(tmp_path), {f"w{i}": full + i for i in range(4)})
+    assert same(load_model_files(tmp_path), {f"w{i}": full + i for i in range(4)} | {"narrow": narrow})
     torch.distributed.barrier()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):

@@ -148,7 +148,15 @@ def test_two_hundred_writers_killed_at_random_times(tmp_path: Path) -> None:
     assert random_kills(tmp_path, 200, seed=2) > 100
 
 
-DEATHS = [("write", {1}), ("written", {1}), ("write", {0}), ("commit", {0}), ("committed", {0}), ("written", {0, 1})]
+DEATHS = [
+    ("write", {1}),
+    ("written", {1}),
+    ("write", {0}),
+    ("seal", {0}),
+    ("commit", {0}),
+    ("committed", {0}),
+    ("written", {0, 1}),
+]
 
 
 @pytest.mark.parametrize(("stage", "dying"), DEATHS, ids=lambda value: str(value))
@@ -164,19 +172,30 @@ def test_ranks_that_die_at_any_stage_fail_the_save_on_the_others(tmp_path: Path,
 
 
 def _rank_that_may_die(folder: Path, rank: int, before: dict[str, Any], after: dict[str, Any], stage: str) -> None:
+    group = _joined(folder, rank)
+    CheckpointDirectory(folder / "series").save(before)
+    _attempt_and_die(folder / "series" / "checkpoint_1", group, after, stage)
+
+
+def _joined(folder: Path, rank: int) -> Any:
+    """The group of two ranks."""
     import datetime
 
     import torch.distributed as dist
 
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    return dist.group.WORLD
+
+
+def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str) -> None:
+    """A save in which this rank dies at a stage, or hears that another has."""
     from accel_ckpt.draft import make_draft
     from accel_ckpt.peers import Peers
     from accel_ckpt.saving import Attempt
 
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-    CheckpointDirectory(folder / "series").save(before)
-    peers = Peers.of(None)
-    attempt = Attempt.begin(peers, folder / "series" / "checkpoint_1", lambda: make_draft(after, None, None, peers))
+    peers = Peers.of(group)
+    attempt = Attempt.begin(peers, target, lambda: make_draft(after, None, None, peers))
     attempt.witness = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
     with pytest.raises(CheckpointError, match="a rank is gone or does not answer"):
         attempt.finish(peers, attempt.part.pieces)
@@ -326,3 +345,34 @@ def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:
     found = [check(accel_ckpt.open_checkpoint(entry.path)) for entry in CheckpointDirectory(tmp_path).entries()]
     assert set(found) <= {3, 4}
     assert len(found) >= 3
+
+
+NODE_DEATHS = [("copy", {1}), ("seal", {0}), ("seal", {1}), ("commit", {0}), ("commit", {1}), ("copy", {0, 1})]
+
+
+@pytest.mark.parametrize(("stage", "dying"), NODE_DEATHS, ids=lambda value: str(value))
+def test_machines_that_die_at_any_stage_leave_what_both_have(tmp_path: Path, stage: str, dying: set[int]) -> None:
+    """Each of two ranks keeps a copy on a disk of its own."""
+    before, after = state(0, 50_000), state(1, 50_000)
+    children = [
+        in_fork(lambda rank=rank: _machine_that_may_die(tmp_path, rank, before, after, stage if rank in dying else ""))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    expected = [-signal.SIGKILL if rank in dying else 0 for rank in range(2)]
+    assert [status_of(child) for child in children] == expected
+    both = set.intersection(*({one.number for one in CheckpointDirectory(disk).entries()} for disk in disks(tmp_path)))
+    for disk in disks(tmp_path):
+        CheckpointDirectory(disk).sweep()
+        assert not [name for name in os.listdir(disk) if name.startswith(".")]
+        assert check(accel_ckpt.open_checkpoint(disk / f"checkpoint_{max(both)}")) == 0
+
+
+def disks(folder: Path) -> list[Path]:
+    return [folder / f"disk{rank}" for rank in range(2)]
+
+
+def _machine_that_may_die(folder: Path, rank: int, before: dict[str, Any], after: dict[str, Any], stage: str) -> None:
+    nodes = accel_ckpt.PerNode(_joined(folder, rank), node=rank)
+    series = CheckpointDirectory(disks(folder)[rank], retention=keep_last(1), group=nodes)
+    series.save(before)
+    _attempt_and_die(series.path / "checkpoint_1", nodes, after, stage)

@@ -3,15 +3,16 @@
 import hashlib
 import importlib.util
 import json
-import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from accel_ckpt import open_checkpoint
+from accel_ckpt import open_checkpoint, save
+from accel_ckpt.blocks import Digest
 
 DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "format_1"
@@ -49,27 +50,74 @@ def test_the_sample_is_small() -> None:
     assert sum(file.stat().st_size for file in SAMPLE.iterdir()) < 20_000
 
 
-def test_a_reader_of_twenty_lines_reads_it(content: dict[str, Any]) -> None:
-    """Written from docs/checkpoint-format.md alone."""
-    raw = (SAMPLE / "manifest.json").read_bytes()
-    assert raw[-76:-67] == b',"seal":"'
-    assert hashlib.sha256(raw[:-76]).hexdigest() == raw[-67:-3].decode()
-    manifest = json.loads(raw)
-    files = {}
-    for name, record in manifest["files"].items():
-        files[name] = (SAMPLE / name).read_bytes()
-        size = manifest["block_size"]
-        blocks = [files[name][at : at + size] for at in range(0, len(files[name]), size)]
-        assert manifest["digest"] == "crc32"
-        assert [f"{zlib.crc32(block):08x}" for block in blocks] == record["blocks"]
-    entry = manifest["tensors"]["model/weight"]
-    rows: dict[int, list[float]] = {}
-    for file, key, offset, shape in entry["parts"]:
-        length = struct.unpack("<Q", files[file][:8])[0]
-        begin, end = json.loads(files[file][8 : 8 + length])[key]["data_offsets"]
-        values = struct.unpack(f"<{shape[0] * shape[1]}f", files[file][8 + length + begin : 8 + length + end])
-        for row in range(shape[0]):
-            rows[offset[0] + row] = list(values[row * shape[1] : (row + 1) * shape[1]])
-    assert [rows[row] for row in range(entry["shape"][0])] == content["model"]["weight"].tolist()
-    assert json.loads(files["tree.json"])["model"]["head"] == {"$tensor": "model/tied"}
-    assert torch.equal(content["model"]["head"], content["model"]["tied"])
+class Stranger:
+    """A reader written from docs/checkpoint-format.md alone, with JSON, two digests and the safetensors library."""
+
+    def __init__(self, folder: Path) -> None:
+        raw = (folder / "manifest.json").read_bytes()
+        assert (raw[-76:-67], raw[-3:]) == (b',"seal":"', b'"}\n')
+        assert hashlib.sha256(raw[:-76]).hexdigest() == raw[-67:-3].decode()
+        self.manifest = json.loads(raw)
+        assert (self.manifest["format"], self.manifest["version"]) == ("accel-checkpoint", 1)
+        self.folder = folder / self.manifest.get("folder", "")
+        for name, record in self.manifest["files"].items():
+            self.check((self.folder / name).read_bytes(), record)
+
+    def check(self, content: bytes, record: dict[str, Any]) -> None:
+        """Compares a file with its size and its digests."""
+        size = self.manifest["block_size"]
+        blocks = [content[at : at + size] for at in range(0, len(content), size)]
+        digest = {"crc32": lambda b: f"{zlib.crc32(b):08x}", "sha256": lambda b: hashlib.sha256(b).hexdigest()}
+        assert len(content) == record["size"]
+        assert [digest[self.manifest["digest"]](block) for block in blocks] == record["blocks"]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Puts a tensor together from its boxes."""
+        entry = self.manifest["tensors"][name]
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for file, key, offset, shape in entry["parts"]:
+            with safe_open(self.folder / file, "pt") as opened:
+                part = opened.get_tensor(key)
+            if part.dtype != whole.dtype:  # bytes of an element in one more dimension
+                part = part.contiguous().view(whole.dtype).reshape(shape)
+            whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))] = part
+        return whole
+
+    def tree(self, value: Any) -> Any:
+        """A tree with its tensors, from JSON with marks."""
+        if isinstance(value, list):
+            return [self.tree(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        mark, content = next(iter(value.items()), ("", None))
+        if len(value) > 1 or not mark.startswith("$"):
+            return {key: self.tree(item) for key, item in value.items()}
+        return {
+            "$tensor": lambda: self.tensor(content),
+            "$tuple": lambda: tuple(self.tree(item) for item in content),
+            "$dict": lambda: {self.tree(key): self.tree(item) for key, item in content},
+            "$int": lambda: int(content, 16),
+            "$float": lambda: float(content),
+        }[mark]()
+
+    def document(self, name: str) -> Any:
+        """All trees of a file of JSON."""
+        return self.tree(json.loads((self.folder / name).read_bytes()))
+
+
+def test_who_has_only_the_page_reads_all_of_the_sample(content: dict[str, Any]) -> None:
+    reader = Stranger(SAMPLE)
+    assert repr(reader.document("tree.json")) == repr(content)
+    assert [reader.document(f"local-{rank:05d}.json")["rng"]["state"].tolist() for rank in range(2)] == [[0, 2], [1, 2]]
+    assert reader.tree(reader.manifest["metadata"]) == {"epoch": 3, "loss": 0.25}
+
+
+@pytest.mark.parametrize("digest", ["crc32", "sha256"])
+def test_who_has_only_the_page_reads_what_is_written_today(
+    tmp_path: Path, content: dict[str, Any], digest: Digest
+) -> None:
+    saved = save(tmp_path / "one", content, local={"own": {1: (None, 1e300)}}, digest=digest)
+    reader = Stranger(tmp_path / "one")
+    assert repr(reader.document("tree.json")) == repr(content)
+    assert reader.document("local-00000.json") == {"own": {1: (None, 1e300)}}
+    assert reader.manifest["world_size"] == saved.world_size == 1

@@ -260,6 +260,23 @@ def damage(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_loading_right_after_saving_succeeds_ten_times_of_ten(tmp_path: Path, strategy: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project(tmp_path, 2))
+    model = nn.Linear(64, 300)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    parameters = list(model.parameters())
+    for _ in range(10):
+        accelerator.backward(model(torch.randn(3, 64)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        before = [getattr(p, "_local_tensor", p).detach().clone() for p in parameters]
+        accelerator.save_state()
+        accelerator.load_state()
+        assert all(torch.equal(getattr(p, "_local_tensor", p), b) for p, b in zip(parameters, before, strict=True))
+
+
 # Objects and hooks
 
 
@@ -313,6 +330,18 @@ def test_hooks_may_keep_weights_out_and_models_unloaded(tmp_path: Path) -> None:
 
 
 # What cannot be loaded or written
+
+
+def test_random_state_that_should_be_there_is_not_skipped(tmp_path: Path) -> None:
+    import accel_ckpt
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "a")
+    with accel_ckpt.open_checkpoint(tmp_path / "a") as saved:
+        state = {name: saved.read(name) for name in saved.names}
+        accel_ckpt.save(tmp_path / "b", state, metadata=saved.metadata)
+    with pytest.raises(CheckpointCorruptError, match="holds no random state of rank 0, which saved it"):
+        accelerator.load_state(tmp_path / "b")
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:

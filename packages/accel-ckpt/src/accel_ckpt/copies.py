@@ -23,7 +23,7 @@ def complete(
     its digests when it has arrived. Who fails goes on sending or taking until the others are done, and raises then.
 
     Raises:
-        CheckpointError: on the ranks where a file could not be read, written, or is not what was sent.
+        CheckpointError: a file could not be read, written, or is not what was sent; or a rank is gone.
     """
     problems: list[Exception] = []
     for writer, records in enumerate(written):
@@ -37,6 +37,8 @@ def complete(
                     _take(peers, storage, place, record, writer, digest)
             except CheckpointError as error:
                 problems.append(error)
+            except RuntimeError as lost:  # there is nobody to go on with
+                raise CheckpointError(f"copying {place}: a rank is gone or does not answer: {lost}") from lost
     if problems:
         raise problems[0]
 
@@ -45,7 +47,7 @@ def _send(peers: Peers, storage: Storage, place: Location, record: FileRecord, t
     import torch
     import torch.distributed as dist
 
-    buffer = torch.zeros(min(BLOCK, record.size), dtype=torch.uint8)
+    buffer = torch.empty(min(BLOCK, record.size), dtype=torch.uint8)
     problem: CheckpointError | None = None
     with closing(storage.open(place)) as source:
         for begin in range(0, record.size, BLOCK):
@@ -89,5 +91,9 @@ class _Arriving(Iterator[memoryview]):
             raise StopIteration
         block: Any = self._buffer[: self._left]
         self._left -= block.numel()
-        dist.recv(block, group=self._peers.group, group_src=self._writer)
+        try:
+            dist.recv(block, group=self._peers.group, group_src=self._writer)
+        except RuntimeError:
+            self._left = 0
+            raise
         return byte_view(block)

@@ -18,7 +18,7 @@ from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.peers import Peers
 from accel_ckpt.plain_files import INDEX
 from accel_ckpt.storage import Location, locate, storage_of
-from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, host_copy
+from accel_ckpt.tensors import CODES, as_dtensor, byte_view, dtype_name, host_copy, put_together
 from accel_ckpt.tree import TensorTable, leaves, show_path
 from accel_state.errors import CheckpointError
 
@@ -256,7 +256,7 @@ class _Gathered:
             if dtensor is None:
                 yield self._tensors[key]
             elif next(self._left, None) == key:
-                yield dtensor.full_tensor()
+                yield put_together(dtensor)
             else:
                 raise CheckpointError(
                     f"{key} is sharded, and was put together before a request failed that would have to be made again; "
@@ -266,7 +266,7 @@ class _Gathered:
     def finish(self) -> None:
         """Takes part in putting together what is left."""
         for key in self._left:
-            as_dtensor(self._tensors[key]).full_tensor()
+            put_together(as_dtensor(self._tensors[key]))
 
 
 def _index(shards: Mapping[str, Sequence[str]], kept: Mapping[str, torch.Tensor]) -> bytes:

@@ -129,6 +129,28 @@ def dtensor_layout(key: str, dtensor: Any) -> Layout | None:
     )
 
 
+def put_together(dtensor: Any) -> torch.Tensor:
+    """All of a DTensor, on every rank. Collective.
+
+    Floats of one byte travel as plain bytes, which every backend of a group knows.
+    """
+    dtype: torch.dtype = dtensor.dtype
+    if dtype.itemsize > 1 or not dtype.is_floating_point:
+        whole: torch.Tensor = dtensor.full_tensor()
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    raw = DTensor.from_local(
+        dtensor._local_tensor.view(torch.uint8),
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+    return raw.full_tensor().view(dtype)
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable, without a copy; it keeps the tensor alive.
 

@@ -54,6 +54,7 @@ class Restoration:
             CheckpointCorruptError: it is damaged; on all ranks.
         """
         from accel_ckpt.peers import Peers
+        from accel_state.errors import CheckpointError
 
         peers = Peers.of(ranks)
 
@@ -80,6 +81,8 @@ class Restoration:
                 large[name] = (part, checkpoint.fetch(name, likes.pop(name), place=places[name], group=peers))
 
         def read() -> None:
+            if session.rank < checkpoint.world_size and RNG not in checkpoint.local_names(session.rank):
+                raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
             for name in wanted.keys() - models.keys():
                 small[name] = (wanted[name], _read(checkpoint, name, wanted[name], session))
 
