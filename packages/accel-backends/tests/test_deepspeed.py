@@ -320,6 +320,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
+def with_scalar(model: nn.Module) -> nn.Module:
+    model.register_parameter("scalar", nn.Parameter(torch.ones(())))
+    return model
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module], list[Any]], str]] = {
     "offload_sgd": ({"zero_stage": 2, "offload_optimizer": True}, lambda m: [momentum(m)], "SGD cannot update"),
     "offload_amsgrad": (
@@ -330,6 +335,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module], list[Any]], str]]
     "two_optimizers": ({}, lambda m: [adam(m), adam(m)], "one optimizer"),
     "optimizer_twice": ({"optimizer": {"type": "Adam"}}, lambda m: [adam(m)], "cannot specify an optimizer"),
     "dummy_for_nothing": ({}, lambda m: [DummyOptim(m.parameters())], "without specifying an optimizer"),
+    "no_dimension": (
+        {},
+        lambda m: [m.register_parameter("s", nn.Parameter(torch.ones(()))), adam(m)][1:],
+        "no dimension",
+    ),
     "some_parameters": ({}, lambda m: [momentum(m[0])], "lacks 2 parameters"),
 }
 

@@ -352,6 +352,17 @@ class Backend(BackendStates):
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
         """Puts back what ``counts`` gave, as far as it is of this backend. Default: nothing is counted."""
 
+    def export_native(self, model: nn.Module, folder: str, tag: str) -> None:
+        """Writes a prepared model as the library behind this backend saves it. Default: there is none.
+
+        Raises:
+            BackendError: the backend has no form of its own.
+        """
+        raise BackendError(
+            f"backend {self.name!r} has no checkpoints of its own form; nearest: save_state here, and load_state and "
+            "export with strategy='deepspeed'"
+        )
+
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
         """The tensors in which this rank keeps what it trains. Default: those of the model and the optimizer."""
         return Held.of(model, optimizer)

@@ -80,7 +80,7 @@ class BackendConfig(KwargsHandler):
         return None
 
     def settled(self, options: Mapping[str, Any]) -> "Self | None":
-        """These options with what the planner chose; None where they say something else. Default: they leave nothing."""
+        """These options with what the planner chose; None where they say something else. Default: nothing is open."""
         return None
 
     def implied(self) -> Mapping[str, Implied]:

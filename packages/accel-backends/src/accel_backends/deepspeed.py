@@ -305,6 +305,14 @@ class DeepSpeedBackend(Backend):
         else:
             states.load_optimizer_state(prepared.engine, prepared.parts, self._layout(prepared), state)
 
+    def export_native(self, model: nn.Module, folder: str, tag: str) -> None:
+        """As the engine's own ``save_checkpoint`` writes; collective."""
+        prepared = self._engines.find(model)
+        if prepared is None:
+            super().export_native(model, folder, tag)
+        else:
+            prepared.engine.save_checkpoint(folder, tag=tag)
+
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
         """The engine's own, see ``deepspeed_held``."""
         prepared = self._engines.find(model)

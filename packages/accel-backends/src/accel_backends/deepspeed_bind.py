@@ -59,6 +59,12 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
         return
     check_pieces(options.deepspeed_config, bundle.optimizers, bundle.schedulers)
     model = innermost(bundle.models[0])
+    scalars = [name for name, parameter in named_parameters(model).items() if parameter.dim() == 0]
+    if scalars:
+        raise PrepareError(
+            f"{type(model).__name__}.{scalars[0]} has no dimension, and DeepSpeed cannot send such parameters; give it "
+            "the shape (1,)"
+        )
     held = {id(p) for optimizer in bundle.optimizers for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in named_parameters(model).items() if p.requires_grad and id(p) not in held]
     if bundle.optimizers and left and options.zero_stage > 0:

@@ -14,6 +14,7 @@ from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
+from accel.facets.exchange import ExchangeFacet
 from accel.facets.gradients import GradientFacet
 from accel.facets.memory import MemoryFacet
 from accel.facets.observing import ObservingFacet, RunProgress
@@ -51,6 +52,7 @@ class Accelerator(
     MemoryFacet,
     CheckpointFacet,
     WeightsFacet,
+    ExchangeFacet,
     TrackingFacet,
     ObservingFacet,
     ChoosingFacet,

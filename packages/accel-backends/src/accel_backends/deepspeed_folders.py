@@ -1,0 +1,258 @@
+"""Reads the folders that DeepSpeed's own ``engine.save_checkpoint`` writes, of any stage and number of ranks.
+
+They are pickles. Only tensors, plain values and the few classes of DeepSpeed in them are let in, and DeepSpeed itself
+is not needed.
+"""
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from accel_backends.deepspeed_json import near
+from accel_backends.deepspeed_scaling import SCALE, TRACKER, EngineCounts
+from accel_backends.states import GROUPS, PARAMS, STATE
+from accel_state.errors import CheckpointError
+
+Shapes = Sequence[Mapping[str, torch.Size]]
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One model and its optimizer, whole and on the host.
+
+    Attributes:
+        model: tensors by name, weights in fp32 where the optimizer keeps them so.
+        optimizer: as ``Backend.optimizer_state`` gives it; None where none was saved, or its parameters are not told.
+        counts: steps taken and left out, by DeepSpeed's names.
+        scale: the loss scale of fp16, as a ``LossScaler`` has it; None where nothing was scaled.
+    """
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    counts: dict[str, int]
+    scale: dict[str, float | int] | None
+
+
+class _Noted:
+    """Stands for an object of DeepSpeed's: whatever it held is an attribute."""
+
+
+_CLASSES: Mapping[str, Any] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Noted,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Noted,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Noted,
+}
+
+
+def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[Sequence[str]] | None = None) -> Folder:
+    """Reads a checkpoint by its tag; None: what ``latest`` names.
+
+    Args:
+        folder: that ``save_checkpoint`` was given.
+        tag: of the checkpoint.
+        groups: names of the parameters of each of the optimizer's groups, which a folder of stage 0 does not say;
+            None: those of the whole model in its order.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, a rank's file is missing, it holds objects of other classes, or
+            it is spread over tensor-parallel, pipeline or expert ranks.
+    """
+    place = _tagged(Path(folder), tag)
+    names = sorted(path.name for path in place.iterdir())
+    other = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
+    other += [name for name in names if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1])]
+    if other:
+        raise CheckpointError(
+            f"{place} is spread over tensor-parallel, pipeline or expert ranks ({other[0]}), which is not read; "
+            "convert it with DeepSpeed's ds_to_universal, or save it with save_state"
+        )
+    optim = _by_rank(place, names, "optim")
+    models = _by_rank(place, names, "model") or [_load(place / "mp_rank_00_model_states.pt")]
+    facts = models[0]
+    if not optim:
+        state, optimizer, scale = _whole(facts, groups)
+    elif int(optim[0]["optimizer_state_dict"]["zero_stage"]) == 3:
+        state, optimizer, scale = _sharded(models, [one["optimizer_state_dict"] for one in optim])
+    else:
+        state, optimizer, scale = _partitioned(facts, [one["optimizer_state_dict"] for one in optim])
+    counts = {name: int(facts[name]) for name in EngineCounts.NAMES if name in facts}
+    return Folder(state, optimizer, counts, scale)
+
+
+def _tagged(folder: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            raise CheckpointError(f"{folder} has no file 'latest' that names a checkpoint of DeepSpeed; give its tag")
+        tag = latest.read_text().strip()
+    if not (folder / tag).is_dir():
+        known = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        raise CheckpointError(
+            f"{folder} has no checkpoint {tag!r}; it has {', '.join(known) or 'none'}{near(tag, known)}"
+        )
+    return folder / tag
+
+
+def _by_rank(place: Path, names: Sequence[str], kind: str) -> list[dict[str, Any]]:
+    found = {int(match[1]): name for name in names if (match := _RANK.search(name)) and match[3] == kind}
+    if missing := sorted(set(range(max(found, default=-1) + 1)) - set(found)):
+        raise CheckpointError(f"{place} lacks the {kind} states of rank {missing[0]}")
+    parts = [_load(place / found[rank]) for rank in sorted(found)]
+    if parts and kind == "optim":
+        count = parts[0]["optimizer_state_dict"]["partition_count"]
+        ranks = max(count) if isinstance(count, list | tuple) else int(count)
+        if ranks != len(parts):
+            raise CheckpointError(f"{place} was saved by {ranks} ranks, and has the {kind} states of {len(parts)}")
+    return parts
+
+
+def _load(path: Path) -> dict[str, Any]:
+    allowed = [(stand_in, name) for name, stand_in in _CLASSES.items()]
+    try:
+        with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} lacks {path.name}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, which is not let in: {str(error).splitlines()[0]}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- by stage
+
+
+@final
+@dataclass(slots=True)
+class _Optimizer:
+    """An optimizer's state, put together by the names of parameters."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def canonical(self) -> dict[str, Any]:
+        return {STATE: self.state, GROUPS: self.groups}
+
+
+def _whole(
+    facts: Mapping[str, Any], groups: Sequence[Sequence[str]] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None, Any]:
+    """Stage 0: parameters and states one by one, in 16 bits beside fp32 copies."""
+    model = dict(facts["module"])
+    saved = facts.get("optimizer")
+    if saved is None:
+        return model, None, None
+    inner = saved.get("optimizer_state_dict", saved)
+    buffers = set(facts.get("buffer_names") or ())
+    names = [name for here in groups for name in here] if groups else [name for name in model if name not in buffers]
+    held = [index for group in inner[GROUPS] for index in group[PARAMS]]
+    if len(held) != len(names) and groups is None:
+        return model, None, None
+    if len(held) != len(names):
+        raise CheckpointError(
+            f"the optimizer of this folder of stage 0 has {len(held)} parameters, and {len(names)} are known "
+            f"({', '.join(names[:3])}, ...); build the optimizer that was saved"
+        )
+    found = _Optimizer()
+    for group in inner[GROUPS]:
+        found.groups.append({**group, PARAMS: [names[index] for index in group[PARAMS]]})
+    for index, values in inner[STATE].items():
+        found.state[names[index]] = dict(values)
+    copies = [tensor.detach() for group in saved.get("fp32_groups", ()) for tensor in group]
+    model.update(zip(names, copies, strict=False))
+    scale = {SCALE: float(saved["cur_scale"]), TRACKER: 0} if saved.get("dynamic_loss_scale") else None
+    return model, found.canonical(), scale
+
+
+def _partitioned(
+    facts: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """Stages 1 and 2: each group is flattened, and each rank has the next piece of it."""
+    model = dict(facts["module"])
+    bases = [rank["base_optimizer_state"] for rank in ranks]
+    found = _Optimizer()
+    for number, shapes in enumerate(facts["param_shapes"]):
+        found.groups.append({**bases[0][GROUPS][number], PARAMS: list(shapes)})
+        flat = torch.cat([rank["single_partition_of_fp32_groups"][number].view(-1) for rank in ranks])
+        model.update(_cut(flat, shapes))
+        states = [base[STATE].get(number, {}) for base in bases]
+        for key, first in states[0].items():
+            if isinstance(first, torch.Tensor) and first.dim():
+                pieces: Iterator[tuple[str, Any]] = _cut(torch.cat([state[key].view(-1) for state in states]), shapes)
+            else:
+                pieces = iter([(name, _own(first)) for name in shapes])
+            for name, value in pieces:
+                found.state.setdefault(name, {})[key] = value
+    return model, found.canonical(), _scale_of(ranks[0])
+
+
+def _cut(flat: torch.Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, shape in shapes.items():
+        yield name, flat.narrow(0, start, shape.numel()).view(shape).detach().clone()
+        start += shape.numel()
+
+
+def _sharded(
+    models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """Stage 3: every parameter is cut into as many equal pieces as there are ranks."""
+    facts = models[0]
+    buffers = set(facts.get("buffer_names") or ())
+    model = {name: value for name, value in facts["module"].items() if name in buffers}
+    for name, shape in (facts.get("frozen_param_shapes") or {}).items():
+        fragments = [one["frozen_param_fragments"][name].view(-1) for one in models]
+        model[name] = torch.cat(fragments)[: shape.numel()].view(shape).detach().clone()
+    inner = [rank["optimizer_state_dict"] for rank in ranks]
+    shapes: Shapes = facts["param_shapes"]
+    found = _Optimizer()
+    found.groups = [{**group, PARAMS: list(names)} for group, names in zip(inner[0][GROUPS], shapes, strict=True)]
+    every = {name: shape for group in shapes for name, shape in group.items()}
+    model.update(_joined([_line(rank["fp32_flat_groups"]) for rank in ranks], every))
+    order = sorted(inner[0][STATE])
+    for key, first in (inner[0][STATE][order[0]] if order else {}).items():
+        if isinstance(first, torch.Tensor) and first.dim():
+            lines = [_line([one[STATE][index][key] for index in order]) for one in inner]
+            pieces: Iterator[tuple[str, Any]] = _joined(lines, every)
+        else:
+            pieces = iter([(name, _own(first)) for name in every])
+        for name, value in pieces:
+            found.state.setdefault(name, {})[key] = value
+    return model, found.canonical(), _scale_of(ranks[0])
+
+
+def _own(value: Any) -> Any:
+    """A count of its own for each parameter: torch counts in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _line(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([piece.view(-1) for piece in pieces])
+
+
+def _joined(lines: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, shape in shapes.items():
+        size = -(-shape.numel() // len(lines))
+        whole = torch.cat([line.narrow(0, start, size) for line in lines])
+        yield name, whole[: shape.numel()].view(shape).detach().clone()
+        start += size
+
+
+def _scale_of(rank: Mapping[str, Any]) -> dict[str, float | int] | None:
+    if not rank.get("dynamic_loss_scale"):
+        return None
+    scaler = rank["loss_scaler"]
+    stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
+    return {SCALE: float(scaler.cur_scale), TRACKER: stable % int(scaler.scale_window)}

@@ -1,0 +1,162 @@
+"""Folders of DeepSpeed's own: what a raw loop wrote goes on here, on any ranks and backend, and back."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel_backends.deepspeed_folders import read_folder
+from accel_state import CheckpointError
+from accel_testing import RankPool
+from accel_testing.compare import assert_close_state
+from accel_testing.layouts import Layout
+from accel_testing.training import open_accelerator
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+SAMPLES = 8
+
+
+class Shift(nn.Module):
+    """Has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((3,), 0.5))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two groups, sizes that no two ranks divide evenly, and a parameter that does not train."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), Shift(), nn.Linear(3, 3))
+    model[4].bias.requires_grad_(False)
+    rest = [parameter for parameter in model[2:].parameters() if parameter.requires_grad]
+    groups = [{"params": [*model[0].parameters()], "lr": 0.02}, {"params": rest}]
+    return model, torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, ranks: int) -> torch.Tensor:
+    batch = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(step))
+    return model(batch.chunk(ranks)[rank]).pow(2).mean()
+
+
+def raw_loop(folder: str, stage: int, *, start: int = 0, stop: int = 3, load: str = "", save: str) -> None:
+    """DeepSpeed's own calls, without an Accelerator."""
+    import torch.distributed as dist
+
+    from accel_backends.deepspeed_library import close_communication, library, open_communication
+    from accel_state import Session
+
+    deepspeed = library("cpu")
+    with Session.open(cpu=True) as session:
+        open_communication(session, session)
+        model, optimizer = make_model()
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES // 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        if load:
+            engine.load_checkpoint(folder, load)
+        for step in range(start, stop):
+            engine.backward(loss_of(engine, step, dist.get_rank(), 2))
+            engine.step()
+        engine.save_checkpoint(folder, save)
+        engine.destroy()
+        close_communication(session)
+
+
+def through_accel(
+    layout: str, folder: str, *, start: int, stop: int, load: str = "", save: str = ""
+) -> dict[str, torch.Tensor]:
+    accelerator = open_accelerator(Layout.parse(layout))
+    model, optimizer = accelerator.prepare(*make_model())
+    if load:
+        accelerator.import_deepspeed(folder, tag=load)
+    for step in range(start, stop):
+        accelerator.backward(loss_of(model, step, accelerator.process_index, accelerator.num_processes))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    if save:
+        accelerator.export_deepspeed(folder, tag=save)
+    accelerator.free_memory()
+    accelerator.end_training()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"), [(0, "ds2:2"), (1, "single"), (2, "ds3:2"), (2, "ds1:1"), (3, "fsdp:2"), (3, "single")]
+)
+def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, stage: int, layout: str) -> None:
+    folder = str(tmp_path)
+    rank_pool.run(raw_loop, folder, stage, save="three", ranks=2)
+    rank_pool.run(raw_loop, folder, stage, start=3, stop=6, load="three", save="six", ranks=2)
+    ranks = Layout.parse(layout).processes
+    state = rank_pool.run(through_accel, layout, folder, start=3, stop=6, load="three", ranks=ranks)[0]
+    assert_close_state(state, read_folder(folder).model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_goes_on_with_what_is_exported(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    from accel_backends.deepspeed_library import library
+
+    library("cpu")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder = str(tmp_path)
+    state = rank_pool.run(through_accel, f"ds{stage}:2", folder, start=0, stop=3, save="three", ranks=2)[0]
+    read = get_fp32_state_dict_from_zero_checkpoint(folder, "three")
+    # At stage 1 DeepSpeed's tool leaves out what does not train.
+    assert set(state) - set(read) <= {"4.bias"}
+    assert_close_state(dict(read), {name: state[name] for name in read}, rtol=0, atol=0)
+    rank_pool.run(raw_loop, folder, stage, start=3, stop=6, load="three", save="six", ranks=2)
+    expected = rank_pool.run(through_accel, "single", folder, start=0, stop=6, ranks=1)[0]
+    assert_close_state(read_folder(folder, "six").model, expected)
+
+
+def test_what_cannot_be_read_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "raw"
+    with pytest.raises(CheckpointError, match="no file 'latest'"):
+        read_folder(tmp_path)
+    rank_pool.run(raw_loop, str(folder), 2, save="three", ranks=2)
+    with pytest.raises(CheckpointError, match="did you mean 'three'"):
+        read_folder(folder, "thre")
+    (last,) = folder.glob("three/*rank_1_mp_rank_00_optim_states.pt")
+    last.unlink()
+    with pytest.raises(CheckpointError, match="saved by 2 ranks"):
+        read_folder(folder)
+
+
+class Harmful:
+    """Would run when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_nothing_of_a_folder_is_run(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    torch.save({"module": {}, "client": Harmful()}, tmp_path / "bad" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="not let in"):
+        read_folder(tmp_path, "bad")
+
+
+def test_other_backends_have_no_folders_of_their_own(tmp_path: Path) -> None:
+    from accel_state import BackendError, ConfigError
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="0 are prepared"):
+        accelerator.export_deepspeed(tmp_path)
+    accelerator.prepare(*make_model())
+    with pytest.raises(BackendError, match="strategy='deepspeed'"):
+        accelerator.export_deepspeed(tmp_path)
