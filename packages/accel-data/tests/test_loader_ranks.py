@@ -11,7 +11,7 @@ from collections import deque
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -278,6 +278,120 @@ def test_what_one_rank_cannot_read_is_an_error_on_every_rank(rank, world_size, d
     with pytest.raises(expected, match=message) as caught:
         deque(steps, maxlen=0)
     assert ("another cannot go on: rank 0" in str(caught.value)) == (rank == 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_worker_that_dies_during_the_step_is_told_to_the_other_ranks(rank, world_size, tmp_path):
+    loader = DataLoader(Deadly(rank, kills=True), batch_size=3, num_workers=1, prefetch_factor=8)
+    loader = prepare_loader(loader, DataShard(rank, world_size))
+    over, deadline = tmp_path / "over", time.monotonic() + 120
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="killed by signal"):
+            for _ in loader:
+                while time.monotonic() < deadline:
+                    time.sleep(0.01)
+        over.touch()
+    else:
+        reading = iter(loader)
+        next(reading)
+        while not over.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(DataError, match=r"rank 0 could not read its next batch: DataError: 1 of .* workers died"):
+            list(reading)
+
+
+class UnequalParts(IterableDataset):
+    """The second worker has nothing to read, and the first fails late."""
+
+    def __iter__(self):
+        if get_worker_info().id == 0:
+            yield from range(12)
+            raise RuntimeError("sample 12 is broken")
+
+
+def test_a_worker_that_has_read_all_is_not_taken_for_dead():
+    loader = prepare_loader(DataLoader(UnequalParts(), batch_size=3, num_workers=2), DataShard(0, 1))
+    with pytest.raises(RuntimeError, match="sample 12 is broken"):
+        list(loader)
+
+
+WAITING = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from accel_data import prepare_loader
+from accel_state import Session, collectives
+from accel_state.parallelism import DataShard
+
+rank, store, wait, end = int(sys.argv[1]), *sys.argv[2:]
+address = "file://" + store
+if wait == "adopted":
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+session = Session.open(cpu=True, init_method=address)
+
+class Deadly:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        while index == 24 and not os.path.exists(store + ".inside"):
+            time.sleep(0.01)
+        if index == 24:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([float(index)])
+
+loader = prepare_loader(DataLoader(Deadly(), batch_size=4, num_workers=1), DataShard(rank, 2))
+try:
+    for step, batch in enumerate(loader):
+        if rank == 1 and step == 3:
+            open(store + ".inside", "w").close()
+        if wait == "raw":
+            dist.all_reduce(batch)
+        else:
+            collectives.gather(batch)
+except Exception as error:
+    print(type(error).__name__, error, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + 60
+    while end == "stay" and rank == 0 and not os.path.exists(store + ".told") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    open(store + ".told", "w").close()
+    raise
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("wait", "end", "raised"),
+    [
+        ("adopted", "leave", "CollectiveError rank 0 could not read its next batch: DataError: 1 of"),
+        pytest.param("gather", "stay", "CollectiveError rank 0 will not come to gather", marks=pytest.mark.slow),
+        ("raw", "leave", "RuntimeError"),
+    ],
+    ids=["no doctor", "one that lives", "torch's own"],
+)
+def test_a_rank_inside_a_collective_ends_with_what_kept_the_other_one_from_coming(tmp_path, wait, end, raised):
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, str(rank), str(tmp_path / "store"), wait, end],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    lines = said[1].splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith(raised)), len(lines))
+    cause = "DataError: 1 of the DataLoader's 1 workers died"
+    assert any(cause in line for line in lines[first:]), "\n".join(lines)
+    assert sum("rank 0 will not come" in line for line in lines if line.startswith("[rank1]")) <= 1
 
 
 @pytest.mark.ranks(2)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
+from accel_state.doctor.active import troubled, untroubled
 from accel_state.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _INTERVAL = 0.5
 """Seconds between two looks of a rank whether another one has failed."""
-_PATIENCE = 3.0
+_PATIENCE = 10.0
 """Seconds a rank that failed stays for the others to hear of it: the store may be gone with it."""
 
 
@@ -43,7 +44,8 @@ def alarm() -> "Alarm | None":
 class Alarm:
     """Messages between the ranks of one loader through the store they met in, which works when nothing else does.
 
-    No rank waits for another in it: each looks now and then, beside its step.
+    No rank waits for another in it: each looks now and then, beside its step. What is heard is also told to those who
+    explain why an operation between ranks failed (``accel_state.doctor``).
     """
 
     def __init__(self, store: "Store", prefix: str, rank: int, world_size: int) -> None:
@@ -69,6 +71,7 @@ class Watch:
         self._rank, self._others = place
         self._over = threading.Event()
         self.heard: str | None = None
+        untroubled()
         threading.Thread(target=self._listen, name="accel-data-alarm", daemon=True).start()
 
     def _listen(self) -> None:
@@ -76,10 +79,11 @@ class Watch:
             while not self._store.check([self._key]):
                 if self._over.wait(_INTERVAL):
                     return
-            text = self._store.get(self._key).decode()
+            rank, _, text = self._store.get(self._key).decode().partition(" ")
             if not self._over.is_set():
-                # The step may wait for the rank that failed: then this is all that this rank will ever say.
+                # The step may wait for the rank that failed, in an operation that nobody else can say more about.
                 _LOG.error("rank %d stops reading: %s", self._rank, text)
+                troubled(int(rank), text)
                 self.heard = text
             self._store.add(f"{self._key}/heard", 1)
         except (RuntimeError, OSError):
@@ -101,7 +105,7 @@ class Watch:
         self._over.set()
         said = f"rank {self._rank} could not read its next batch: {type(error).__name__}: {error}"
         try:
-            self._store.set(self._key, said)
+            self._store.set(self._key, f"{self._rank} {said}")
             until = time.monotonic() + _PATIENCE
             while time.monotonic() < until and self._store.add(f"{self._key}/heard", 0) < self._others:
                 time.sleep(_INTERVAL / 10)

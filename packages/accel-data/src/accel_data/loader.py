@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
 from accel_data.source import Pass, Source
-from accel_data.workers import death_of_workers
-from accel_state.errors import AccelError, DataError, DataStateError
+from accel_data.workers import death_of_workers, has_dead_workers
+from accel_state.errors import AccelError, DataStateError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -82,27 +82,21 @@ class PreparedLoader:
             batches, run.trouble = watch.heeding(batches), watch.said
         batches = batches if self.gate is None else self.gate(self, batches)
         try:
-            if run.exact and self._placer is None:
-                left = run.length or 0
-                for batch in batches:
-                    left -= 1
-                    run.at_end = left == 0
-                    run.delivered += 1
-                    self._last = run
-                    yield batch
-            else:
-                for batch in self._ahead(run, batches):
-                    run.delivered += 1
-                    self._last = run
-                    yield batch
-            complete = True
-        except AccelError:
-            raise  # of what all ranks know
-        except Exception as error:
-            death = _reported(run, watch, error)
-            if death is None:
-                raise
-            raise death from error
+            with _telling(run, watch):
+                if run.exact and self._placer is None:
+                    left = run.length or 0
+                    for batch in batches:
+                        left -= 1
+                        run.at_end = left == 0
+                        run.delivered += 1
+                        self._last = run
+                        yield batch
+                else:
+                    for batch in self._ahead(run, batches):
+                        run.delivered += 1
+                        self._last = run
+                        yield batch
+                complete = True
         finally:
             self._finish(run, watch, complete)
             if observer is not None:
@@ -327,12 +321,25 @@ class PreparedLoader:
         return _rebuilt, (state,)
 
 
-def _reported(run: Pass, watch: "Watch | None", error: Exception) -> DataError | None:
-    """Tells the other ranks what went wrong here; what to raise instead of ``error``, if workers have died of it."""
-    death = death_of_workers(run) if isinstance(error, OSError | EOFError | RuntimeError) else None
-    if watch is not None:
-        watch.tell(death or error)
-    return death
+@contextmanager
+def _telling(run: Pass, watch: "Watch | None") -> Iterator[None]:
+    """Tells the other ranks what goes wrong inside; raises in its place that workers have died, if that is why."""
+    try:
+        yield
+    except GeneratorExit:
+        # Of a dead worker torch tells wherever the program is, most often inside the step; that ends the loop.
+        if watch is not None and has_dead_workers(run):
+            watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
+        raise
+    except AccelError:
+        raise  # of what all ranks know
+    except Exception as error:
+        death = death_of_workers(run) if isinstance(error, OSError | EOFError | RuntimeError) else None
+        if watch is not None:
+            watch.tell(death or error)
+        if death is None:
+            raise
+        raise death from error
 
 
 def _rebuilt(state: dict[str, Any]) -> PreparedLoader:

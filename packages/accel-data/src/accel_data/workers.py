@@ -52,13 +52,27 @@ def death_of_workers(run: Pass) -> DataError | None:
     return _death(batches, run.step(run.delivered).cursor)
 
 
+def has_dead_workers(run: Pass) -> bool:
+    """Whether a worker that was to read on is dead already; nothing is waited for."""
+    with suppress(RuntimeError):
+        return bool(_dead(run.readers))
+    return True  # torch's handler was faster
+
+
+def _dead(batches: Any) -> list[Any]:
+    """The workers that died. One that has read all of its stream ends too, with 0, and torch notes that it has."""
+    workers, reading = getattr(batches, "_workers", None) or [], getattr(batches, "_workers_status", None) or []
+    ended = [(worker, reads) for worker, reads in zip(workers, reading, strict=False) if not worker.is_alive()]
+    return [worker for worker, reads in ended if reads or worker.exitcode]
+
+
 def _death(batches: Any, position: Cursor) -> DataError | None:
     workers = getattr(batches, "_workers", None) or []
     closing = wait([worker.sentinel for worker in workers], _PATIENCE) if workers else []
     for worker in workers:
         if worker.sentinel in closing:
             worker.join(_PATIENCE)
-    dead = [worker for worker in workers if not worker.is_alive()]
+    dead = _dead(batches)
     if not dead:
         return None
     # Till then torch goes on raising for the same deaths, anywhere in the program.

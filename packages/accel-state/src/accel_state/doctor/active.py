@@ -85,10 +85,10 @@ def recorded(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            if threading.current_thread() is not threading.main_thread():
-                return function(*args, **kwargs)
             if not _active:
                 return unwatched(*args, **kwargs)
+            if threading.current_thread() is not threading.main_thread():
+                return function(*args, **kwargs)
             doctor = _active[-1]
             together = shared and doctor.concerns(kwargs.get("group"))
             doctor.enter(operation, detail(*args, **kwargs) if detail is not None else "", shared=together)

@@ -60,7 +60,7 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
         return None
     gone = [state for state in states if state.life in ("dead", "left")]
     gone += [state for state in states if state.life in ("stopped", "silent") and state.lasting >= PATIENCE]
-    if waiting and min(state.waiting for state in waiting) >= PATIENCE:
+    if lost or min(state.waiting for state in waiting) >= PATIENCE:
         gone += [state for state in states if state.life == "alive" and state.reason and state.current is None]
     # Those that only failed because another had are no culprits.
     gone = [state for state in gone if not state.reason.startswith("CollectiveError")] or gone

@@ -16,7 +16,7 @@ from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, RankSta
 from accel_state.doctor.flight import flight_record
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
-from accel_state.errors import CollectiveError, CollectiveMismatchError
+from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +125,7 @@ class Doctor:
 
         A model or the program itself may have waited for them, in torch's own operations, which nobody notes.
         """
-        if isinstance(error, RuntimeError) and not self._closed.is_set():
+        if not isinstance(error, AccelError) and isinstance(error, Exception) and not self._closed.is_set():
             try:
                 self.explain(error)
             except CollectiveError as found:
