@@ -5,8 +5,10 @@ import io
 import json
 import logging
 import math
+import socket
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from accel.tracking.spool import Entry, Spool
 from accel.tracking.values import as_json, flatten, numbers, plain, snapshot
 from accel_state.errors import ConfigError
 from accel_testing.compare import assert_close_state
-from accel_testing.faults import limited_file_size
+from accel_testing.faults import limited_file_size, small_file_system
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 QUICK = QueueOptions(interval=0.01, patience=30, pause=0.05)
@@ -330,17 +332,18 @@ def test_a_spool_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
     assert [entry.step for entry in spool.take()] == [1]
 
 
-def trained(tmp_path: Path, trackers: Any, **options: Any) -> dict[str, torch.Tensor]:
+def trained(tmp_path: Path, trackers: Any, *, patience: float = 5, text: str = "") -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=tmp_path)
     model, optimizer = accelerator.prepare((net := torch.nn.Linear(4, 2)), torch.optim.SGD(net.parameters(), lr=0.1))
-    accelerator.init_trackers("p", {"lr": 0.1}, queue=QueueOptions(interval=0.01, patience=5, pause=0.05), **options)
+    queue = QueueOptions(interval=0.01, patience=patience, pause=0.05)
+    accelerator.init_trackers("p", {"lr": 0.1}, queue=queue)
     for step in range(10):
         loss = model(torch.ones(3, 4) * step / 10).square().mean()
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        accelerator.log({"loss": loss}, step=step)
+        accelerator.log({"loss": loss, **({"text": text} if text else {})}, step=step)
     accelerator.end_training()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -352,6 +355,18 @@ class Unmade(Kept):
         raise OSError("no such service")
 
 
+class Posting(Kept):
+    """Sends every value to a service on this machine."""
+
+    name = "posting"
+    port = 0
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(json.dumps(values).encode())
+            connection.recv(1)
+
+
 def test_no_failure_of_a_tracker_changes_the_weights(tmp_path: Path) -> None:
     expected = trained(tmp_path / "none", None)
     register_tracker_class(Unmade)
@@ -360,13 +375,59 @@ def test_no_failure_of_a_tracker_changes_the_weights(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "dead")) == 10
 
 
+@pytest.mark.parametrize("listening", [False, True], ids=["closed", "silent"])
+def test_a_dead_endpoint_does_not_change_the_weights(
+    listening: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens, so that connections are refused; or somebody does, and never answers."""
+    expected = trained(tmp_path / "none", None)
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))  # the port is taken for as long, and refuses until it listens
+        if listening:
+            service.listen()
+        monkeypatch.setattr(Posting, "port", service.getsockname()[1])
+        weights = trained(tmp_path / "dead", [Posting()], patience=2)
+    assert_close_state(weights, expected, rtol=0)
+    assert len(rows_of(tmp_path / "dead")) == 10
+    (waiting,) = tmp_path.glob("dead/p/*/undelivered-posting.jsonl")
+    assert len(waiting.read_text().splitlines()) == 10
+
+
 @pytest.mark.fault
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_does_not_change_the_weights(tmp_path: Path) -> None:
+def test_files_that_cannot_grow_do_not_change_the_weights(tmp_path: Path) -> None:
     expected = trained(tmp_path / "none", None)
     with limited_file_size(64):
         weights = trained(tmp_path / "full", "tensorboard")
     assert_close_state(weights, expected, rtol=0)
+
+
+def fill(path: Path, size: int) -> None:
+    """Writes as much of ``size`` bytes as there is room for."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        for _ in range(size // 4096):
+            file.write(b"x" * 4096)
+
+
+@pytest.mark.fault
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("trackers", [None, "tensorboard"])
+@pytest.mark.parametrize("fills", ["before", "during"])
+def test_a_full_disk_does_not_change_the_weights(
+    trackers: str | None, fills: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(tmp_path / "none", None)
+    (tmp_path / "full").mkdir()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(small_file_system(tmp_path / "full", size=2**16))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        # Nothing is left, or room for what is opened and for little more.
+        fill(tmp_path / "full" / "other", 2**16 if fills == "before" else 2**16 - 5 * 4096)
+        weights = trained(tmp_path / "full", trackers, patience=2, text="x" * 4096 if fills == "during" else "")
+    assert_close_state(weights, expected, rtol=0)
+    assert "No space left on device" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------- custom trackers

@@ -6,6 +6,7 @@ function, ``module:qualname``, so the code under test needs no hooks. For a scri
     python -m accel_testing.faults 'kill at os:replace' script.py --its --arguments
 """
 
+import ctypes
 import errno
 import functools
 import importlib
@@ -156,6 +157,23 @@ def limited_file_size(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_file_system(folder: str | os.PathLike[str], *, size: int = 2**20) -> Iterator[None]:
+    """A file system of ``size`` bytes in memory at ``folder``, gone afterwards with all that is in it.
+
+    Raises:
+        PermissionError: this process may not mount one; that takes root.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.fsencode(folder)
+    if os.geteuid() != 0 or libc.mount(b"tmpfs", place, b"tmpfs", 0, f"size={size}".encode()) != 0:
+        raise PermissionError(f"no file system can be mounted at {os.fspath(folder)}; it needs root")
+    try:
+        yield
+    finally:
+        libc.umount2(place, 2)
 
 
 def corrupt_file(path: str | os.PathLike[str], *, position: int | None = None, seed: int = 0) -> int:

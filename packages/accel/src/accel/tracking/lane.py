@@ -179,14 +179,18 @@ class Lane:
             if not self._ending and time.monotonic() >= self._next_attempt:
                 self._work()
         for _ in range(_LAST_ATTEMPTS):
-            if self._work():
+            if self._left_behind() or self._work():
                 break
             time.sleep(min(self.options.interval, self.options.pause))
-        if self._started.is_set():
+        if self._started.is_set() and not self._left_behind():
             try:
                 self.tracker.finish()
             except Exception as error:
                 self._trouble(error)
+
+    def _left_behind(self) -> bool:
+        """Nobody waits for this thread any more, and what it was to deliver is in the spool, where it has to stay."""
+        return self._thread is not threading.current_thread()
 
     def _work(self) -> bool:
         """Delivers everything that is there, oldest first; False if something is left."""
@@ -203,7 +207,8 @@ class Lane:
                 except (TypeError, ValueError) as error:
                     self._set_aside_first(error)
         except Exception as error:
-            self._trouble(error)
+            if not self._left_behind():
+                self._trouble(error)
             return False
         if self._failures:
             _LOG.warning("tracker %s works again", self.name)
@@ -212,6 +217,8 @@ class Lane:
 
     def _set_aside_first(self, error: Exception) -> None:
         """The tracker refuses this entry for itself, so that trying again is no use."""
+        if self._left_behind():
+            raise error
         with self._lock:
             self._held.popleft()
         self._refused += 1
@@ -243,7 +250,7 @@ class Lane:
                 self._deliver(self._held[position])
                 done.append(self._held[position])
         finally:
-            if done:
+            if done and not self._left_behind():
                 self.tracker.flush()
                 with self._lock:
                     for entry in done:
