@@ -11,7 +11,7 @@ from torch import nn
 
 from accel import Accelerator, ProfileKwargs
 from accel.meters import count_flops
-from accel.profiling import MERGED, merge_traces, top_operators
+from accel.profiling import MERGED, SUMMARY, merge_traces, top_operators
 from accel_state.errors import ConfigError
 
 
@@ -41,7 +41,13 @@ def test_every_rank_writes_a_trace_and_one_holds_all(rank: int, tmp_path: Path) 
     rows = top_operators(profiler, 5)
     assert len(rows) == 5
     assert rows == sorted(rows, key=lambda row: -(row["cpu_us"] + row["device_us"]))
+    products = next(row for row in top_operators(profiler, 100) if row["name"] == "aten::addmm")
+    # Two of the four steps were recorded, each with two products of 4 rows.
+    assert (products["calls"], products["flops"]) == (4, 2 * 2 * 4 * (8 * 16 + 16 * 2))
+    assert any(row["bytes"] > 0 for row in top_operators(profiler, 100))
     if rank == 0:
+        lines = (tmp_path / SUMMARY).read_text().splitlines()
+        assert lines[1].split()[0] == rows[0]["name"][:40]
         events = json.loads((tmp_path / MERGED).read_text())["traceEvents"]
         ranks = {str(event["pid"]).split(":")[0] for event in events if event.get("name") == "aten::addmm"}
         assert ranks == {"rank 0", "rank 1"}

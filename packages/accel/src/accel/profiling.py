@@ -11,7 +11,7 @@ from accel_state.errors import ConfigError
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-MERGED = "profile_merged.json"
+MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
 
@@ -26,7 +26,8 @@ class ProfileKwargs:
         schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps, counted by the profiler's
             ``step()``.
         on_trace_ready: called with the profiler whenever a recording is done.
-        output_trace_dir: folder for ``profile_<rank>.json``, a Chrome trace for each rank, and one of all ranks.
+        output_trace_dir: folder for ``profile_<rank>.json``, a Chrome trace for each rank, one of all ranks, and the
+            summary of the main one.
 
     Raises:
         ConfigError: an unknown activity, or one whose device is not there.
@@ -98,6 +99,19 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
         }
         for row in rows[:count]
     ]
+
+
+def summary_table(rows: Iterable[dict[str, Any]]) -> str:
+    """What ``top_operators`` gives as text: the shares of their time, calls, and bytes and operations if recorded."""
+    listed = list(rows)
+    total = sum(row["cpu_us"] + row["device_us"] for row in listed) or 1
+    lines = [f"{'operator':40} {'calls':>7} {'host ms':>10} {'device ms':>10} {'share':>6} {'MiB':>9} {'MFLOP':>10}"]
+    lines += [
+        f"{row['name'][:40]:40} {row['calls']:7} {row['cpu_us'] / 1e3:10.3f} {row['device_us'] / 1e3:10.3f} "
+        f"{(row['cpu_us'] + row['device_us']) / total:6.1%} {row['bytes'] / 2**20:9.2f} {row['flops'] / 1e6:10.3f}"
+        for row in listed
+    ]
+    return "\n".join(lines)
 
 
 def merge_traces(traces: Iterable[tuple[int, Path]], target: Path) -> Path:

@@ -147,9 +147,10 @@ class ObservingFacet(ABC):
         """Records what happens inside with torch's profiler, and yields that. To be entered on all processes.
 
         With ``output_trace_dir`` every rank writes ``profile_<rank>.json`` there, and the main one, once all have, all
-        of them in one. Without an argument, the ``ProfileKwargs`` of ``kwargs_handlers`` count.
+        of them in one, and a table of its operators that took longest. Without an argument, the ``ProfileKwargs`` of
+        ``kwargs_handlers`` count.
         """
-        from accel.profiling import MERGED, ProfileKwargs, merge_traces
+        from accel.profiling import MERGED, SUMMARY, ProfileKwargs, merge_traces, summary_table, top_operators
 
         options = profile_handler or self._profile_options or ProfileKwargs()
         profiler = options.build()
@@ -165,6 +166,7 @@ class ObservingFacet(ABC):
             ranks = range(self.session.world_size)
             traces = [(rank, folder / f"profile_{rank}.json") for rank in ranks]
             merge_traces([(rank, path) for rank, path in traces if path.exists()], folder / MERGED)
+            (folder / SUMMARY).write_text(summary_table(top_operators(profiler, 30)) + "\n", encoding="utf-8")
 
     def explain(self) -> "Explanation":
         """What was chosen for this run and why, and what its steps are: to print, or to look into.
