@@ -23,7 +23,7 @@ LAYOUTS = {
     "fsdp:2": (FLAT, ("", CHECKPOINTING, OFFLOAD)),
     "fsdp:4": ((*FLAT, "/reshard_after_forward=2"), ("", CHECKPOINTING, OFFLOAD)),
     "hsdp:2x2": (HYBRID, ("", CHECKPOINTING, OFFLOAD)),
-    "fsdp1:2": (FLAT, ("", CHECKPOINTING)),  # it offloads from accelerators only
+    "fsdp1:2": (FLAT, ("", CHECKPOINTING, OFFLOAD)),
 }
 # One of each kind in every run; the rest repeat them in other combinations.
 QUICK = {
