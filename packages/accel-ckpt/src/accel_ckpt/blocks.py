@@ -34,6 +34,25 @@ class FileRecord:
     blocks: tuple[str, ...]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a new file is to hold: ``size`` bytes, given by ``pieces``, which may be asked for them again.
+
+    ``threads`` others digest them while one writes (0: that one does, a piece at a time; None: as many as are useful).
+    """
+
+    pieces: Callable[[], Iterable[memoryview]]
+    size: int
+    digest: "Digest" = "crc32"
+    threads: int | None = None
+
+    @classmethod
+    def of(cls, document: bytes, digest: "Digest" = "crc32") -> "Content":
+        """A small file that is there already."""
+        return cls(lambda: iter([memoryview(document)]), len(document), digest, 0)
+
+
 class Source(Protocol):
     """A file to read ranges of, here or far away. ``size`` in bytes."""
 

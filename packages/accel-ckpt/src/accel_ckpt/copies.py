@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, final
 
-from accel_ckpt.blocks import BLOCK, Digest, FileRecord
+from accel_ckpt.blocks import BLOCK, Content, Digest, FileRecord
 from accel_ckpt.peers import Peers
 from accel_ckpt.storage import Location, Storage
 from accel_ckpt.tensors import byte_view
@@ -66,7 +66,7 @@ def _take(peers: Peers, storage: Storage, place: Location, record: FileRecord, w
     arriving = _Arriving(peers, record.size, writer)
     try:
         # One buffer takes block after block, so nothing may still look at it when the next arrives: no threads.
-        found = storage.write(place, lambda: iter(arriving), threads=0, digest=digest, size=record.size)
+        found = storage.write(place, Content(lambda: iter(arriving), record.size, digest, threads=0))
     finally:
         for _ in arriving:
             pass

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from accel_ckpt.blocks import Content
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.peers import Peers
@@ -211,11 +212,10 @@ def _write_files(
     storage.ready(folder)
     written: dict[Location, Location] = {}
 
-    def write(name: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+    def write(name: str, content: Content) -> None:
         temporary = folder / f".{name}.{mark}.tmp"
         written[temporary] = folder / name
-        # Threads for digests would keep tensors in memory until their turn comes.
-        storage.write(temporary, pieces, threads=0, size=size)
+        storage.write(temporary, content)
 
     try:
         for name, keys in files.items():
@@ -223,9 +223,11 @@ def _write_files(
             header = header_of(
                 items, {"format": "pt", **{key: first for key, first in aliases.items() if first in keys}}
             )
-            write(name, partial(_pieces, header, keys, values), len(header) + sum(item.nbytes for item in items))
-        for name, content in (documents or {}).items():
-            write(name, partial(_document, content), len(content))
+            size = len(header) + sum(item.nbytes for item in items)
+            # Threads for digests would keep tensors in memory until their turn comes.
+            write(name, Content(partial(_pieces, header, keys, values), size, threads=0))
+        for name, document in (documents or {}).items():
+            write(name, Content.of(document))
         storage.publish(written)
     finally:
         for temporary in written:
@@ -236,10 +238,6 @@ def _pieces(header: bytes, keys: Sequence[str], values: _Values) -> Iterator[mem
     yield memoryview(header)
     for tensor in values(keys):
         yield byte_view(host_copy(tensor))
-
-
-def _document(content: bytes) -> Iterator[memoryview]:
-    yield memoryview(content)
 
 
 @final

@@ -7,12 +7,11 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import BLOCK, DIGESTS, Digest, Digester, FileRecord, default_threads, in_blocks
+from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, default_threads, in_blocks
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 _IOV_MAX = 1024
@@ -20,31 +19,23 @@ _SYNC_FILE_RANGE_WRITE = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_file(
-    path: Path,
-    pieces: Iterable[memoryview],
-    *,
-    threads: int | None = None,
-    digest: Digest = "crc32",
-    size: int | None = None,
-) -> FileRecord:
-    """Writes ``pieces`` one after the other into the new file ``path`` and waits until they are on the disk.
+def write_file(path: Path, content: Content) -> FileRecord:
+    """Writes the new file ``path`` and waits until it is on the disk.
 
-    This thread writes; ``threads`` others digest what it has written (0: this one does both). The system is told to
-    start each block on its way at once, so that the disk and the digests do not wait for each other. ``size`` is how
-    many bytes there will be, if that is known, for the message of a disk that is full.
+    This thread writes, others digest what it has written. The system is told to start each block on its way at once,
+    so that the disk and the digests do not wait for each other.
 
     Raises:
         CheckpointError: the disk is full (says what was needed and what is free), or refused.
     """
-    count = default_threads() if threads is None else threads
+    threads = default_threads() if content.threads is None else content.threads
     written = 0
     digests: list[str] = []
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            with Digester(count, DIGESTS[digest]) as digester:
-                for views in in_blocks(pieces):
+            with Digester(threads, DIGESTS[content.digest]) as digester:
+                for views in in_blocks(content.pieces()):
                     length = sum(map(len, views))
                     _write_all(handle, views, written)
                     _start_writeback(handle, written, length)
@@ -55,7 +46,7 @@ def write_file(
         finally:
             os.close(handle)
     except OSError as error:
-        raise _explain(error, path, written, size) from error
+        raise _explain(error, path, written, content.size) from error
     return FileRecord(written, tuple(digests))
 
 
@@ -137,12 +128,11 @@ def _start_writeback(handle: int, begin: int, length: int) -> None:
         start(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
-def _explain(error: OSError, path: Path, written: int, size: int | None) -> CheckpointError:
+def _explain(error: OSError, path: Path, written: int, size: int) -> CheckpointError:
     if error.errno in _NO_SPACE:
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        needed = "" if size is None else f" of the {size} that it needs"
         return CheckpointError(
-            f"{path}: {error.strerror} after {written} bytes{needed}; {free} bytes are free there. Nothing was "
-            "committed; earlier checkpoints are intact"
+            f"{path}: {error.strerror} after {written} bytes of the {size} that it needs; {free} bytes are free there. "
+            "Nothing was committed; earlier checkpoints are intact"
         )
     return CheckpointError(f"{path}: {error.strerror or error}")

@@ -2,11 +2,11 @@
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import Digest, FileRecord, default_threads
+from accel_ckpt.blocks import Content, FileRecord, default_threads
 from accel_ckpt.files import FileSource, write_file
 from accel_ckpt.staging import Staging, discard, sweep, sync_folder
 from accel_ckpt.storage import Location, Storage
@@ -34,16 +34,8 @@ class LocalStorage(Storage):
     def open(self, file: Location) -> FileSource:
         return FileSource(_path(file))
 
-    def write(
-        self,
-        file: Location,
-        pieces: Callable[[], Iterable[memoryview]],
-        *,
-        threads: int | None = None,
-        digest: Digest = "crc32",
-        size: int | None = None,
-    ) -> FileRecord:
-        return write_file(_path(file), pieces(), threads=threads, digest=digest, size=size)
+    def write(self, file: Location, content: Content) -> FileRecord:
+        return write_file(_path(file), content)
 
     def ready(self, folder: Location) -> None:
         try:

@@ -12,7 +12,7 @@ from accel_ckpt.container import Span
 from accel_ckpt.layout import boxes, local_shape
 from accel_ckpt.plain_files import dtype_of_code, model_files, open_plain, read_plain
 from accel_ckpt.storage import locate
-from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout
+from accel_ckpt.tensors import as_dtensor, byte_view, distributed_like, dtensor_layout
 from accel_state.errors import CheckpointMismatchError
 
 
@@ -66,18 +66,10 @@ def _part(key: str, source: Source, span: Span, like: torch.Tensor | None) -> to
     dtensor = as_dtensor(like)
     if dtensor is None:
         return saved.to(like.device, copy=True)
-    from torch.distributed.tensor import DTensor
-
     layout = dtensor_layout(key, dtensor)
     local = torch.empty(dtensor._local_tensor.shape if layout is None else local_shape(layout), dtype=dtype)
     for box, here in () if layout is None else boxes(layout):
         rows = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
         local[tuple(slice(at, at + size) for at, size in zip(here.offset, here.shape, strict=True))] = saved[rows]
-    return DTensor.from_local(
-        local.to(dtensor._local_tensor.device),
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    placed: torch.Tensor = distributed_like(local.to(dtensor._local_tensor.device), dtensor)
+    return placed

@@ -17,7 +17,15 @@ from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers
 from accel_ckpt.sharing import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
 from accel_ckpt.storage import Storage
-from accel_ckpt.tensors import as_dtensor, byte_view, dtensor_layout, dtype_of, placement_key
+from accel_ckpt.tensors import (
+    as_dtensor,
+    byte_view,
+    distributed_like,
+    dtensor_layout,
+    dtype_of,
+    placement_key,
+    row_major,
+)
 from accel_state.errors import CheckpointCorruptError
 
 # Tensors for other devices are read and moved in groups of about this many bytes.
@@ -153,7 +161,7 @@ class TensorReader:
         end = span.begin + (run_start(last, part.box) + 1) * size
         content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
         aligned = content if begin % size == 0 else content.clone()
-        saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, _row_major(part.box.shape))
+        saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(part.box.shape))
         target.tensor[inside.within(target.whole)].copy_(saved)
 
 
@@ -203,23 +211,15 @@ class _Target:
         dtensor = as_dtensor(self.like)
         if dtensor is None:
             return self.tensor if self.like.device.type == "meta" else self.tensor.to(self.like.device)
-        from torch.distributed.tensor import DTensor
-
         device = dtensor._local_tensor.device
         local = self.tensor.to(dtensor.device_mesh.device_type if device.type == "meta" else device)
-        stride = _row_major(self.entry.shape)
-        return DTensor.from_local(
-            local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=self.like.shape, stride=stride
-        )
+        placed: torch.Tensor = distributed_like(local, dtensor)
+        return placed
 
 
 def _shift(common: Box, box: Box, here: Box) -> Box:
     """``common``, which lies inside ``box``, in the coordinates of the memory where ``box`` lies at ``here``."""
     return Box(tuple(c - b + h for c, b, h in zip(common.offset, box.offset, here.offset, strict=True)), common.shape)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _batches(

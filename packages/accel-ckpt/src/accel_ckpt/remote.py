@@ -7,13 +7,13 @@ overwritten, and what no manifest refers to is a leftover. Requests that fail in
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
-from accel_ckpt.blocks import BLOCK, DIGESTS, Digest, Digester, FileRecord, Source, default_threads, in_blocks
+from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, Source, default_threads, in_blocks
 from accel_ckpt.manifest import MANIFEST, is_subfolder, unpack
 from accel_ckpt.storage import Location, Storage, Url
 from accel_state.errors import AccelError, CheckpointCorruptError, CheckpointError
@@ -90,30 +90,23 @@ class RemoteStorage(Storage):
             raise CheckpointCorruptError(f"{file.name}: the file is missing from {file.parent}") from None
         return _RemoteSource(self, file, size)
 
-    def write(
-        self,
-        file: Location,
-        pieces: Callable[[], Iterable[memoryview]],
-        *,
-        threads: int | None = None,
-        digest: Digest = "crc32",
-        size: int | None = None,
-    ) -> FileRecord:
-        count = default_threads() if threads is None else threads
+    def write(self, file: Location, content: Content) -> FileRecord:
+        digest = DIGESTS[content.digest]
+        count = default_threads() if content.threads is None else content.threads
 
         def upload() -> FileRecord:
             written = 0
-            with Digester(count, DIGESTS[digest]) as digester:
+            with Digester(count, digest) as digester:
                 with self._files.open(self._path(file), "wb") as out:
-                    for views in in_blocks(pieces()):
+                    for views in in_blocks(content.pieces()):
                         digester.add(views)
                         written += sum(out.write(view) for view in views)
                 return FileRecord(written, tuple(digester.digests()))
 
-        if size is not None and size <= BLOCK:
-            content = b"".join(pieces())
-            self.put(file, content)
-            return FileRecord(len(content), (DIGESTS[digest]([content]),) if content else ())
+        if content.size <= BLOCK:
+            small = b"".join(content.pieces())
+            self.put(file, small)
+            return FileRecord(len(small), (digest([small]),) if small else ())
         return self._patiently(f"writing {file}", upload)
 
     def put(self, file: Location, content: bytes, *, overwrite: bool = True) -> None:

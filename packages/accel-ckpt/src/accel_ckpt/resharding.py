@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from typing import final
 
-from accel_ckpt.blocks import FileRecord
+from accel_ckpt.blocks import Content, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.draft import SMALL
@@ -42,9 +42,7 @@ def reshard(
         try:
             records: dict[str, FileRecord] = {}
             for name in saved.documents:
-                content = saved.document_bytes(name)
-                whole = partial(iter, [memoryview(content)])
-                records[name] = storage.write(staged.folder / name, whole, threads=0, size=len(content))
+                records[name] = storage.write(staged.folder / name, Content.of(saved.document_bytes(name)))
             shards = _spread(saved, files)
             for number, pieces in enumerate(shards):
                 header = header_of([piece.item for piece in pieces], {"format": "pt"})
@@ -52,7 +50,7 @@ def reshard(
                 stream = partial(_stream, saved, header, pieces)
                 # Threads for digests would keep parts in memory until their turn comes.
                 name = tensor_file(number)
-                records[name] = storage.write(staged.folder / name, stream, threads=0, size=size)
+                records[name] = storage.write(staged.folder / name, Content(stream, size, threads=0))
             manifest = replace(
                 saved.manifest,
                 id=staged.id,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, final
 
 from accel_ckpt._version import __version__
-from accel_ckpt.blocks import Digest, FileRecord
+from accel_ckpt.blocks import Content, Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
@@ -146,15 +146,11 @@ class Attempt:
     def _write(self, pieces: Callable[[], Iterable[memoryview]], threads: int | None) -> "Written":
         records: dict[str, FileRecord] = {}
         self.witness("write")
-        for name, content in self.part.documents.items():
-            whole = partial(iter, [memoryview(content)])
-            place = self.folder / name
-            records[name] = self.storage.write(place, whole, threads=0, digest=self.digest, size=len(content))
+        for name, document in self.part.documents.items():
+            records[name] = self.storage.write(self.folder / name, Content.of(document, self.digest))
         if self.part.items:
             name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
-            records[name] = self.storage.write(
-                self.folder / name, pieces, threads=threads, digest=self.digest, size=size
-            )
+            records[name] = self.storage.write(self.folder / name, Content(pieces, size, self.digest, threads))
         self.witness("written")
         return records, self.part.entries
 

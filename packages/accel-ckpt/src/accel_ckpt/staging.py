@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
+from accel_ckpt.blocks import Content
 from accel_ckpt.files import write_file
 from accel_ckpt.manifest import MANIFEST
 from accel_ckpt.storage import Location
@@ -61,7 +62,7 @@ class Staging:
 
     def seal(self, manifest: bytes) -> None:
         """Completes the folder by its manifest, surely on the disk."""
-        write_file(self._path / MANIFEST, [memoryview(manifest)], threads=0, size=len(manifest))
+        write_file(self._path / MANIFEST, Content.of(manifest))
         try:
             sync_folder(self._path)
         except OSError as error:

@@ -7,12 +7,12 @@ once: folders are renamed, while an object store gets a checkpoint's manifest la
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, final
 
-from accel_ckpt.blocks import Digest, FileRecord, Source
+from accel_ckpt.blocks import Content, FileRecord, Source
 from accel_state.errors import CheckpointError
 
 _LOCAL_SCHEMES = ("file", "local")
@@ -107,16 +107,8 @@ class Storage(ABC):
         """A file for reading; CheckpointCorruptError if there is none."""
 
     @abstractmethod
-    def write(
-        self,
-        file: Location,
-        pieces: Callable[[], Iterable[memoryview]],
-        *,
-        threads: int | None = None,
-        digest: Digest = "crc32",
-        size: int | None = None,
-    ) -> FileRecord:
-        """Writes a new file of ``size`` bytes and returns once it is safe; ``pieces`` may be asked for again."""
+    def write(self, file: Location, content: Content) -> FileRecord:
+        """Writes a new file and returns once it is safe."""
 
     @abstractmethod
     def ready(self, folder: Location) -> None:

@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -138,17 +138,21 @@ def put_together(dtensor: Any) -> torch.Tensor:
     if dtype.itemsize > 1 or not dtype.is_floating_point:
         whole: torch.Tensor = dtensor.full_tensor()
         return whole
+    raw: torch.Tensor = distributed_like(dtensor._local_tensor.view(torch.uint8), dtensor).full_tensor()
+    return raw.view(dtype)
+
+
+def distributed_like(local: torch.Tensor, dtensor: Any) -> Any:
+    """A DTensor of the shape and placements of another, of which ``local`` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    raw = DTensor.from_local(
-        dtensor._local_tensor.view(torch.uint8),
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )
-    return raw.full_tensor().view(dtype)
+    mesh, stride = dtensor.device_mesh, row_major(dtensor.shape)
+    return DTensor.from_local(local, mesh, dtensor.placements, run_check=False, shape=dtensor.shape, stride=stride)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
