@@ -90,6 +90,14 @@ class Backend(BackendStates):
         """Options made of a plain mapping of their fields, as a text that names this backend gives them."""
         return cls.Config.build(values)
 
+    def reconfigure(self, config: BackendConfig) -> None:
+        """Other options for what is prepared from now on. Default: those that it was opened with stay.
+
+        Raises:
+            BackendError: the backend cannot change them.
+        """
+        raise BackendError(f"backend {self.name!r} keeps the options that it was opened with")
+
     # Preparing
 
     def prepare(self, bundle: Bundle) -> Bundle:

@@ -63,6 +63,10 @@ class DeepSpeedBackend(Backend):
         """None: DeepSpeed scales the loss itself."""
         return None
 
+    def reconfigure(self, config: BackendConfig) -> None:
+        """Other options for engines to come; those that are there keep theirs."""
+        self.config = self._options = cast(DeepSpeedConfig, config)
+
     @property
     def degrees(self) -> tuple[int, int]:
         """One replica over all ranks from stage 1 on."""
@@ -282,7 +286,7 @@ class DeepSpeedBackend(Backend):
         if prepared is None:
             return super().whole_model_state(model, main_only=main_only)
         keep = main_only is False or self.session.rank == 0
-        parts = None if self._options.zero3_save_16bit_model else prepared.parts
+        parts = None if prepared.saves_16bit else prepared.parts
         return states.whole_state(prepared.engine, parts, keep=keep)
 
     def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:

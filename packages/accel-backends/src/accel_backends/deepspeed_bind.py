@@ -100,6 +100,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     engine = start_engine(session, model, chosen, config if given is not None else _without_training(config))
     made = engine.lr_scheduler
     prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
+    prepared.saves_16bit = bool(options.zero3_save_16bit_model)
     if prepared.parts is not None:
         forget_first_step(prepared)
         keep_values(prepared, values, session)

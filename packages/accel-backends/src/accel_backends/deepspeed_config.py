@@ -79,6 +79,7 @@ class DeepSpeedConfig(BackendConfig):
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: taken and ignored, as MS-AMP is off.
         chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
+        plugins: those that may take this one's place, by name, itself among them; see ``several``.
         sources: where fields were given, by their names, for messages; where not said: the plugin itself.
         origins: where each key of the configuration came from, filled in here and by prepare.
 
@@ -105,6 +106,7 @@ class DeepSpeedConfig(BackendConfig):
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     chooses_stage: bool = field(default=False, init=False, repr=False, compare=False)
+    plugins: dict[str, "DeepSpeedConfig"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
@@ -139,6 +141,20 @@ class DeepSpeedConfig(BackendConfig):
                 )
             given["hf_ds_config"] = document
         return cls(**given)
+
+    @classmethod
+    def several(cls, plugins: Mapping[str, "DeepSpeedConfig | Mapping[str, Any]"]) -> "DeepSpeedConfig":
+        """The first of several plugins for one run, which knows the others; each prepares models while it is selected.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        built = {name: cls.build(one) for name, one in plugins.items()}
+        if not built:
+            raise ConfigError("deepspeed_plugins is empty; expected options by name, the first to be selected first")
+        for one in built.values():
+            one.plugins = built
+        return next(iter(built.values()))
 
     def __post_init__(self) -> None:
         env = os.environ
@@ -232,7 +248,25 @@ class DeepSpeedConfig(BackendConfig):
         return config
 
     def implied(self) -> Mapping[str, Implied]:
-        """What these options say about the Accelerator's own settings: accumulation and precision."""
+        """What these options, and the others of the run, say about the Accelerator's settings.
+
+        Raises:
+            ConfigError: two of them say different things.
+        """
+        found: dict[str, Implied] = {}
+        for name, plugin in (self.plugins or {"": self}).items():
+            for key, said in plugin._implied().items():
+                origin = f"plugin {name!r}: {said.origin}" if name else said.origin
+                if key in found and found[key].value != said.value:
+                    raise ConfigError(
+                        f"{found[key].origin} says {key} = {found[key].value!r}, and {origin} says {said.value!r}; one "
+                        "run has one"
+                    )
+                found[key] = Implied(said.value, origin)
+        return found
+
+    def _implied(self) -> dict[str, Implied]:
+        """What these options say themselves: accumulation and precision."""
         found: dict[str, Implied] = {}
         origin = self.origins["gradient_accumulation_steps"]
         if self.gradient_accumulation_steps is not None and not origin.startswith("environment"):

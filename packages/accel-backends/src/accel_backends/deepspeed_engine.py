@@ -34,6 +34,7 @@ class Prepared:
         parts: where weights and states are; None where the optimizer updates the parameters themselves.
         groups: names of each group's parameters.
         clip: the norm that the configuration clips to, 0 for none, and where it says so.
+        saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model.
         outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
     """
@@ -44,6 +45,7 @@ class Prepared:
     parts: Parts | None
     groups: tuple[tuple[str, ...], ...]
     clip: tuple[float, str]
+    saves_16bit: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
 

@@ -85,6 +85,7 @@ class Accelerator(
             first model is prepared, by what it needs (see ``planner.AutoStrategy``).
         fsdp_plugin: shard parameters, gradients and optimizer states, as these options say.
         deepspeed_plugin: train with DeepSpeed, as these options, a mapping of them or DeepSpeed's own keys say.
+        deepspeed_plugins: several of them by name, of which ``select_deepspeed_plugin`` selects; the first at first.
         scheduler_steps: ``"per_step"`` moves a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 
@@ -115,10 +116,12 @@ class Accelerator(
         strategy: "str | BackendConfig | None" = None,
         fsdp_plugin: "FullyShardedDataParallelPlugin | Mapping[str, Any] | None" = None,
         deepspeed_plugin: "DeepSpeedPlugin | Mapping[str, Any] | None" = None,
+        deepspeed_plugins: "Mapping[str, DeepSpeedPlugin | Mapping[str, Any]] | None" = None,
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
         from accel.setup import dynamo_of, open_parts  # not needed to name the class, so not imported with it
+        from accel.strategy import several_deepspeed
 
         parts = open_parts(
             {
@@ -135,7 +138,7 @@ class Accelerator(
             parallelism=parallelism_config,
             project=project_config,
             fsdp=fsdp_plugin,
-            deepspeed=deepspeed_plugin,
+            deepspeed=several_deepspeed(deepspeed_plugin, deepspeed_plugins),
         )
         self.config = parts.config
         self.session = parts.session

@@ -77,6 +77,24 @@ def asked_deepspeed(
     return DeepSpeedConfig.build(plugin)
 
 
+def several_deepspeed(
+    plugin: "DeepSpeedConfig | Mapping[str, Any] | None",
+    plugins: "Mapping[str, DeepSpeedConfig | Mapping[str, Any]] | None",
+) -> "DeepSpeedConfig | Mapping[str, Any] | None":
+    """The plugin, or the first of several.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if plugins is None:
+        return plugin
+    if plugin is not None:
+        raise ConfigError("deepspeed_plugin and deepspeed_plugins were both given; leave one of them out")
+    from accel_backends import DeepSpeedConfig
+
+    return DeepSpeedConfig.several(plugins)
+
+
 def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
     """The configuration with what a backend's options say about it, where nobody else says anything.
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 from abc import ABC
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
 from accel.optimizer import PreparedOptimizer
+from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
@@ -72,6 +75,25 @@ class SettingsFacet(ABC):
 
         config = self.backend.config
         return config if isinstance(config, DeepSpeedPlugin) else None
+
+    @property
+    def deepspeed_plugins(self) -> "Mapping[str, DeepSpeedPlugin]":
+        """DeepSpeed's options by name, where several were given."""
+        plugin = self.deepspeed_plugin
+        return {} if plugin is None else dict(plugin.plugins)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Lets models that are prepared from now on use these options; engines that are there keep theirs.
+
+        Raises:
+            ConfigError: none of ``deepspeed_plugins`` is called that.
+        """
+        known = self.deepspeed_plugins
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no DeepSpeed plugin {name!r}; there are {', '.join(known) or 'none by name'}{hint}")
+        self.backend.reconfigure(known[name])
 
     @property
     def sync_gradients(self) -> bool:
