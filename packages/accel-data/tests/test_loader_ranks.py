@@ -280,16 +280,33 @@ def test_what_one_rank_cannot_read_is_an_error_on_every_rank(rank, world_size, d
     assert ("another cannot go on: rank 0" in str(caught.value)) == (rank == 1)
 
 
+class DeadlyInside(Deadly):
+    """Dies once the rank is inside of its step."""
+
+    def __init__(self, rank, folder):
+        super().__init__(rank, kills=True)
+        self.inside = folder / "inside"
+
+    def __getitem__(self, index):
+        while self.rank == 0 and index == 12 and not self.inside.exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
 @pytest.mark.ranks(2)
 def test_a_worker_that_dies_during_the_step_is_told_to_the_other_ranks(rank, world_size, tmp_path):
-    loader = DataLoader(Deadly(rank, kills=True), batch_size=3, num_workers=1, prefetch_factor=8)
+    loader = DataLoader(DeadlyInside(rank, tmp_path), batch_size=3, num_workers=1, prefetch_factor=8)
     loader = prepare_loader(loader, DataShard(rank, world_size))
     over, deadline = tmp_path / "over", time.monotonic() + 120
+
+    def step():
+        (tmp_path / "inside").touch()
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+
     if rank == 0:
         with pytest.raises(RuntimeError, match="killed by signal"):
-            for _ in loader:
-                while time.monotonic() < deadline:
-                    time.sleep(0.01)
+            deque((step() for _ in loader), maxlen=0)
         over.touch()
     else:
         reading = iter(loader)
