@@ -15,6 +15,8 @@ from click.core import ParameterSource
 from accel.cli.app import COMMANDS, Listed, command_line, run
 from accel.config import resolve_config, settings
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 
 def accel(
     *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None

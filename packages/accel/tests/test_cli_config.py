@@ -20,6 +20,8 @@ from accel.cli.to_fsdp2 import convert
 from accel.config import resolve_config, settings
 from accel_state.errors import ConfigError
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 DOWN = "\x1b[B"
 
 

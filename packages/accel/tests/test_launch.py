@@ -38,6 +38,8 @@ dist.destroy_process_group()
 """
 SLEEP = """
 import os, sys, time
+
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 open(f"ready_{os.environ['RANK']}", "w").close()
 time.sleep(60)
 """

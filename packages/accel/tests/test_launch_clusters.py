@@ -29,6 +29,8 @@ MEET = """
 import os, sys, time
 import torch
 from accel import Accelerator
+
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 accelerator = Accelerator()
 total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0])).item()
 place = f"rank {accelerator.process_index} of {accelerator.num_processes}"
@@ -201,8 +203,10 @@ def test_an_sbatch_script_has_the_options_and_one_launcher_per_machine() -> None
     assert lines[0] == "#!/bin/bash"
     for option in ("--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time 1:00"):
         assert f"#SBATCH {option}" in lines
-    assert "--num_processes 16" in lines[-1]
-    assert "--nnodes" not in lines[-1]
+    (step,) = [line for line in lines if line.startswith("srun ")]
+    assert "--num_processes 16" in step
+    assert "--nnodes" not in step
+    assert "#SBATCH --requeue" in lines[: lines.index("#SBATCH --partition=gpu")]  # so that --no-requeue wins
     syntax = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert (syntax.returncode, syntax.stderr) == (0, "")
 

@@ -1,4 +1,4 @@
-"""Machines that come and go: ``--nnodes 1:2`` over real launchers, one of which is killed or comes late."""
+"""Machines that come and go: ``--nnodes 1:4`` over real launchers, one of which is killed or comes late."""
 
 import ast
 import os
@@ -19,6 +19,8 @@ from accel_state.errors import LaunchError
 # Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
 COUNT = """
 import os, time, torch, torch.distributed as dist
+
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -58,7 +60,7 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float = 120) -> Non
 def elastic(folder: Path, port: int, **env: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a launcher at each call, with more flags if any; what is left at the end is killed."""
     (folder / "count.py").write_text(COUNT)
-    argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:2", "--num_processes", "2"]
+    argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:4", "--num_processes", "4"]
     argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "3"]
     argv += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"]
     argv += ["--grace_period", "2"]

@@ -24,6 +24,8 @@ from accel.notebook.place import has_tpu
 from accel.notebook.worker import prefix_of
 from accel_state.errors import ConfigError, LaunchError
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 nbclient = pytest.importorskip("nbclient")
 
 
