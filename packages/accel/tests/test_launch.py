@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 LAUNCH = [sys.executable, "-m", "accel", "launch"]
 SHOW = """
 import json, os, sys
@@ -38,8 +40,6 @@ dist.destroy_process_group()
 """
 SLEEP = """
 import os, sys, time
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 open(f"ready_{os.environ['RANK']}", "w").close()
 time.sleep(60)
 """

@@ -24,13 +24,13 @@ from accel.launch.ssh import plan_ssh
 from accel.launch.starting import prepare
 from accel_state.errors import LaunchError
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 LAUNCH = [sys.executable, "-m", "accel", "launch", "--cpu"]
 MEET = """
 import os, sys, time
 import torch
 from accel import Accelerator
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 accelerator = Accelerator()
 total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0])).item()
 place = f"rank {accelerator.process_index} of {accelerator.num_processes}"

@@ -16,11 +16,11 @@ import pytest
 from accel.launch.elastic import options_of
 from accel_state.errors import LaunchError
 
+pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+
 # Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
 COUNT = """
 import os, time, torch, torch.distributed as dist
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
