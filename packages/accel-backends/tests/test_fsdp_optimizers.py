@@ -84,11 +84,23 @@ def test_one_that_needs_whole_parameters_is_refused(version: int, kind: str, nea
 
 
 @pytest.mark.ranks(2)
-def test_one_that_updates_nothing_sharded_is_none_of_the_backends_business() -> None:
-    config = FSDPConfig(fsdp_version=2, ignored_modules="2")
-    backend = load_backend("fsdp")(Session.open(cpu=True), PrecisionPolicy.parse("no"), config)
+@pytest.mark.parametrize("version", [2, 1])
+def test_one_that_updates_nothing_sharded_is_none_of_the_backends_business(version: int) -> None:
+    config = FSDPConfig(fsdp_version=version, ignored_modules="2")
+    backend = load_backend(config.backend)(Session.open(cpu=True), PrecisionPolicy.parse("no"), config)
     model = matrices()
     optimizer = torch.optim.Adafactor(model.get_submodule("2").parameters())
-    backend.prepare(Bundle([model], [optimizer]))
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
     backend.backward(model(batch(0)).square().mean())
     assert backend.step(optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_what_the_user_has_sharded_is_looked_at_as_well() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = matrices()
+    fully_shard(model)
+    backend = load_backend("fsdp")(Session.open(cpu=True), PrecisionPolicy.parse("no"), FSDPConfig())
+    with pytest.raises(PrepareError, match="Adafactor looks at whole parameters"):
+        backend.prepare(Bundle([model], [made("Adafactor", model)]))

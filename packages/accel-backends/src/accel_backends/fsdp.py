@@ -39,7 +39,7 @@ from accel_backends.fsdp_states import is_dtensor, placed_like, sharded_like, wh
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost
 from accel_backends.states import STATE, optimizer_names
-from accel_backends.wrapping import Units
+from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
 
@@ -88,13 +88,13 @@ class FSDPBackend(Backend):
         splitting: dict[int, nn.Parameter] = {}
         for model in bundle.models:
             if is_sharded(innermost(model)):
+                splitting |= {id(parameter): parameter for parameter in model.parameters() if is_dtensor(parameter)}
                 continue
             units = self._units(model)
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
-            ignored = _parameters_in(model, units.ignored)
-            splitting |= {id(p): p for p in model.parameters() if p.dim() > 0 and id(p) not in ignored}
+            splitting |= {id(p): p for p in parameters_to_split(model, units) if p.dim() > 0}
         check_optimizers(bundle.optimizers, self._options, splitting)
 
     def bind(self, bundle: Bundle) -> Bundle:
@@ -279,11 +279,6 @@ class FSDPBackend(Backend):
         cast(Any, root).reshard()
         for unit in sharded.kept:
             unit.reshard()
-
-
-def _parameters_in(model: nn.Module, names: Iterable[str]) -> set[int]:
-    root = innermost(model)
-    return {id(parameter) for name in names for parameter in root.get_submodule(name).parameters()}
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:

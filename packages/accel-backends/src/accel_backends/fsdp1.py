@@ -30,7 +30,7 @@ from accel_backends.fsdp_values import Sharding
 from accel_backends.meta_init import Made, check_initialisers, is_meta, materialise
 from accel_backends.names import innermost, named_parameters
 from accel_backends.states import STATE, optimizer_state
-from accel_backends.wrapping import Units
+from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.collectives import broadcast
 from accel_state.errors import BackendError, CheckpointMismatchError, PrepareError
@@ -80,9 +80,12 @@ class FSDP1Backend(Backend):
         for model in bundle.models:
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
-            if find_fsdp1(model) is None:
-                check_model(model, self._units(model), upcast=self.policy.autocast and self.policy.params is None)
-            splitting |= {id(parameter): parameter for parameter in model.parameters()}
+            if find_fsdp1(model) is not None:
+                splitting |= {id(parameter): parameter for parameter in model.parameters()}
+                continue
+            units = self._units(model)
+            check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
+            splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
         check_optimizers(bundle.optimizers, self._options, splitting)
         for optimizer in _to_split(bundle):
             if len(_updated(optimizer, bundle.models)) != 1:

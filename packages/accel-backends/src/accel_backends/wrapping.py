@@ -146,6 +146,13 @@ def parameters_of_units(model: nn.Module, units: Units) -> dict[str, list[str]]:
     return groups
 
 
+def parameters_to_split(model: nn.Module, units: Units) -> list[nn.Parameter]:
+    """The model's parameters but those of ignored modules."""
+    model = innermost(model)
+    ignored = {id(parameter) for name in units.ignored for parameter in model.get_submodule(name).parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in ignored]
+
+
 def _asked(model: nn.Module, modules: dict[str, nn.Module], config: FSDPConfig) -> list[str]:
     policy = config.auto_wrap_policy
     if policy is AutoWrap.NO_WRAP:
