@@ -1,6 +1,5 @@
 """Machines that share no disk: each keeps a whole copy of its own, and what counts is what all of them have."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import accel_ckpt
 from accel_ckpt import AsyncSaver, CheckpointDirectory, PerNode, keep_last, open_checkpoint
 from accel_state.errors import CheckpointError
 from accel_testing.faults import injected
+from accel_testing.logs import heard
 
 NODES = (0, 0, 1, 1)
 
@@ -80,12 +80,8 @@ def test_a_series_counts_what_all_machines_have(tmp_path: Path, rank: int) -> No
     if rank == 0:
         (tmp_path / "node1" / "checkpoint_3").rename(tmp_path / "lost")
     dist.barrier()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel_ckpt").addHandler(handler)
-    latest = series.latest()
-    logging.getLogger("accel_ckpt").removeHandler(handler)
+    with heard("accel_ckpt") as said:
+        latest = series.latest()
     assert latest is not None
     assert check(latest) == 2
     expected = "passing over checkpoint_3, trying an older one: the machine of rank 2 has no copy of it"

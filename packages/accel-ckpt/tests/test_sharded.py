@@ -7,6 +7,7 @@ import torch
 
 import accel_ckpt
 from accel_state.errors import CheckpointError, CheckpointMismatchError
+from accel_testing.logs import heard
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,14 +124,8 @@ def test_ranks_may_bring_different_names(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_values_that_differ_are_rank_zeros_and_said_so(tmp_path: Path, rank: int) -> None:
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel_ckpt").addHandler(handler)
-    saved = accel_ckpt.save(tmp_path / "one", {"custom": {"elapsed": rank, "steps": [1, 2]}})
-    logging.getLogger("accel_ckpt").removeHandler(handler)
+    with heard("accel_ckpt") as said:
+        saved = accel_ckpt.save(tmp_path / "one", {"custom": {"elapsed": rank, "steps": [1, 2]}})
     assert saved.read("custom") == {"elapsed": 0, "steps": [1, 2]}
     assert [("custom/elapsed" in text) for text in said] == ([True] if rank == 0 else [])
 

@@ -78,6 +78,7 @@ def test_what_is_passed_on_is_what_was_saved(
     world = dist.group.WORLD
     accel_ckpt.save(tmp_path / "one", {"w": torch.arange(4 * BLOCK, dtype=torch.int32), "b": torch.ones(3)})
     monkeypatch.setattr(sharing, "pays", lambda *_, **__: on)
+    monkeypatch.setattr(sharing, "_AT_ONCE", 5 * 2**20)  # so that blocks are passed on in parts
     monkeypatch.setattr("accel_ckpt.reading.gethostname", lambda: f"machine{rank}")
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
     file = opened._file("tensors-00000.safetensors")

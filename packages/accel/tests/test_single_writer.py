@@ -1,8 +1,5 @@
 """``if accelerator.is_main_process: accelerator.save_state(...)`` saves where that is possible, and never hangs."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,19 +11,7 @@ from accel import Accelerator, ProjectConfiguration, attendance
 from accel.attendance import Attendance
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointError
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What is said aloud meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("accel").removeHandler(handler)
+from accel_testing.logs import heard
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +39,7 @@ def test_the_main_process_alone_saves_everything_it_holds(
 ) -> None:
     shorten(monkeypatch)
     accelerator, model, _ = trained(tmp_path)
-    with warnings() as said:
+    with heard("accel") as said:
         for number in range(3):
             if accelerator.is_main_process:
                 accelerator.save_state(metadata={"number": number})

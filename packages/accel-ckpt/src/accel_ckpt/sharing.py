@@ -21,6 +21,8 @@ Parts = Sequence[tuple[int, memoryview]]
 """Where bytes of a block belong: from which byte of it on, into which memory."""
 # Rounds after which it is decided whether passing on pays; the first also opens connections, and counts for nothing.
 _TRIED = 2
+# Bytes of all ranks that are passed on in one collective; more of them take turns with parts of their blocks.
+_AT_ONCE = 2**28
 
 
 @final
@@ -80,7 +82,7 @@ def read_for_all(peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]],
         for turn in range(_TRIED):
             read, passed = exchange.timed(turn)
         done, on = _TRIED, exchange.agree(read, passed, readers=readers, lanes=lanes)
-        waiting: deque[Future[torch.Tensor]] = deque()
+        waiting: deque[Future[torch.Tensor | None]] = deque()
         for turn in range(_TRIED, exchange.rounds) if on else ():
             while len(waiting) < lanes and turn + len(waiting) < exchange.rounds:
                 waiting.append(pool.submit(exchange.load, turn + len(waiting)))
@@ -99,9 +101,9 @@ class _Exchange:
 
         self._peers, self._blocks = peers, blocks
         self.rounds = -(-len(blocks) // peers.size)
-        # Behind the bytes of a block one more says whether they are good.
-        self._width = max(file.length(number) for file, number, _ in blocks) + 1
-        self._every = torch.empty(peers.size, self._width, dtype=torch.uint8)
+        self._width = max(file.length(number) for file, number, _ in blocks)
+        self._slice = min(self._width, max(1, _AT_ONCE // peers.size))
+        self._every = torch.empty(peers.size * self._slice, dtype=torch.uint8)
         self._problems: list[CheckpointError] = []
 
     def timed(self, turn: int) -> tuple[float, float]:
@@ -112,36 +114,44 @@ class _Exchange:
         self.pass_on(turn, mine)
         return between - begin, time.perf_counter() - between
 
-    def load(self, turn: int) -> "torch.Tensor":
-        """This rank's block of a round, compared."""
+    def load(self, turn: int) -> "torch.Tensor | None":
+        """This rank's block of a round, compared; None if it has none, or it is damaged."""
         import torch
 
-        buffer = torch.zeros(self._width, dtype=torch.uint8)
         position = turn * self._peers.size + self._peers.rank
-        if position < len(self._blocks):
-            file, number, _ = self._blocks[position]
-            try:
-                file.read_block(number, byte_view(buffer)[: file.length(number)])
-                buffer[-1] = 1
-            except CheckpointError as error:
-                self._problems.append(error)
+        if position >= len(self._blocks):
+            return None
+        file, number, _ = self._blocks[position]
+        buffer = torch.empty(self._width, dtype=torch.uint8)
+        try:
+            file.read_block(number, byte_view(buffer)[: file.length(number)])
+        except CheckpointError as error:
+            self._problems.append(error)
+            return None
         return buffer
 
-    def pass_on(self, turn: int, mine: "torch.Tensor") -> None:
+    def pass_on(self, turn: int, mine: "torch.Tensor | None") -> None:
         """Gives this rank's block to all, and puts all of them into their places."""
+        import torch
+
+        good = self._gathered(torch.tensor([mine is not None], dtype=torch.uint8)).tolist()
+        sent = torch.empty(self._width, dtype=torch.uint8) if mine is None else mine
+        blocks = self._blocks[turn * self._peers.size : (turn + 1) * self._peers.size]
+        for begin in range(0, self._width, self._slice):
+            rows = self._gathered(sent[begin : begin + self._slice]).view(self._peers.size, -1)
+            for (_, _, parts), row, is_good in zip(blocks, rows, good, strict=False):
+                if is_good:
+                    _deliver(byte_view(row), begin, parts)
+        for (file, number, _), is_good in zip(blocks, good, strict=False):
+            file.trust([number] if is_good else [])
+
+    def _gathered(self, mine: "torch.Tensor") -> "torch.Tensor":
         import torch.distributed as dist
 
         run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        run(self._every.view(-1), mine, group=self._peers.group)
-        first = turn * self._peers.size
-        for row, (file, number, parts) in zip(
-            self._every, self._blocks[first : first + len(self._every)], strict=False
-        ):
-            if row[-1]:
-                content = byte_view(row)
-                for inside, view in parts:
-                    view[:] = content[inside : inside + len(view)]
-                file.trust([number])
+        every = self._every[: self._peers.size * mine.numel()]
+        run(every, mine, group=self._peers.group)
+        return every
 
     def agree(self, read: float, passed: float, *, readers: int, lanes: int) -> bool:
         """The same answer on all ranks: what the slowest found counts."""
@@ -153,6 +163,14 @@ class _Exchange:
         """Raises what this rank could not read."""
         if self._problems:
             raise self._problems[0]
+
+
+def _deliver(content: memoryview, begin: int, parts: Parts) -> None:
+    """Puts what lies from byte ``begin`` of a block on into the places of its parts."""
+    for inside, view in parts:
+        first, last = max(inside, begin), min(inside + len(view), begin + len(content))
+        if first < last:
+            view[first - inside : last - inside] = content[first - begin : last - begin]
 
 
 def _by_block(interests: Sequence[Interest]) -> dict[Place, list[int]]:
