@@ -310,8 +310,27 @@ def test_without_a_terminal_progress_is_plain_lines() -> None:
     lines = written.getvalue().splitlines()
     assert "\r" not in written.getvalue()
     assert lines[-1].startswith("train: 3/3 in 0:0")
-    for part in ("lr 0.1", "loss ", "samples/s", "MiB"):
+    for part in ("lr 0.1", "loss ", "samples/s", "MiB", " left"):
         assert part in lines[-1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_one_bar_with_everything_on_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(12), batch_size=4))
+    shown = Terminal()
+    meter = accelerator.meter(every=1, tokens=lambda batch: batch.numel())
+    for batch in (bar := Progress(loader, meter, shown=True, stream=shown, description="train")):
+        bar.step(model(batch).square().mean(), lr=0.1)
+    frames = shown.getvalue().split("\r")
+    assert "\n" not in shown.getvalue().rstrip("\n")
+    for part in ("train: 100%", "3/3", "lr 0.1", "loss ", "samples/s", "tokens/s", "MiB"):
+        assert part in frames[-1], part
+    assert any("<00:" in frame for frame in frames)  # what is left
 
 
 @pytest.mark.ranks(2)
