@@ -450,3 +450,33 @@ def test_names_of_the_planner_are_all_there() -> None:
 
     assert sorted(planner.__all__) == list(planner.__all__)
     assert all(getattr(planner, name) is not None for name in planner.__all__)
+
+
+# ------------------------------------------------------------------------------------------------- XLA's devices
+
+
+def test_devices_of_xla_have_strategies_of_their_own() -> None:
+    from accel.planner.candidate import candidates
+
+    assert [c.name for c in candidates(4, kind="xla")] == ["xla", "xla:shard"]
+    assert not any(c.backend == "xla" for c in candidates(4))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("xla", 1), ("xla:shard", 4)])
+def test_a_compiled_step_holds_parts_along_the_longest_dimension(name: str, parts: int) -> None:
+    from accel.planner import Hardware, optimizer_facts, plan_all, profile_model
+    from accel.planner.candidate import candidates, named
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Linear(40, 3)
+
+    profile = profile_model(build, (torch.zeros(8, 40), torch.zeros(8, dtype=torch.long)))
+    facts = optimizer_facts("adamw", profile.parameters)
+    hardware = Hardware.parse("4xTPU-v5e")
+    assert hardware.kind == "xla"
+    (plan,) = plan_all(profile, facts, hardware, named(candidates(4, kind="xla"), [name]))
+    matrix, bias = 40 // parts * 3, 3 if parts == 1 else 1
+    assert plan.parts.parameters == plan.parts.gradients == 4 * (matrix + bias)
+    assert plan.parts.optimizer == 8 * (matrix + bias) + 2 * 4  # and a counter of steps for each parameter
+    assert plan.parts.communication == (0 if parts == 1 else 4 * 123)
+    assert plan.traffic.total > 0

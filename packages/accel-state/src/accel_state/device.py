@@ -24,7 +24,7 @@ class DeviceKind:
     ``collective`` is torch.distributed's backend for tensors on it, ``plugin`` the module that teaches torch the type
     (None when torch knows it), ``visible`` the variable that hides devices from a process, ``family`` the name that
     Accelerate's ``DistributedType`` has for several of them, ``unsupported`` dtypes that no device of the type
-    computes, ``collective_plugin`` the module that adds the backend.
+    computes, ``collective_plugin`` the module that adds the backend; ``together``: one process drives all that it sees.
     """
 
     type: str
@@ -34,6 +34,7 @@ class DeviceKind:
     family: str = "NO"
     unsupported: frozenset[torch.dtype] = frozenset()
     collective_plugin: str | None = None
+    together: bool = False
 
 
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -60,7 +61,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         DeviceKind("xpu", "xccl", None, "ZE_AFFINITY_MASK", "MULTI_XPU", _FP8),
         DeviceKind("neuron", "neuron", "torch_neuronx", "NEURON_RT_VISIBLE_CORES", "MULTI_NEURON", _FP8),
         DeviceKind(
-            "xla", "xla", "torch_xla", None, "XLA", _FP8 | {torch.complex128}, "torch_xla.distributed.xla_backend"
+            "xla", "xla", "torch_xla", None, "XLA", _FP8 | {torch.complex128}, "torch_xla.distributed.xla_backend", True
         ),
         DeviceKind("cpu", "gloo", None, None, "MULTI_CPU", _FP8),
     )

@@ -65,7 +65,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         policy=policy,
     )
     facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
-    every = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))
+    every = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
     found = [candidate for candidate in every if candidate.takes(facts.name)]
     if options["candidates"]:
         found = named(found, options["candidates"].split(","))

@@ -29,6 +29,7 @@ class ChoosingFacet(ABC):
     def _decide(self, items: Sequence[Any], kinds: Sequence[str], *, split_batches: bool) -> None:
         """Chooses by the model, the optimizer and the loader among ``items``; collective."""
         from accel.planner.auto import checkpoint_blocks, decide, first_batch
+        from accel.planner.hardware import devices_of
         from accel.strategy import fitting
         from accel_backends import Choice
 
@@ -38,7 +39,7 @@ class ChoosingFacet(ABC):
             return
         loader = next((item for item, kind in zip(items, kinds, strict=True) if kind == "loader"), None)
         wanted = undecided.strategy.sample is None and undecided.strategy.seq_length is None
-        share = self.data_shard.count if split_batches else 1
+        share = (self.data_shard.count if split_batches else 1) * devices_of(self.session) // self.session.world_size
         chosen = decide(
             undecided.strategy,
             self.session,

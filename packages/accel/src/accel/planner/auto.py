@@ -143,7 +143,7 @@ def _decided(
     batch: Any,
     memory: int | None,
 ) -> Chosen:
-    from accel.planner.hardware import Hardware
+    from accel.planner.hardware import Hardware, devices_of
     from accel.planner.memory import plan_all
     from accel.planner.optimizers import optimizer_facts
     from accel.planner.profiling import profile_model
@@ -156,10 +156,10 @@ def _decided(
     described = strategy.hardware
     if isinstance(described, str):
         described = Hardware.parse(described, nodes=session.topology.num_nodes)
-    if described is not None and described.ranks != session.world_size:
-        raise ConfigError(
-            f"hardware={described} has {described.ranks} devices, and there are {session.world_size} processes"
-        )
+    if described is not None and described.ranks != devices_of(session):
+        raise ConfigError(f"hardware={described} has {described.ranks} devices, and there are {devices_of(session)}")
+    if described is not None and described.kind != session.device.type and session.device.kind.together:
+        described = replace(described, kind=session.device.type)
     hardware = described or Hardware.detect(session)
     if described is None and memory is not None and hardware.kind != "cpu":
         hardware = replace(hardware, memory=memory)
@@ -191,7 +191,7 @@ def able(
     known = set(installed_backends())
     found = [
         candidate
-        for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks))
+        for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks), kind=hardware.kind)
         if candidate.backend in known
         and (candidate.needs is None or find_spec(candidate.needs) is not None)
         and (optimizer is None or candidate.takes(optimizer))

@@ -9,7 +9,7 @@ from accel_backends.deepspeed_optimizers import ON_HOST
 from accel_backends.fsdp_check import BEYOND_ELEMENTS
 from accel_state.errors import ConfigError
 
-Kind = Literal["whole", "sharded", "zero"]
+Kind = Literal["whole", "sharded", "zero", "compiled"]
 
 CHECKPOINTING, OFFLOAD = "+ckpt", "+offload"
 
@@ -22,7 +22,8 @@ class Candidate:
     Attributes:
         name: what a table calls it.
         backend: entry-point name of the backend that does it.
-        kind: how its memory is computed: every rank has all, units are gathered from shards, or ZeRO's partitions.
+        kind: how its memory is computed: every rank has all, units are gathered from shards, ZeRO's partitions, or one
+            program for all devices.
         options: fields of the backend's configuration.
         checkpointing: activations of the repeated blocks are computed again in backward.
         offload: parameters and optimizer states live on the host.
@@ -68,11 +69,20 @@ _SHARDINGS: tuple[tuple[str, bool, Literal["one", "nodes", "all"]], ...] = (
 )
 
 
-def candidates(devices: int, nodes: int = 1, *, blocks: bool = True) -> list[Candidate]:
+_ON_XLA = (
+    Candidate("xla", "xla", "compiled", {"shard_parameters": False}, replicas="all", needs="torch_xla"),
+    Candidate("xla:shard", "xla", "compiled", {"shard_parameters": True}, keeps=True, needs="torch_xla"),
+)
+
+
+def candidates(devices: int, nodes: int = 1, *, blocks: bool = True, kind: str = "cuda") -> list[Candidate]:
     """Every way to train on so many devices of so many nodes, roughly the simplest first.
 
-    ``blocks``: the model repeats blocks, which activation checkpointing needs.
+    ``blocks``: the model repeats blocks, which activation checkpointing needs. ``kind``: type of the devices; those of
+    XLA have a backend of their own.
     """
+    if kind == "xla":
+        return list(_ON_XLA)
     return [
         candidate
         for base in _bases(devices * nodes, hybrid=nodes > 1 and devices > 1)

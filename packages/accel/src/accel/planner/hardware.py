@@ -38,6 +38,7 @@ class Product:
     memory: int
     flops: float
     link: float
+    kind: str = "cuda"
 
 
 _GB, _GIB = 10**9, 2**30
@@ -52,6 +53,10 @@ PRODUCTS: Mapping[str, Product] = {
     "H100": Product(79 * _GIB, 989e12, 450 * _GB),
     "H200": Product(139 * _GIB, 989e12, 450 * _GB),
     "B200": Product(178 * _GIB, 2250e12, 900 * _GB),
+    "TPU-V4": Product(32 * _GIB, 275e12, 150 * _GB, "xla"),
+    "TPU-V5E": Product(16 * _GIB, 197e12, 100 * _GB, "xla"),
+    "TPU-V5P": Product(95 * _GIB, 459e12, 300 * _GB, "xla"),
+    "TPU-V6E": Product(32 * _GIB, 918e12, 224 * _GB, "xla"),
 }
 """Accelerators that may be named instead of their memory; as much of it as a process can use."""
 
@@ -66,7 +71,7 @@ class Hardware:
         nodes: how many.
         memory: bytes of each device.
         host_memory: bytes of each node that offloading may use; None: not known, and not checked.
-        kind: type of the devices, "cuda" or "cpu"; those of a CPU share its memory with what is offloaded.
+        kind: type of the devices, "cuda", "xla" or "cpu"; those of a CPU share its memory with what is offloaded.
         flops: operations a second that one device reaches in a model's products.
         local: bytes a second that one device sends to others of its node.
         remote: bytes a second that one node sends to others.
@@ -120,7 +125,13 @@ class Hardware:
         product = PRODUCTS.get(parts[-1].upper())
         if product is not None:
             # What products and collectives reach of a data sheet's figures.
-            return replace(hardware, memory=product.memory, flops=product.flops * 0.45, local=product.link * 0.75)
+            return replace(
+                hardware,
+                memory=product.memory,
+                flops=product.flops * 0.45,
+                local=product.link * 0.75,
+                kind=product.kind,
+            )
         if not parts[-1][0].isdecimal():
             near = get_close_matches(parts[-1].upper(), PRODUCTS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -137,6 +148,8 @@ class Hardware:
         per_node, nodes = topology.local_world_size, topology.num_nodes
         if device.type == "cpu":
             return cls.of_cpu(per_node, nodes, total)
+        if device.kind.together:
+            return cls.of_xla(devices_of(session), total)
         return _as_product(cls(devices=per_node, nodes=nodes, memory=total, kind=device.type), device)
 
     @classmethod
@@ -149,7 +162,25 @@ class Hardware:
         if device.type == "cpu":
             return cls.of_cpu(1, 1, device.memory().total)
         count = max(1, count_devices(device.type))
+        if device.kind.together:
+            return cls.of_xla(count, device.memory().total)
         return _as_product(cls(devices=count, memory=device.memory().total, kind=device.type), device)
+
+    @classmethod
+    def of_xla(cls, devices: int, memory: int) -> "Hardware":
+        """XLA's devices on a machine's CPU, which share its ``memory``.
+
+        Raises:
+            ConfigError: others, which do not tell their memory while one process drives them together.
+        """
+        import torch_xla.runtime as runtime
+
+        if runtime.device_type() != "CPU":
+            raise ConfigError(
+                f"{runtime.device_type()} devices do not tell their memory; describe them, as in hardware="
+                f"'{devices}x16GB' or '{devices}xTPU-V5E'"
+            )
+        return replace(cls.of_cpu(devices, 1, memory), kind="xla")
 
     @classmethod
     def of_cpu(cls, devices: int, nodes: int, memory: int) -> "Hardware":
@@ -169,6 +200,15 @@ class Hardware:
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         return f"{nodes}{self.devices} x {gigabytes(self.memory)}"
+
+
+def devices_of(session: "Session") -> int:
+    """Devices of a run: one for each process, or all that a process drives together."""
+    from accel_state.device import count_devices
+
+    if session.device.kind.together:
+        return count_devices(session.device.type)
+    return session.world_size
 
 
 def parse_size(text: str, *, what: str = "the size") -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from accel.planner.candidate import Candidate, candidates
+from accel.planner.compiled import plan_compiled
 from accel.planner.hardware import Hardware
 from accel.planner.optimizers import OptimizerFacts
 from accel.planner.profile import ModelProfile
@@ -76,7 +77,7 @@ def plan_all(
 ) -> list[MemoryPlan]:
     """The plans of all candidates, or of those given."""
     if chosen is None:
-        chosen = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks))
+        chosen = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
     return [plan_memory(profile, optimizer, hardware, candidate) for candidate in chosen]
 
 
@@ -84,10 +85,12 @@ def plan_memory(
     profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
 ) -> MemoryPlan:
     """The plan of one candidate."""
-    make = {"whole": _plan_whole, "sharded": _plan_sharded, "zero": plan_zero}[candidate.kind]
+    make = {"whole": _plan_whole, "sharded": _plan_sharded, "zero": plan_zero, "compiled": plan_compiled}[
+        candidate.kind
+    ]
     parts, peak = make(profile, optimizer, hardware, candidate)
     traffic = traffic_of(profile, hardware, candidate)
-    timeline = profile.timeline(native=candidate.kind != "whole", checkpointed=candidate.checkpointing)
+    timeline = profile.timeline(native=candidate.kind in ("sharded", "zero"), checkpointed=candidate.checkpointing)
     seconds = estimate_seconds(timeline.flops, traffic, hardware, parts.optimizer + parts.host, candidate)
     return MemoryPlan(candidate, hardware, parts, peak, traffic, seconds)
 

@@ -51,7 +51,7 @@ def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidat
     within, between = 0, 0
     collectives = 0
     host = 0
-    if candidate.kind == "whole":
+    if candidate.kind == "whole" or (candidate.kind == "compiled" and shards == 1):
         gradients = sum(parameter.nbytes for parameter in profile.trainable)
         amount, collectives = 2 * _passed(gradients, replicas), -(-gradients // (25 * 2**20))
         collectives = collectives if replicas > 1 else 0
