@@ -93,6 +93,7 @@ def result(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(900)
 def test_a_run_preempted_and_killed_again_and_again_ends_as_if_nothing_had_happened(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
