@@ -76,7 +76,8 @@ def test_what_is_passed_on_is_what_was_saved(
 ) -> None:
     """As between machines, each of which would read for itself."""
     world = dist.group.WORLD
-    accel_ckpt.save(tmp_path / "one", {"w": torch.arange(4 * BLOCK, dtype=torch.int32), "b": torch.ones(3)})
+    values = torch.arange(9 * BLOCK // 4, dtype=torch.int32)
+    accel_ckpt.save(tmp_path / "one", {"w": values, "b": torch.ones(3)})
     monkeypatch.setattr(sharing, "pays", lambda *_, **__: on)
     monkeypatch.setattr(sharing, "_AT_ONCE", 5 * 2**20)  # so that blocks are passed on in parts
     monkeypatch.setattr("accel_ckpt.reading.gethostname", lambda: f"machine{rank}")
@@ -90,7 +91,8 @@ def test_what_is_passed_on_is_what_was_saved(
         original(self, begin, *views)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(file.source), "read_into", counted)
-    assert torch.equal(opened.fetch("w", group=world)(), torch.arange(4 * BLOCK, dtype=torch.int32))
+    assert torch.equal(opened.fetch("w", group=world)(), values)
     read = torch.tensor(float(sum(reads)))
     dist.all_reduce(read)
-    assert (read < 1.2 * file.source.size) if on else (read > 1.7 * file.source.size)
+    beyond = (read.item() - file.source.size) / BLOCK  # and twice the block with the header
+    assert beyond < 3 if on else beyond > 5
