@@ -1,11 +1,13 @@
 """``gather_for_metrics`` gives every sample once, whatever the sharding repeated or cut."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.metrics import gather_for_metrics
@@ -129,3 +131,69 @@ def test_the_shards_of_ranks_follow_the_degrees(rank: int) -> None:
     accelerator.parallelism_config = SPLIT
     accelerator.data_shard = SPLIT.data_shard(accelerator.session.topology)
     assert accelerator._shards_of_ranks() == [0, 0, 1, 1]
+
+
+class Images(IterableDataset[int]):
+    """Numbers of images, of which nobody can seek or know the length."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+def detections(images: list[int]) -> list[dict[str, torch.Tensor]]:
+    """For each image as many boxes as its number says, from none to four."""
+    return [{"boxes": torch.full((image % 5, 4), float(image)), "image": torch.tensor(image)} for image in images]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [1, 7, 12, 13])
+@pytest.mark.parametrize(
+    ("kind", "dispatch"),
+    [(range, False), (range, True), (Images, False), (Images, True)],
+    ids=["indices", "indices sent", "stream", "stream sent"],
+)
+@pytest.mark.filterwarnings("ignore:every reader of")
+def test_ragged_detections_come_once_each_from_every_kind_of_loader(
+    rank: int, size: int, kind: Any, dispatch: bool
+) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    outer = accelerator.prepare_data_loader(DataLoader(range(3), batch_size=2))
+    inner = accelerator.prepare_data_loader(DataLoader(kind(size), batch_size=3))
+    for _ in outer:
+        found = [
+            one
+            for images in inner
+            for one in accelerator.gather_for_metrics(detections(images.tolist()), use_gather_object=True)
+        ]
+        assert [int(one["image"]) for one in found] == list(range(size))
+        assert [len(one["boxes"]) for one in found] == [image % 5 for image in range(size)]
+        assert accelerator.clock.active_loader is outer
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("size", "batch", "uneven", "even"), [(3, 1, ([1, 1], [1]), [1, 1]), (7, 2, ([2, 2], [2, 1]), [2, 2])]
+)
+def test_uneven_ends_are_joined_and_even_ones_are_what_the_block_says(
+    rank: int, size: int, batch: int, uneven: tuple[list[int], list[int]], even: list[int]
+) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loader = accelerator.prepare_data_loader(DataLoader(torch.ones(size, 1), batch_size=batch))
+
+    def read() -> list[int]:
+        sizes = []
+        for rows in loader:
+            accelerator.backward(model(rows).sum())
+            sizes.append(len(rows))
+        return sizes
+
+    with accelerator.join_uneven_inputs([model]):
+        assert read() == uneven[rank]
+    with accelerator.join_uneven_inputs([model], even_batches=True):
+        assert read() == even
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert read() == uneven[rank]
