@@ -45,8 +45,10 @@ def files() -> list[Path]:
 
 
 def numbers() -> list[str]:
-    """The numbers of all processes of the machine, in the process that marked; nothing in any other."""
-    return [entry for entry in os.listdir("/proc") if entry.isdecimal()] if is_marking() else []
+    """The numbers of all processes of the machine (on Linux), in the process that marked; nothing in any other."""
+    if not is_marking() or not os.path.isdir("/proc"):
+        return []
+    return [entry for entry in os.listdir("/proc") if entry.isdecimal()]
 
 
 def command_of(pid: str) -> str | None:
