@@ -376,6 +376,7 @@ def test_restarts_work_on_one_port_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_restarts_all_work(tmp_path: Path) -> None:
     restarted(tmp_path, 20)
 

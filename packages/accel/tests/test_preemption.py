@@ -117,6 +117,7 @@ def test_a_run_preempted_and_killed_again_and_again_ends_as_if_nothing_had_happe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
 def test_sigterm_at_random_moments(seed: int, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """Five moments each: committed in time, at most one step lost, all ranks agree, and the same end."""
@@ -140,6 +141,7 @@ def test_sigterm_at_random_moments(seed: int, tmp_path: Path, undisturbed: dict[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_training_goes_on_by_itself_when_one_worker_of_four_is_killed(tmp_path: Path) -> None:
     launched(tmp_path / "undisturbed", ranks=4).check()
     run = launched(tmp_path / "killed", "--max_restarts", "2", ranks=4, KILL="18").check()
