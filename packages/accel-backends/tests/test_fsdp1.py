@@ -113,6 +113,27 @@ def test_what_version_1_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_an_optimizer_that_could_not_be_saved_is_warned_of(rank: int) -> None:
+    import logging
+
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("accel_backends.fsdp1")
+    logger.addHandler(listener)
+    backend = open_backend()
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    both = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    prepared = backend.prepare(Bundle(models, [both])).models
+    logger.removeHandler(listener)
+    assert [("SGD updates 2 models" in text) for text in heard] == [True] * (rank == 0)
+    backend.backward(prepared[1](prepared[0](torch.ones(1, 2))).sum())
+    assert backend.step(both)
+    with pytest.raises(BackendError, match="fsdp_version=1 saves optimizers of one"):
+        backend.optimizer_state(both, prepared)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("filled", ["nowhere", "on rank 0"])
 def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> None:
     torch.manual_seed(rank)

@@ -34,9 +34,12 @@ from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.collectives import broadcast
 from accel_state.errors import BackendError, CheckpointMismatchError, PrepareError
+from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+_log = get_logger(__name__)
 
 
 @final
@@ -87,8 +90,17 @@ class FSDP1Backend(Backend):
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
         check_optimizers(bundle.optimizers, self._options, splitting)
-        for optimizer in _to_split(bundle):
-            if len(_updated(optimizer, bundle.models)) != 1:
+        stepped = {id(optimizer) for optimizer in _to_split(bundle)}
+        for optimizer in bundle.optimizers:
+            users = len(_updated(optimizer, bundle.models))
+            if users > 1:
+                _log.warning(
+                    "%s updates %d models: it trains, but cannot be saved with fsdp_version=1; give each model an "
+                    "optimizer, or use fsdp_version=2",
+                    type(optimizer).__name__,
+                    users,
+                )
+            if users != 1 and id(optimizer) in stepped:
                 raise PrepareError(
                     f"{type(optimizer).__name__} has stepped already and updates several models, and fsdp_version=1 "
                     "cannot split its state; give each model an optimizer, or use fsdp_version=2"
