@@ -195,6 +195,35 @@ def test_what_the_user_has_wrapped_and_stepped_stays_as_it_is() -> None:
     backend = open_backend()
     assert backend.prepare(Bundle([wrapped], [optimizer])).models[0] is wrapped
     assert {id(parameter): value["exp_avg"] for parameter, value in optimizer.state.items()} == state
+    with pytest.raises(BackendError, match=r"TinyMLP was wrapped .* without a device_mesh: it trains, but"):
+        backend.model_state(wrapped)
+
+
+@pytest.mark.ranks(2)
+def test_flat_parameters_of_a_users_wrapper_train_and_have_no_window_to_save() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel(
+        make_model("mlp"),
+        use_orig_params=False,
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh("cpu", (2,)),
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    backend = open_backend()
+    model = backend.prepare(Bundle([wrapped], [optimizer])).models[0]
+    before = backend.whole_model_state(model, main_only=False)
+    with backend.no_sync(model):
+        backend.backward(model(torch.ones(2, 8)).mean())
+    with pytest.raises(BackendError, match="use_orig_params=False; save after a step"):
+        backend.held_gradients(model)
+    backend.backward(model(torch.ones(2, 8)).mean())
+    backend.clip_grad_norm(model.parameters(), 1.0)
+    assert backend.step(optimizer)
+    after = backend.whole_model_state(model, main_only=False)
+    assert set(after) == set(make_model("mlp").state_dict())
+    assert not torch.equal(after["first.weight"], before["first.weight"])
 
 
 @pytest.mark.ranks(2)

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 _log = get_logger(__name__)
+_MESHLESS = (
+    "wrapped in FullyShardedDataParallel without a device_mesh: it trains, but its states are in a form that torch has "
+    "given up and cannot be saved; wrap it with device_mesh=init_device_mesh(...), or give prepare the bare model"
+)
 
 
 @final
@@ -131,6 +135,8 @@ class FSDP1Backend(Backend):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if (wrapped := find_fsdp1(model)) is not None:
+            if wrapped._device_mesh is None:
+                _log.warning("%s was %s", type(innermost(model)).__name__, _MESHLESS)
             self._name_states(wrapped)
             return model
         upcast_parameters(model, self.policy)
@@ -186,10 +192,16 @@ class FSDP1Backend(Backend):
     # States
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """DTensors under the model's own names."""
+        """DTensors under the model's own names.
+
+        Raises:
+            BackendError: the user has wrapped the model without a mesh.
+        """
         wrapped = find_fsdp1(model)
         if wrapped is None:
             return super().model_state(model)
+        if wrapped._device_mesh is None:
+            raise BackendError(f"{type(innermost(model)).__name__} was {_MESHLESS}")
         first = first_names_of(wrapped)
         state: dict[str, Any] = {}
         for name, value in wrapped.state_dict().items():

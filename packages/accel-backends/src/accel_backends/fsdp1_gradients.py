@@ -7,6 +7,7 @@ import torch
 
 from accel_backends.fsdp_gradients import averaged, brought_by_any
 from accel_backends.names import places
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -27,6 +28,9 @@ def held_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]
     """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
 
     torch keeps the sum of what was not reduced as one whole flat gradient, and beside it this rank's piece of what was.
+
+    Raises:
+        BackendError: the user has wrapped the model with flat parameters.
     """
     found: dict[str, torch.Tensor] = {}
     for unit in _units(model):
@@ -43,7 +47,11 @@ def held_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]
 def hold_gradients(
     model: "FullyShardedDataParallel", gradients: Mapping[str, torch.Tensor], *, group: Any = None
 ) -> None:
-    """Gives every parameter its part of the average over ranks of these shares; collective."""
+    """Gives every parameter its part of the average over ranks of these shares; collective.
+
+    Raises:
+        BackendError: the user has wrapped the model with flat parameters.
+    """
     brought = brought_by_any(gradients, group)
     for handle, names in _units(model):
         flat = handle.flat_param
@@ -67,6 +75,11 @@ def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
         prefixes.setdefault(id(place.module), place.prefix)
     for wrapped in FullyShardedDataParallel.fsdp_modules(model):
         if (handle := wrapped._handle) is not None:
+            if not handle._use_orig_params:
+                raise BackendError(
+                    "a checkpoint within an accumulation window needs parameters of their own, and this model was "
+                    "wrapped with use_orig_params=False; save after a step, or wrap it with use_orig_params=True"
+                )
             infos = handle.flat_param._param_infos
             yield _Unit(handle, [prefixes[id(info.module)] + info.param_name for info in infos])
 
@@ -80,7 +93,7 @@ def _whole(unit: _Unit) -> torch.Tensor | None:
     gathered = _gathered(unit, reduced)
     if added is None or gathered is None:
         return gathered if added is None else added
-    return added + gathered.to(added.dtype)
+    return added + gathered  # in the wider dtype of both
 
 
 def _gathered(unit: _Unit, piece: torch.Tensor | None) -> torch.Tensor | None:
