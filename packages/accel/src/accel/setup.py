@@ -96,15 +96,9 @@ def open_parts(
             or asked_strategy(given, fsdp, parallelism, variables)
             or sorted_handlers.ddp
         )
-        if isinstance(asked, BackendConfig):
-            asked = asked.on(session.device.type)
+        asked = asked.on(session.device.type) if isinstance(asked, BackendConfig) else asked
         choice = select_backend(session.topology, session.device, asked)
-        asked_policy = call["mixed_precision"]
-        policy = PrecisionPolicy.parse(
-            asked_policy if isinstance(asked_policy, PrecisionPolicy) else config.mixed_precision,
-            device_type=session.device.type,
-            fp8=sorted_handlers.fp8 or fp8_recipe(config, os.environ),  # type: ignore[arg-type]
-        )
+        policy = policy_of(call["mixed_precision"], config, sorted_handlers, device_type=session.device.type)
 
         backend_type = load_backend(choice.name)
 
@@ -136,6 +130,15 @@ def open_parts(
 
         set_seed(config.seed)
     return parts
+
+
+def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_type: str) -> PrecisionPolicy:
+    """The precision: a policy that was given, or what the configuration says, with the recipe of fp8 if there is one."""
+    return PrecisionPolicy.parse(
+        asked if isinstance(asked, PrecisionPolicy) else config.mixed_precision,
+        device_type=device_type,
+        fp8=handlers.fp8 or fp8_recipe(config, os.environ),  # type: ignore[arg-type]
+    )
 
 
 def keep_to_cores(topology: Topology, device_type: str) -> None:
