@@ -133,7 +133,7 @@ def open_parts(
 
 
 def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_type: str) -> PrecisionPolicy:
-    """The precision: a policy that was given, or what the configuration says, with the recipe of fp8 if there is one."""
+    """The precision: a policy that was given, or what the configuration says, with the recipe of fp8 if any."""
     return PrecisionPolicy.parse(
         asked if isinstance(asked, PrecisionPolicy) else config.mixed_precision,
         device_type=device_type,
