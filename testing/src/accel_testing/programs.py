@@ -61,7 +61,7 @@ class Trained(dict[str, Tensor]):
 
 def train_part(
     pool: RankPool,
-    layout: str,
+    layout: str | Layout,
     start: int,
     stop: int,
     load: str = "",
@@ -86,7 +86,7 @@ def train_part(
     Returns:
         The whole weights afterwards, and the losses on the way.
     """
-    spread = Layout.parse(layout)
+    spread = Layout.parse(layout) if isinstance(layout, str) else layout
     trained: Trained = pool.run(
         _train_part,
         spread,

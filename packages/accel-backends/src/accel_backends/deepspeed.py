@@ -21,6 +21,7 @@ from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_engine import Prepared, run_backward
 from accel_backends.deepspeed_engines import Engines
 from accel_backends.deepspeed_held import held_by
+from accel_backends.deepspeed_inference import start_inference
 from accel_backends.deepspeed_library import close_communication, library, open_communication, use_device
 from accel_backends.deepspeed_scaling import EngineCounts, EngineScale
 from accel_backends.deepspeed_weights import whole_parameters
@@ -94,6 +95,8 @@ class DeepSpeedBackend(Backend):
         if not bundle.models:
             return bundle
         model = bundle.models[0]
+        if not bundle.training and self._options.inference is not None:
+            return replace(bundle, models=[start_inference(self.session, model, self.policy, self._options.inference)])
         if not bundle.training or (not bundle.optimizers and self._options.zero_stage < 3):
             return super().bind(bundle)
         self._open_communication()
@@ -263,14 +266,14 @@ class DeepSpeedBackend(Backend):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """DTensors under the model's own names, in fp32 where the optimizer keeps them so; collective."""
-        prepared = self._engines.find(model)
+        prepared = self._engines.find_stated(model)
         if prepared is None:
             return super().model_state(model)
         return states.model_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
-        prepared = self._engines.find(model)
+        prepared = self._engines.find_stated(model)
         if prepared is None:
             super().load_model_state(model, state, strict=strict)
             return
@@ -282,7 +285,7 @@ class DeepSpeedBackend(Backend):
 
         On rank 0 only (elsewhere empty) unless told otherwise.
         """
-        prepared = self._engines.find(model)
+        prepared = self._engines.find_stated(model)
         if prepared is None:
             return super().whole_model_state(model, main_only=main_only)
         keep = main_only is False or self.session.rank == 0

@@ -119,7 +119,7 @@ def zero3_init(owner: Owner) -> Iterator[None]:
     """Within it, modules are partitioned as soon as they are built; collective."""
     from deepspeed.runtime.zero import Init
 
-    run = Run(owner.policy, owner.session.world_size)
+    run = Run(owner.policy, owner.session.world_size, device_type=owner.device.type)
     config, _ = settle(owner._options.deepspeed_config, run)
     with Init(config_dict_or_path=config):
         yield
@@ -142,6 +142,7 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         steps=steps,
         own_optimizer=optimizer is not None and dummy is None,
         scaler=owner.scaler_options,
+        device_type=owner.device.type,
     )
 
 

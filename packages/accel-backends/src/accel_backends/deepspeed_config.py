@@ -76,6 +76,7 @@ class DeepSpeedConfig(BackendConfig):
         zero3_save_16bit_model: weights are handed out as the model computes with them (16 bits, say), and not as the
             fp32 copies that the optimizer keeps.
         transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
+        inference: options of ``deepspeed.init_inference`` for models that are only evaluated; None: they are as given.
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: taken and ignored, as MS-AMP is off.
         chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
@@ -101,6 +102,7 @@ class DeepSpeedConfig(BackendConfig):
     zero3_init_flag: Any = None
     zero3_save_16bit_model: Any = None
     transformer_moe_cls_names: Any = None
+    inference: Mapping[str, Any] | None = None
     enable_msamp: Any = None
     msamp_opt_level: Any = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.deepspeed_engine import Prepared, engine_of_graph
+from accel_backends.deepspeed_moe import check_experts_are_alike
 from accel_backends.names import innermost
 from accel_state.errors import BackendError, PrepareError
 
@@ -43,6 +44,17 @@ class Engines:
         """The engine of a model; None: it has none."""
         inner = innermost(model)
         return next((one for one in self._all if innermost(one.engine) is inner), None)
+
+    def find_stated(self, model: nn.Module) -> Prepared | None:
+        """The same, where states of it are to be handed out or taken.
+
+        Raises:
+            BackendError: ranks have different parameters under the same names.
+        """
+        prepared = self.find(model)
+        if prepared is not None:
+            check_experts_are_alike(innermost(prepared.engine))
+        return prepared
 
     def of_optimizer(self, optimizer: Optimizer) -> Prepared:
         """The engine that an optimizer is inside of.

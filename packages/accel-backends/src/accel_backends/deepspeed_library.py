@@ -191,5 +191,5 @@ def build_operation(name: str) -> Any:
         )
     try:
         return builder.load()
-    except (RuntimeError, ImportError, OSError) as error:
+    except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise BackendError(f"DeepSpeed's operation {builder.name} cannot be compiled: {error}") from error

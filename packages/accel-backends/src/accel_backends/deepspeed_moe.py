@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.deepspeed_json import near
-from accel_state.errors import PrepareError
+from accel_state.errors import BackendError, PrepareError
 
 
 def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -20,6 +20,27 @@ def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     groups: Any = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     return optimizer
+
+
+def check_experts_are_alike(model: nn.Module) -> None:
+    """Refuses to hand out states of a model whose ranks have different experts under the same names.
+
+    Raises:
+        BackendError: with the nearest that works.
+    """
+    names = {getattr(p, "group_name", None) for p in model.parameters() if getattr(p, "allreduce", True) is False}
+    if not names:
+        return
+    from deepspeed.utils import groups
+
+    sizes = {name: groups._get_expert_parallel_world_size(name) for name in names if name}
+    for name, size in sizes.items():
+        if size > 1:
+            raise BackendError(
+                f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "
+                f"{name}), which no state tells apart; nearest: export_deepspeed, which writes DeepSpeed's own files, "
+                "or ep_size=1"
+            )
 
 
 def mark_leaf_modules(model: nn.Module, names: object) -> None:

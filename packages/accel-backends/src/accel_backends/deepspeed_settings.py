@@ -32,6 +32,7 @@ class Run:
         steps: ``total_num_steps`` and ``warmup_num_steps`` of a ``DummyScheduler``.
         own_optimizer: the user gave an optimizer of their own.
         scaler: options of the loss scale, if the user gave any.
+        device_type: of the devices that it trains on.
     """
 
     policy: PrecisionPolicy
@@ -44,6 +45,36 @@ class Run:
     steps: Mapping[str, int | None] | None = None
     own_optimizer: bool = True
     scaler: GradScalerKwargs | None = None
+    device_type: str = "cpu"
+
+
+# What of ZeRO++ packs numbers on the device, for which DeepSpeed has code for GPUs alone.
+_PACKING = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+
+
+def check_abilities(config: Mapping[str, Any], run: Run) -> None:
+    """Refuses what DeepSpeed cannot do here, or what would train wrongly behind an ordinary loop.
+
+    Raises:
+        ConfigError: the key, why, and the nearest that works.
+    """
+    packing = [key for key in _PACKING if find(config, f"{ZERO}.{key}") is True]
+    if packing and run.device_type == "cpu":
+        raise ConfigError(
+            f"{ZERO}.{packing[0]}: DeepSpeed packs numbers on GPUs only; nearest: zero_hpz_partition_size, the part of "
+            "ZeRO++ that does without"
+        )
+    if int(find(config, "tensor_parallel.autotp_size", 1) or 1) > 1:
+        raise ConfigError(
+            "tensor_parallel.autotp_size: each rank would hold other columns of a weight under the same name, which no "
+            "state or norm here takes into account; nearest: zero_stage=3, which spreads weights as well"
+        )
+    if int(find(config, "sequence_parallel_size", 1) or 1) > 1:
+        raise ConfigError(
+            "sequence_parallel_size: DeepSpeed adds up gradients of the parts of a sequence where an ordinary loop "
+            "wants their mean, and loaders would give each part other samples; nearest: zero_stage=3 with activation "
+            "checkpointing for longer sequences"
+        )
 
 
 def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[str, str]]:
@@ -55,6 +86,7 @@ def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[
     Raises:
         ConfigError: batch sizes that do not multiply, or an "auto" for which nothing is known.
     """
+    check_abilities(document, run)
     config = copy.deepcopy(dict(document))
     origins: dict[str, str] = {}
 

@@ -1,0 +1,74 @@
+"""DeepSpeed around its engines: not installed, nothing to compile with, a build that was killed."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from accel_backends.deepspeed_library import build_operation, compiler_problem, drop_stale_lock
+from accel_state.environment import patch_environment
+from accel_state.errors import BackendError
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "deepspeed" else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+
+from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_precision import PrecisionPolicy
+from accel_state import BackendError, Session
+
+with Session.open(cpu=True) as session:
+    plugin = DeepSpeedPlugin(zero_stage=3)  # options need no DeepSpeed
+    try:
+        load_backend("deepspeed")(session, PrecisionPolicy(), plugin)
+    except BackendError as error:
+        print(error)
+"""
+
+
+def test_a_machine_without_deepspeed_is_told_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    assert "is not installed: install accel-backends[deepspeed]" in done.stdout
+    assert "nearest without it: strategy='fsdp'" in done.stdout
+
+
+@needs_deepspeed
+@pytest.mark.ranks(1)
+def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path) -> None:
+    with patch_environment(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path)):
+        assert compiler_problem() == "there is no C++ compiler on PATH"
+        with pytest.raises(
+            BackendError, match=r"has to be compiled, and there is no C\+\+ compiler on PATH; install a"
+        ):
+            build_operation("CPUAdamBuilder")
+
+
+def test_only_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:
+    assert not drop_stale_lock(tmp_path)
+    lock = tmp_path / "lock"
+    lock.touch()
+    assert not drop_stale_lock(tmp_path)
+    assert lock.exists()
+    hour_ago = lock.stat().st_mtime - 3600
+    os.utime(lock, (hour_ago, hour_ago))
+    assert drop_stale_lock(tmp_path)
+    assert not lock.exists()
+
+
+@needs_deepspeed
+@pytest.mark.ranks(1)
+def test_an_operation_that_deepspeed_does_not_have_is_refused() -> None:
+    with pytest.raises(BackendError, match="not been implemented on CPU"):
+        build_operation("FusedLambBuilder")

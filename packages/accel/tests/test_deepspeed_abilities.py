@@ -1,0 +1,156 @@
+"""What DeepSpeed does besides ZeRO, through an Accelerator: experts, hpZ, data types of transfers, disks."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel_state import BackendError, ConfigError
+from accel_testing import RankPool
+from accel_testing.compare import assert_close_state
+from accel_testing.equivalence import assert_equivalent
+from accel_testing.layouts import Layout
+from accel_testing.programs import adamw_program, sgd_program, train_part
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+WIDTH, EXPERTS = 6, 2
+
+
+class Routed(nn.Module):
+    """The best of two experts for each token, weighted by how sure the gate is: as DeepSpeed's layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sure, best = torch.softmax(self.gate(x), -1).max(-1)
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        return outputs[best, torch.arange(len(x))] * sure[:, None]
+
+
+class Mixture(nn.Module):
+    """A layer, then experts of DeepSpeed, of which each rank has its share."""
+
+    def __init__(self, reference: nn.Sequential, rank: int, ep_size: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(
+            WIDTH,
+            nn.Linear(WIDTH, WIDTH),
+            EXPERTS,
+            ep_size=ep_size,
+            k=1,
+            drop_tokens=False,
+            use_rts=False,
+            min_capacity=0,
+        )
+        self.first.load_state_dict(reference[0].state_dict())
+        self.moe.deepspeed_moe.gate.wg.load_state_dict(reference[1].gate.state_dict())
+        own = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for place, expert in enumerate(own):
+            expert.load_state_dict(reference[1].experts[rank * len(own) + place if ep_size > 1 else place].state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _, _ = self.moe(self.first(x))
+        return output
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ep_size", [1, 2], ids=["replicated", "one each"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": stage})
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed())
+    model = Mixture(reference, rank, ep_size)
+    engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.2)
+    for step in range(4):
+        both = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        accelerator.backward((engine(both.chunk(2)[rank]) - 1).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        (reference(both) - 1).pow(2).mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert torch.allclose(model.first.weight, reference[0].weight, atol=1e-6)
+    mine = model.moe.deepspeed_moe.experts.deepspeed_experts
+    for place, expert in enumerate(mine):
+        number = rank * len(mine) + place if ep_size > 1 else place
+        assert torch.allclose(expert.weight, reference[1].experts[number].weight, atol=1e-6)
+    if ep_size == 1:
+        accelerator.save_state(tmp_path / "state")
+    else:
+        with pytest.raises(BackendError, match="each rank has experts of its own"):
+            accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("layout", ["ds3:4/fp32", "ds3:2/fp32/acc=3/short"])
+def test_hpz_of_zero_plus_plus_trains_as_one_process(rank_pool: RankPool, layout: str) -> None:
+    options = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
+    assert_equivalent(adamw_program, [f"{layout}/hf_ds_config={options}"], pool=rank_pool)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_travel_in_the_type_that_is_asked_for(rank_pool: RankPool, stage: int) -> None:
+    """In 16 bits they are as far from one process as those bits allow, and no farther."""
+    layout = f"ds{stage}:2/fp32/communication_data_type=bf16"
+    report = assert_equivalent(sgd_program, [layout], pool=rank_pool, tolerances={"fp32": 3e-2})
+    assert report.results[0].distance > 1e-5
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "nearest: zero_hpz_partition_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "nearest: zero_stage=3"),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 1}, "wants their mean"),
+    ],
+)
+def test_what_deepspeed_cannot_do_here_is_refused(rank: int, options: dict[str, Any], words: str) -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=options)
+    model = nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=words):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.ranks(1)
+def test_inference_by_deepspeed_is_refused_on_cpus(rank: int) -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": 0, "inference": {}})
+    with pytest.raises(BackendError, match="does not work on CPUs"):
+        accelerator.prepare_model(nn.Linear(4, 2), evaluation_mode=True)
+
+
+def built(operation: str) -> bool:
+    """Whether an operation is there already; building it takes longer than a test may."""
+    from accel_backends.deepspeed_library import extensions_folder
+
+    return (extensions_folder() / operation / f"{operation}.so").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(built, ("async_io", "cpu_adam"))),
+    reason="DeepSpeed's async_io or cpu_adam is not built; with libaio, hatch run deepspeed-operations builds them",
+)
+@pytest.mark.parametrize("param", ["none", "nvme"])
+def test_states_on_a_disk_train_as_in_one_process(rank_pool: RankPool, tmp_path: Path, param: str) -> None:
+    disk: dict[str, str] = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
+    if param == "nvme":
+        disk |= {"offload_param_device": "nvme", "offload_param_nvme_path": str(tmp_path)}
+    layout = Layout("deepspeed", 2, accumulate=2, options=(("zero_stage", "3"), *disk.items()))
+    folder = str(tmp_path / "state")
+    train_part(rank_pool, layout, 0, 4, save=folder)
+    state = train_part(rank_pool, layout, 4, 8, folder)
+    assert_close_state(state, train_part(rank_pool, "single/acc=2", 0, 8))
