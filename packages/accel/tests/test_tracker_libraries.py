@@ -19,6 +19,7 @@ import pytest
 from accel_testing.launching import run_command
 
 TRAINING = Path(__file__).with_name("tracked_training.py")
+pytestmark = pytest.mark.timeout(1200)
 SCRIPT = """
 import sys
 import numpy as np
@@ -52,7 +53,7 @@ def tracked(name: str, folder: Path, options: str = "{}", **env: str) -> str:
     _need(name)
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    done = run_command([sys.executable, script, name, folder, options], cwd=folder, env=env, timeout=180)
+    done = run_command([sys.executable, script, name, folder, options], cwd=folder, env=env, timeout=300)
     return done.check().output
 
 
@@ -149,7 +150,8 @@ def test_comet(tmp_path: Path) -> None:
 
 
 def test_clearml(tmp_path: Path) -> None:
-    options = "{'auto_connect_frameworks': False, 'auto_resource_monitoring': False, 'auto_connect_streams': False}"
+    frameworks = "{'detect_repository': False}"  # looking through the repository takes longer than the rest
+    options = f"{{'auto_connect_frameworks': {frameworks}, 'auto_resource_monitoring': False}}"
     tracked("clearml", tmp_path, options, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path), HOME=str(tmp_path))
     (written,) = tmp_path.rglob("metrics.jsonl")
     lines = [entry for line in written.read_text().splitlines() for entry in json.loads(line)]
@@ -196,7 +198,7 @@ def taken_up_again(name: str, folder: Path, init: dict[str, Any], **env: str) ->
     deeds = ({"stop_at": 7}, {"kill_at": 13, "interval": 1000.0}, {})
     for deed in deeds:
         words = [sys.executable, TRAINING, folder, name, json.dumps({**deed, "init": {name: init}})]
-        status = run_command(words, cwd=folder, env=env, timeout=180).status
+        status = run_command(words, cwd=folder, env=env, timeout=300).status
         assert status == (-signal.SIGKILL if "kill_at" in deed else 0)
 
 
@@ -244,7 +246,7 @@ def test_a_dead_endpoint_holds_nothing_up_and_is_told_once(tmp_path: Path) -> No
         "accelerator.end_training()\nprint('TRAINED')\n"
     )
     env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
-    said = run_command([sys.executable, script], cwd=tmp_path, env=env, timeout=180).check().output
+    said = run_command([sys.executable, script], cwd=tmp_path, env=env, timeout=300).check().output
     assert "TRAINED" in said
     assert said.count("tracker mlflow ended with trouble") == 1
     (waiting,) = tmp_path.glob("p/*/undelivered-mlflow.jsonl")

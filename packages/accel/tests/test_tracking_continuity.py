@@ -77,7 +77,11 @@ LIBRARIES = {"csv": "accel"}
 INIT: dict[str, dict[str, Any]] = {
     "dvclive": {"save_dvc_exp": False, "dvcyaml": None, "report": None},
     "trackio": {"embed": False},
-    "clearml": {"auto_connect_frameworks": False, "auto_resource_monitoring": False, "auto_connect_streams": False},
+    "clearml": {  # looking through the repository takes longer than the training
+        "auto_connect_frameworks": {"detect_repository": False},
+        "auto_resource_monitoring": False,
+        "auto_connect_streams": False,
+    },
 }
 # Killed between log and save, with everything delivered or nothing (0.02 s or 1000 s between deliveries), once or
 # twice, with trackers made ready before the checkpoint is loaded or after.
@@ -105,14 +109,15 @@ def lives(folder: Path, trackers: str, kills: list[tuple[int, float]], early: bo
     env = environment(folder)
     if trackers == "mlflow":  # a database that a kill left half made is a matter of MLflow's
         words = "import mlflow; mlflow.MlflowClient().search_experiments()"
-        run_command([sys.executable, "-c", words], cwd=folder, env=env, timeout=120).check()
+        run_command([sys.executable, "-c", words], cwd=folder, env=env, timeout=300).check()
     for kill_at, interval in [*kills, (-1, 0.02)]:
         options = {"kill_at": kill_at, "interval": interval, "early": early, "init": INIT}
         words = [sys.executable, TRAINING, folder, trackers, json.dumps(options)]
-        yield run_command(words, cwd=folder, env=env, timeout=120).status
+        yield run_command(words, cwd=folder, env=env, timeout=300).status
 
 
 @pytest.mark.fault
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("trackers", ["csv,tensorboard", "mlflow", "dvclive", "trackio", "clearml"])
 @pytest.mark.parametrize(("kills", "early"), LIVES)
 def test_killed_and_resumed_each_step_is_there_once(
