@@ -1,5 +1,6 @@
 """DeepSpeed through an Accelerator: the same weights as one process, states that go anywhere."""
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from accel_testing import RankPool
 from accel_testing.compare import assert_close_state
 from accel_testing.equivalence import assert_equivalent
+from accel_testing.launching import run_command
 from accel_testing.program import Program, momentum_sgd
 from accel_testing.programs import adamw_program, sgd_program, train_part
 
@@ -32,6 +34,26 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspee
 )
 def test_training_equals_one_process(rank_pool: RankPool, layout: str, program: Callable[[], Program]) -> None:
     assert_equivalent(program, [layout], pool=rank_pool)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from accel_testing import Program
+
+def train():
+    return Program(nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), list(torch.randn(3, 8, 4)))
+"""
+
+
+def test_a_script_of_the_user_is_checked_in_stages(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    layouts = "ds1:2/fp32/acc=2,ds3:2/fp32"
+    done = run_command([sys.executable, "-m", "accel", "check", f"{script}:train", "--layouts", layouts])
+    assert done.status == 0, done.output
+    assert done.output.count(" ok") == 2
+    assert "deepspeed:2/fp32/zero_stage=3" in done.output
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints
@@ -87,10 +109,21 @@ def test_training_with_the_optimizer_on_the_host_equals_one_process(rank_pool: R
 
 
 @needs_cpu_adam
-def test_offloaded_states_go_on_elsewhere(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("ds3:2/offload_optimizer=cpu/offload_param=cpu", "ds2:2/offload_optimizer=cpu"),
+        ("fsdp:2", "ds2:2/offload_optimizer=cpu"),
+        ("ds3:2/offload_optimizer=cpu", "ddp:2"),
+        ("ds1:2/offload_optimizer=cpu", "ds2:1"),
+    ],
+    ids=" to ".join,
+)
+def test_offloaded_states_go_on_elsewhere(rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]) -> None:
+    before, after = (layout.replace(":2", ":2/acc=2").replace(":1", ":1/acc=2") for layout in chain)
     folder = str(tmp_path / "state")
-    train_part(rank_pool, "ds3:2/acc=2/offload_optimizer=cpu/offload_param=cpu", 0, 6, save=folder)
-    state = train_part(rank_pool, "ds2:2/acc=2/offload_optimizer=cpu", 6, 12, folder)
+    train_part(rank_pool, before, 0, 6, save=folder)
+    state = train_part(rank_pool, after, 6, 12, folder)
     assert_close_state(state, train_part(rank_pool, "single/acc=2", 0, 12))
 
 

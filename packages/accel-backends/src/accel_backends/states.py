@@ -135,8 +135,10 @@ def fitted_groups(
     return fitted
 
 
-# Options that say how an optimizer computes and not what: implementations of one optimizer differ in them.
-_HOW = frozenset(["foreach", "fused", "capturable", "differentiable", "bias_correction"])
+# Options that come and go without the optimizer being another: names, and how it computes and not what.
+ASIDE = frozenset(
+    [PARAMS, "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "bias_correction"]
+)
 
 
 def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -145,8 +147,7 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> d
     Raises:
         CheckpointMismatchError: each has options that the other does not know, so they are different optimizers.
     """
-    aside = {PARAMS, "param_names", "initial_lr", *_HOW}
-    lacking, foreign = set(group) - set(saved) - aside, set(saved) - set(group) - aside
+    lacking, foreign = set(group) - set(saved) - ASIDE, set(saved) - set(group) - ASIDE
     if lacking and foreign:
         raise CheckpointMismatchError(
             f"state of another optimizer: {kind} has {_few(sorted(lacking))}, and the state has "

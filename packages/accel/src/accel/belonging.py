@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_backends.states import GROUPS, PARAMS, STATE
+from accel_backends.states import ASIDE, GROUPS, PARAMS, STATE
 from accel_state.errors import CheckpointMismatchError
-
-# Options that come and go without the optimizer being another.
-_ASIDE = frozenset({PARAMS, "param_names", "initial_lr"})
 
 
 def check_model(
@@ -54,8 +51,8 @@ def check_optimizer(name: str, kind: str, own: Mapping[str, Any], saved: Mapping
             f"and {len(here)} here"
         )
     for key, group in here.items():
-        lacking = sorted(set(group) - set(there[key]) - _ASIDE)
-        foreign = sorted(set(there[key]) - set(group) - _ASIDE)
+        lacking = sorted(set(group) - set(there[key]) - ASIDE)
+        foreign = sorted(set(there[key]) - set(group) - ASIDE)
         if lacking and foreign:
             raise CheckpointMismatchError(
                 f"the checkpoint's {name} is that of another optimizer: {kind} has {_few(lacking)}, and the state has "
