@@ -85,8 +85,11 @@ class Bijection:
         self._rows = max(math.isqrt(max(size - 1, 0)) + 1, 1)
         self._columns = -(-size // self._rows)
         self._functions: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+        self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
         if self._rows <= _TABLE_LIMIT:
             self._functions = [table.take for table in self._tables(key)]
+            sums = torch.arange(max(self._rows, self._columns) * (_ROUNDS // 2 + 1))
+            self._reduced = (sums % self._rows * self._columns, sums % self._columns)
         else:
             keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
             inputs = (self._columns, self._rows) * (_ROUNDS // 2)
@@ -106,10 +109,9 @@ class Bijection:
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         """The images of ``positions`` (int64, each in ``range(size)``), as a tensor of the same shape."""
         images = self._encrypt(positions)
-        outside = images >= self.size
-        while outside.any():
-            images[outside] = self._encrypt(images[outside])
+        while images.numel() and int(images.max()) >= self.size:
             outside = images >= self.size
+            images[outside] = self._encrypt(images[outside])
         return images
 
     def _encrypt(self, words: torch.Tensor) -> torch.Tensor:
@@ -118,6 +120,8 @@ class Bijection:
         for number in range(0, _ROUNDS, 2):
             row += self._functions[number](column)
             column += self._functions[number + 1](row)
+        if self._reduced is not None:  # as tables: what a few positions cost is the number of operations
+            return self._reduced[0].take(row).add_(self._reduced[1].take(column))
         row %= self._rows
         column %= self._columns
         return row.mul_(self._columns).add_(column)

@@ -82,21 +82,23 @@ class PreparedLoader:
             batches, run.trouble = watch.heeding(batches), watch.said
         batches = batches if self.gate is None else self.gate(self, batches)
         try:
-            with _telling(run, watch):
-                if run.exact and self._placer is None:
-                    left = run.length or 0
-                    for batch in batches:
-                        left -= 1
-                        run.at_end = left == 0
-                        run.delivered += 1
-                        self._last = run
-                        yield batch
-                else:
-                    for batch in self._ahead(run, batches):
-                        run.delivered += 1
-                        self._last = run
-                        yield batch
-                complete = True
+            if run.exact and self._placer is None:
+                left = run.length or 0
+                for batch in batches:
+                    left -= 1
+                    run.at_end = left == 0
+                    run.delivered += 1
+                    self._last = run
+                    yield batch
+            else:
+                for batch in self._ahead(run, batches):
+                    run.delivered += 1
+                    self._last = run
+                    yield batch
+            complete = True
+        except BaseException as error:
+            _tell(run, watch, error)
+            raise
         finally:
             self._finish(run, watch, complete)
             if observer is not None:
@@ -321,25 +323,18 @@ class PreparedLoader:
         return _rebuilt, (state,)
 
 
-@contextmanager
-def _telling(run: Pass, watch: "Watch | None") -> Iterator[None]:
-    """Tells the other ranks what goes wrong inside; raises in its place that workers have died, if that is why."""
-    try:
-        yield
-    except GeneratorExit:
+def _tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
+    """Tells the other ranks of an error that they do not know; raises in its place that workers have died of it."""
+    if isinstance(error, GeneratorExit):
         # Of a dead worker torch tells wherever the program is, most often inside the step; that ends the loop.
         if watch is not None and has_dead_workers(run):
             watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
-        raise
-    except AccelError:
-        raise  # of what all ranks know
-    except Exception as error:
+    elif isinstance(error, Exception) and not isinstance(error, AccelError):
         death = death_of_workers(run) if isinstance(error, OSError | EOFError | RuntimeError) else None
         if watch is not None:
             watch.tell(death or error)
-        if death is None:
-            raise
-        raise death from error
+        if death is not None:
+            raise death from error
 
 
 def _rebuilt(state: dict[str, Any]) -> PreparedLoader:

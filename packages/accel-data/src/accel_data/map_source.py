@@ -114,6 +114,7 @@ class MapSource(Source):
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
+        self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._pass: MapPass | None = None
         self._generator: torch.Generator | None = None
@@ -191,6 +192,13 @@ class MapSource(Source):
         )
 
     def _computed(self, order: Order) -> Sharding:
+        """How steps are cut from the order; what was asked for last is kept, for every pass asks."""
+        key = (order, self.even_batches)
+        if self._last_sharding is None or self._last_sharding[0] != key:
+            self._last_sharding = (key, self._cut_from(order))
+        return self._last_sharding[1]
+
+    def _cut_from(self, order: Order) -> Sharding:
         plain = self._sharding(len(order))
         if self._options.sharding != "node":
             return plain
