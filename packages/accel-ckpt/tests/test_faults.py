@@ -144,8 +144,10 @@ def test_writers_killed_at_random_times(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_two_hundred_writers_killed_at_random_times(tmp_path: Path) -> None:
-    assert random_kills(tmp_path, 200, seed=2) > 100
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_two_hundred_writers_killed_at_random_times(tmp_path: Path, seed: int) -> None:
+    """Twenty of them each time."""
+    assert random_kills(tmp_path, 20, seed=seed) > 5
 
 
 DEATHS = [

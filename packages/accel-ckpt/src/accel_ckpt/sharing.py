@@ -19,7 +19,7 @@ Place = tuple[str, int]
 """A block: the name of its file and its number there."""
 Parts = Sequence[tuple[int, memoryview]]
 """Where bytes of a block belong: from which byte of it on, into which memory."""
-# Rounds after which it is decided whether passing on pays; the first also opens connections, and counts for nothing.
+# Rounds by which it is decided whether passing on pays. A rank reads its blocks of them at the same time.
 _TRIED = 2
 # Bytes of all ranks that are passed on in one collective; more of them take turns with parts of their blocks.
 _AT_ONCE = 2**28
@@ -55,21 +55,22 @@ def wanted_by_all(interests: Sequence[Interest]) -> list[Place]:
     return sorted(place for place, ranks in _by_block(interests).items() if len(ranks) == len(interests))
 
 
-def pays(read: float, exchange: float, *, readers: int, lanes: int) -> bool:
+def pays(read: float, exchange: float, *, readers: int) -> bool:
     """Whether blocks that all want come sooner when each is read once and passed on.
 
-    While ``readers``, who do not profit from each other's reading, each read all of so many blocks, ``lanes`` at a time
-    with ``read`` seconds for one, together they read one each and take part in an ``exchange`` (seconds).
+    ``read`` is what a block takes while all ranks read (seconds of reading over blocks read by one rank), ``exchange``
+    a round in which all get a block of each. Alone, each of ``readers`` who do not profit from each other's reading
+    reads all of so many blocks; together, one of them.
     """
-    return exchange + read / lanes < readers * read / lanes
+    return exchange + read < readers * read
 
 
 def read_for_all(peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]], *, readers: int, lanes: int) -> int:
     """Fills ``blocks``, which are the same on all ranks but for their parts: each is read by one, and passed on.
 
-    ``readers`` and ``lanes`` as in ``pays``, which is asked what a few rounds took. Returns how many blocks are
-    filled; the others come sooner when everybody reads them. A block that could not be read, or is not what was
-    written, is an error on all ranks, but not before the others are done. Collective.
+    ``lanes`` is how many a rank reads at a time, ``readers`` as in ``pays``, which is asked what a few rounds took.
+    Returns how many blocks are filled; the others come sooner when everybody reads them. A block that could not be
+    read, or is not what was written, is an error on all ranks, but not before the others are done. Collective.
 
     Raises:
         CheckpointError: names what was damaged.
@@ -77,19 +78,19 @@ def read_for_all(peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]],
     if len(blocks) < 2 * _TRIED * peers.size or peers.group is None or not sends_from_host(peers.group):
         return 0
     exchange = _Exchange(peers, blocks)
-    done = 0
-    with ThreadPoolExecutor(lanes, thread_name_prefix="accel-ckpt") as pool:
-        for turn in range(_TRIED):
-            read, passed = exchange.timed(turn)
-        done, on = _TRIED, exchange.agree(read, passed, readers=readers, lanes=lanes)
+    with ThreadPoolExecutor(max(lanes, _TRIED), thread_name_prefix="accel-ckpt") as pool:
+        begin = time.perf_counter()
+        tried = [one.result() for one in [pool.submit(exchange.load, turn) for turn in range(_TRIED)]]
+        read = (time.perf_counter() - begin) / _TRIED
+        passed = min(exchange.pass_on(turn, mine) for turn, mine in enumerate(tried))
+        last = exchange.rounds if exchange.agree(read, passed, readers=readers) else _TRIED
         waiting: deque[Future[torch.Tensor | None]] = deque()
-        for turn in range(_TRIED, exchange.rounds) if on else ():
-            while len(waiting) < lanes and turn + len(waiting) < exchange.rounds:
+        for turn in range(_TRIED, last):
+            while len(waiting) < lanes and turn + len(waiting) < last:
                 waiting.append(pool.submit(exchange.load, turn + len(waiting)))
             exchange.pass_on(turn, waiting.popleft().result())
-            done += 1
     peers.together("reading for all", exchange.raise_problem)
-    return min(done * peers.size, len(blocks))
+    return min(last * peers.size, len(blocks))
 
 
 @final
@@ -105,14 +106,6 @@ class _Exchange:
         self._slice = min(self._width, max(1, _AT_ONCE // peers.size))
         self._every = torch.empty(peers.size * self._slice, dtype=torch.uint8)
         self._problems: list[CheckpointError] = []
-
-    def timed(self, turn: int) -> tuple[float, float]:
-        """A whole round; the seconds of reading and of passing on."""
-        begin = time.perf_counter()
-        mine = self.load(turn)
-        between = time.perf_counter()
-        self.pass_on(turn, mine)
-        return between - begin, time.perf_counter() - between
 
     def load(self, turn: int) -> "torch.Tensor | None":
         """This rank's block of a round, compared; None if it has none, or it is damaged."""
@@ -130,10 +123,11 @@ class _Exchange:
             return None
         return buffer
 
-    def pass_on(self, turn: int, mine: "torch.Tensor | None") -> None:
-        """Gives this rank's block to all, and puts all of them into their places."""
+    def pass_on(self, turn: int, mine: "torch.Tensor | None") -> float:
+        """Gives this rank's block to all, and puts all of them into their places. Returns the seconds that took."""
         import torch
 
+        started = time.perf_counter()
         good = self._gathered(torch.tensor([mine is not None], dtype=torch.uint8)).tolist()
         sent = torch.empty(self._width, dtype=torch.uint8) if mine is None else mine
         blocks = self._blocks[turn * self._peers.size : (turn + 1) * self._peers.size]
@@ -144,6 +138,7 @@ class _Exchange:
                     _deliver(byte_view(row), begin, parts)
         for (file, number, _), is_good in zip(blocks, good, strict=False):
             file.trust([number] if is_good else [])
+        return time.perf_counter() - started
 
     def _gathered(self, mine: "torch.Tensor") -> "torch.Tensor":
         import torch.distributed as dist
@@ -153,11 +148,11 @@ class _Exchange:
         run(every, mine, group=self._peers.group)
         return every
 
-    def agree(self, read: float, passed: float, *, readers: int, lanes: int) -> bool:
+    def agree(self, read: float, passed: float, *, readers: int) -> bool:
         """The same answer on all ranks: what the slowest found counts."""
         told = self._peers.together("measuring", lambda: (read, passed))
         slowest = (max(one[0] for one in told), max(one[1] for one in told))
-        return pays(*slowest, readers=readers, lanes=lanes)
+        return pays(*slowest, readers=readers)
 
     def raise_problem(self) -> None:
         """Raises what this rank could not read."""
