@@ -24,19 +24,30 @@ def sources() -> Iterator[Path]:
         yield from sorted(base.rglob("*.py"))
 
 
+def _lets_in_plain_values_only(call: ast.Call) -> bool:
+    return any(
+        keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in call.keywords
+    )
+
+
 def size_complaints(path: Path) -> Iterator[str]:
     text = path.read_text()
     name = path.relative_to(ROOT)
     if (lines := text.count("\n")) > MAX_MODULE:
         yield f"{name}: {lines} lines; is a noun missing?"
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    plain = {
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _lets_in_plain_values_only(node)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno
             if size > MAX_FUNCTION:
                 yield f"{name}:{node.lineno}: {node.name} has {size} lines"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             called = (node.value.id, node.attr)
-            if called in UNPICKLING and path.relative_to(ROOT).parts[:2] not in LIVE_PICKLES:
+            if called in UNPICKLING and id(node) not in plain and path.relative_to(ROOT).parts[:2] not in LIVE_PICKLES:
                 yield f"{name}:{node.lineno}: {'.'.join(called)} executes what it reads"
     for number, line in enumerate(text.splitlines(), 1):
         for word in FORBIDDEN:
