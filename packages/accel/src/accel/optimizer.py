@@ -1,5 +1,6 @@
 """An optimizer that steps only when the accumulation window ends."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
@@ -28,7 +29,7 @@ class PreparedOptimizer(Optimizer):
         step_was_skipped: the last due step was left out on all ranks because gradients had overflowed.
 
     Args:
-        on_skip: called after such a step.
+        on_skip: a method that is called after such a step; whose it is lives no longer for that.
     """
 
     optimizer: Optimizer
@@ -38,8 +39,9 @@ class PreparedOptimizer(Optimizer):
         self, optimizer: Optimizer, clock: StepClock, backend: Stepper, on_skip: Callable[[], None] | None = None
     ) -> None:
         # Optimizer.__init__ would copy the groups and patch this class's step with profiler hooks: not wanted here.
-        self.__dict__.update(optimizer=optimizer, step_was_skipped=False, _clock=clock, _backend=backend)
-        self.__dict__["_on_skip"] = on_skip
+        self.__dict__.update(optimizer=optimizer, step_was_skipped=False)
+        told = None if on_skip is None else weakref.WeakMethod(on_skip)
+        self.__dict__.update(_clock=clock, _backend=backend, _on_skip=told)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
@@ -66,8 +68,8 @@ class PreparedOptimizer(Optimizer):
     def _took(self, stepped: bool) -> None:
         self.step_was_skipped = not stepped
         self._clock.stepped()
-        if not stepped and self._on_skip is not None:
-            self._on_skip()
+        if not stepped and self._on_skip is not None and (tell := self._on_skip()) is not None:
+            tell()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients if a step is due; inside an accumulation window they are kept."""
