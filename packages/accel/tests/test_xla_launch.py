@@ -95,3 +95,23 @@ def test_the_page_about_xla_runs_as_shown(tmp_path):
     variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     done = run_command([sys.executable, str(script)], env=variables, cwd=tmp_path, timeout=300).check()
     assert "xla 4 0" in done.output.splitlines()
+
+
+PROGRAM = """
+import torch
+from accel_testing.models import SyntheticData, TinyMLP
+from accel_testing.program import Program
+
+
+def program():
+    data = SyntheticData(24)
+    batches = list(zip(data.x.split(8), data.y.split(8), strict=True))
+    return Program(TinyMLP(), lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]), batches)
+"""
+
+
+def test_accel_check_knows_layouts_of_xla(tmp_path):
+    (tmp_path / "script.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "accel", "check", "script.py:program", "--layouts", "xla:4/fp32"]
+    done = run_command(command, cwd=tmp_path, timeout=300).check()
+    assert re.search(r"^xla:4/fp32 .* ok$", done.output, re.MULTILINE)
