@@ -142,7 +142,7 @@ def built(operation: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(built, ("async_io", "cpu_adam"))),
-    reason="DeepSpeed's async_io or cpu_adam is not built; with libaio, hatch run deepspeed-operations --disk builds them",
+    reason="async_io or cpu_adam is not built; with libaio, hatch run deepspeed-operations --disk builds them",
 )
 @pytest.mark.parametrize("param", ["none", "nvme"])
 def test_states_on_a_disk_train_as_in_one_process(rank_pool: RankPool, tmp_path: Path, param: str) -> None:
