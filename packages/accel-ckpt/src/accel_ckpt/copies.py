@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from accel_ckpt.blocks import BLOCK, Content, Digest, FileRecord
 from accel_ckpt.peers import Peers
 from accel_ckpt.storage import Location, Storage
 from accel_ckpt.tensors import byte_view
 from accel_state.errors import CheckpointError
-
-if TYPE_CHECKING:
-    pass
 
 
 def complete(
