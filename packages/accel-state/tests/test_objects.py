@@ -23,6 +23,23 @@ def test_a_list_is_overwritten_in_place(rank, source):
     assert mine == [f"from {source}", {"nested": source}]
 
 
+@pytest.mark.ranks(2)
+def test_a_list_of_another_length_is_refused(rank):
+    if rank == 0:
+        broadcast_object_list(["a", "b"])
+    else:
+        with pytest.raises(CollectiveError, match="of 1 objects, but process 0 sent 2"):
+            broadcast_object_list([None])
+    assert all_gather_object(rank) == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_objects_travel_where_torch_has_no_numpy(rank, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "numpy", property(lambda tensor: pytest.fail("not there")), raising=False)
+    assert all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert broadcast_object_list([{"rank": rank}], 1) == [{"rank": 1}]
+
+
 @pytest.mark.parametrize("given", [{"a": 1}, "text", b"bytes", 3])
 def test_what_is_not_a_list_is_refused_with_what_works(given):
     with pytest.raises(TypeError, match="all_gather_object"):

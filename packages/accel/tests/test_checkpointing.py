@@ -20,6 +20,7 @@ from accel_state.errors import (
     CollectiveError,
     ConfigError,
     DataStateError,
+    SessionError,
 )
 
 
@@ -622,3 +623,22 @@ def test_a_checkpoint_says_how_its_run_was_set_up(tmp_path: Path) -> None:
     assert metadata["config"]["values"]["gradient_accumulation_steps"] == 3
     assert metadata["topology"]["world_size"] == 1
     assert metadata["strategy"] == "single"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_nothing_is_saved_once_training_has_ended(tmp_path: Path, strategy: str) -> None:
+    """The ranks could no longer agree, and would each write a checkpoint of their own at the same place."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(nn.Linear(4, 4))
+    accelerator.end_training()
+    with pytest.raises(SessionError, match="closed"):
+        accelerator.save_state(tmp_path / "late")
+    with pytest.raises(SessionError, match="closed"):
+        accelerator.save_model(model, tmp_path / "exported")
+    if strategy == "fsdp":
+        with pytest.raises(SessionError, match="closed"):
+            accelerator.get_state_dict(model)
+    else:
+        assert accelerator.get_state_dict(model).keys() == {"weight", "bias"}
+    assert list(tmp_path.iterdir()) == []

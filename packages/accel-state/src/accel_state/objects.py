@@ -26,11 +26,9 @@ def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: 
         return [obj]
     if is_verified(verify):
         verify_collective("all_gather_object", None, group)
-    import torch.distributed as dist
+    from accel_state.pickled import gather_pickled
 
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, obj, group=group)
-    return found
+    return gather_pickled(obj, group)
 
 
 @recorded("gather_object")
@@ -61,18 +59,25 @@ def broadcast_object_list(
 ) -> list[Any]:
     """``object_list`` with its items replaced, in place, by those of rank ``from_process`` of the group.
 
-    Every rank must give a list of the same length.
+    Raises:
+        CollectiveError: on a rank whose list is not as long.
     """
     group = resolve(group)
     if group is None:
         return object_list
-    import torch.distributed as dist
+    from accel_state.pickled import broadcast_pickled
 
     check_rank(from_process, group)
     if is_verified(verify):
         arguments = {"from_process": from_process, "length": len(object_list)}
         verify_collective("broadcast_object_list", None, group, arguments=arguments)
-    dist.broadcast_object_list(object_list, group=group, group_src=from_process)
+    found = broadcast_pickled(object_list, from_process, group)
+    if len(found) != len(object_list):
+        raise CollectiveError(
+            f"broadcast_object_list of {len(object_list)} objects, but process {from_process} sent {len(found)}; "
+            "give a list of the same length everywhere"
+        )
+    object_list[:] = found
     return object_list
 
 

@@ -237,17 +237,17 @@ class Session:
         Raises:
             CollectiveError: some process did not come within the timeout.
         """
-        group = self._live_group()
+        group = self.live_group()
         if group is not None:
             process.barrier(group, self._device.torch)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A block that rank 0 runs before all others; when it fails there, all raise."""
-        return process.first(self.is_main_process, self._live_group())
+        return process.first(self.is_main_process, self.live_group())
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """A block that the first process of each node runs before the others; when one fails, all raise."""
-        return process.first(self.is_local_main_process, self._live_group())
+        return process.first(self.is_local_main_process, self.live_group())
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Any:
         """Decorates ``function`` to run on rank 0 only (None elsewhere); decided at each call."""
@@ -285,39 +285,44 @@ class Session:
         """Every tensor in ``tree`` concatenated over the ranks along its first dimension, on every rank."""
         from accel_state.collectives import gather
 
-        return gather(tree, group=self._live_group(), verify=self._debug)
+        return gather(tree, group=self.live_group(), verify=self._debug)
 
     def gather_object(self, objects: Iterable[Any]) -> Any:
         """The lists of all ranks joined in order of rank, on every rank."""
         from accel_state.collectives import gather_object
 
-        return gather_object(objects, group=self._live_group())
+        return gather_object(objects, group=self.live_group())
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
         """Rank ``from_process``'s tensors, on every rank."""
         from accel_state.collectives import broadcast
 
-        return broadcast(tree, from_process, group=self._live_group(), verify=self._debug)
+        return broadcast(tree, from_process, group=self.live_group(), verify=self._debug)
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """Rank ``from_process``'s objects, on every rank."""
         from accel_state.collectives import broadcast_object_list
 
-        return broadcast_object_list(objects, from_process, group=self._live_group())
+        return broadcast_object_list(objects, from_process, group=self.live_group())
 
     def reduce(self, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Every tensor in ``tree`` reduced over the ranks ("sum", "mean", "max", "min") and times ``scale``."""
         from accel_state.collectives import reduce
 
-        return reduce(tree, reduction, scale, group=self._live_group(), verify=self._debug)
+        return reduce(tree, reduction, scale, group=self.live_group(), verify=self._debug)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
         from accel_state.collectives import pad_across_processes
 
-        return pad_across_processes(tree, dim, pad_index, pad_first, group=self._live_group(), verify=self._debug)
+        return pad_across_processes(tree, dim, pad_index, pad_first, group=self.live_group(), verify=self._debug)
 
-    def _live_group(self) -> "ProcessGroup | None":
+    def live_group(self) -> "ProcessGroup | None":
+        """The group, for something that all ranks do together; None for one process.
+
+        Raises:
+            SessionError: the session is closed, so the others cannot be reached.
+        """
         if self._closed and self.use_distributed:
             raise SessionError(f"{self!r} cannot reach the other processes any more")
         return self._group if self.use_distributed else None

@@ -11,7 +11,7 @@ from accel.cli.ckpt_options import PLACE
 from accel.cli.ckpt_reshard import reshard
 from accel.cli.ckpt_upkeep import prune, repair
 from accel.cli.options import as_json
-from accel.cli.printing import print_json, print_table, readable_bytes
+from accel.cli.printing import outlined, print_json, print_table, readable_bytes
 
 if TYPE_CHECKING:
     from accel_ckpt.inspection import Comparison, DescribedState, Listed
@@ -77,8 +77,8 @@ def show(path: str, *, name: str | None, as_json: bool) -> int:
     if as_json:
         print_json(facts | {"states": [_state_as_data(state) for state in states]})
         return 0
-    for key, value in facts.items():
-        print(f"{key}: {readable_bytes(manifest.nbytes) if key == 'bytes' else value}")
+    for key, value in (facts | {"bytes": readable_bytes(manifest.nbytes)}).items():
+        print("\n".join(outlined(key, value)))
     for state in states:
         _print_state(state)
     return 0

@@ -30,6 +30,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dim
     Console(highlight=False).print(table)
 
 
+def outlined(name: str, value: object, indent: str = "") -> list[str]:
+    """Plain data as lines: mappings as a name and what belongs to it below, further in; everything else in one line."""
+    if not isinstance(value, Mapping) or not value:
+        return [f"{indent}{name}: {value if value != {} else 'none'}"]
+    return [f"{indent}{name}:", *(line for key in value for line in outlined(str(key), value[key], indent + "  "))]
+
+
 def readable_bytes(count: int) -> str:
     """A number of bytes with a unit of which there are less than 1024: ``1.5 GiB``."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

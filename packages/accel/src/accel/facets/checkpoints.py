@@ -313,11 +313,11 @@ class CheckpointFacet(ABC):
     def _ranks(self) -> "Ranks":
         """Who saves and loads together, and on which disks. Collective the first time."""
         if not self._keeps_copies():
-            return self.session.group
+            return self.session.live_group()
         if self._machines is None:
             from accel_ckpt import PerNode
 
-            self._machines = PerNode(self.session.group, node=self.session.topology.node_rank)
+            self._machines = PerNode(self.session.live_group(), node=self.session.topology.node_rank)
         return self._machines
 
     def _find(

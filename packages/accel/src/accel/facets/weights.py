@@ -33,11 +33,16 @@ class WeightsFacet(ABC):
         Of a sharded model the main process gets whole tensors on the host and the others get nothing, unless
         ``sharded`` asks for everybody's own part (DTensors). With ``unwrap=False`` the state is what the wrapped
         model's own ``state_dict`` gives.
+
+        Raises:
+            SessionError: the model is sharded, and after ``end_training`` nobody has the other parts.
         """
         if not unwrap:
             return model.state_dict()
         from accel_backends.states import with_aliases
 
+        if self.backend.capabilities.sharded:
+            self.session.live_group()
         state = self.backend.model_state(model) if sharded else self.backend.whole_model_state(model)
         return with_aliases(model, state)
 
@@ -69,7 +74,7 @@ class WeightsFacet(ABC):
 
         _refuse_pickle(safe_serialization, "torch.save(accelerator.get_state_dict(model), path)")
         state = self.get_state_dict(model, sharded=True)
-        return export_model(state, save_directory, max_shard_size, group=self.session.group)
+        return export_model(state, save_directory, max_shard_size, group=self.session.live_group())
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Loads weights from safetensors files, as ``save_model`` or other tools write them, into a prepared model.

@@ -1,0 +1,54 @@
+"""Pickled objects as tensors between the ranks of a group; torch's own way to send objects needs numpy."""
+
+import ctypes
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
+    """``obj`` of every rank, in order of rank."""
+    from accel_state.collectives import start_all_gather
+
+    own, device = _as_tensor(obj), _device_of(group)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    start_all_gather(sizes, torch.tensor([own.numel()], device=device), group)()
+    lengths: list[int] = sizes.tolist()
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel())).to(device)
+    rows = torch.empty(group.size() * padded.numel(), dtype=torch.uint8, device=device)
+    start_all_gather(rows, padded, group)()
+    every = rows.cpu().view(group.size(), -1)
+    return [_as_object(row, length) for row, length in zip(every, lengths, strict=True)]
+
+
+def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
+    """``obj`` of rank ``source`` of the group; what others give is not looked at."""
+    import torch.distributed as dist
+
+    device, sends = _device_of(group), group.rank() == source
+    own = _as_tensor(obj) if sends else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([own.numel()], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    data = own.to(device) if sends else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=source)
+    return obj if sends else _as_object(data.cpu(), data.numel())
+
+
+def _as_tensor(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def _as_object(data: torch.Tensor, length: int) -> Any:
+    return pickle.loads(ctypes.string_at(data.data_ptr(), length))
+
+
+def _device_of(group: "ProcessGroup") -> torch.device:
+    """Where tensors must be that the group is to send: on the host if it takes them there."""
+    import torch.distributed as dist
+
+    types = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in types else types[0])
