@@ -94,10 +94,9 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         given.state.clear()
         optimizer = expert_groups(innermost(model), on_host(given) if wants_host(config, given) else given)
     groups = () if given is None else group_names(optimizer or given, parameters)
-    if bundle.placed[0]:
-        model.to(owner.device) if not _partitioned(parameters) else None
-    chosen = optimizer if optimizer is not None else None
-    engine = start_engine(session, model, chosen, config if given is not None else _without_training(config))
+    if bundle.placed[0] and not _partitioned(parameters):
+        model.to(owner.device)
+    engine = start_engine(session, model, optimizer, config if given is not None else _without_training(config))
     made = engine.lr_scheduler
     prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
     prepared.saves_16bit = bool(options.zero3_save_16bit_model)
