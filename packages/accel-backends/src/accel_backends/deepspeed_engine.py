@@ -34,6 +34,7 @@ class Prepared:
         parts: where weights and states are; None where the optimizer updates the parameters themselves.
         groups: names of each group's parameters.
         clip: the norm that the configuration clips to, 0 for none, and where it says so.
+        parameters: the model's, by id.
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model.
         outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
@@ -45,6 +46,7 @@ class Prepared:
     parts: Parts | None
     groups: tuple[tuple[str, ...], ...]
     clip: tuple[float, str]
+    parameters: Mapping[int, nn.Parameter]
     saves_16bit: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -116,7 +118,8 @@ def take_engine(
     if trains:
         engine.set_gradient_accumulation_boundary(False)
         engine.lr_scheduler = None  # the user's loop moves schedules
-    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
+    parameters = {id(parameter): parameter for parameter in engine.module.parameters()}
+    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, parameters)
     prepared.handles += _dtype_hooks(engine, policy)
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))

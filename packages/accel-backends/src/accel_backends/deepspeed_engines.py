@@ -75,10 +75,9 @@ class Engines:
         """
         ids = {id(parameter) for parameter in parameters}
         for prepared in self._all:
-            own = {id(p): p for p in prepared.engine.module.parameters()}
-            if not ids <= own.keys():
+            if not ids <= prepared.parameters.keys():
                 continue
-            if missing := sum(p.requires_grad and key not in ids for key, p in own.items()):
+            if missing := sum(p.requires_grad and key not in ids for key, p in prepared.parameters.items()):
                 raise BackendError(
                     f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
                     "DeepSpeed clips all of an engine: give it model.parameters()"

@@ -32,8 +32,9 @@ class Gradients(ABC):
         self.optimizer = engine.optimizer
         self.filled = False
         self.settled = False
-        # A method of the optimizer and what it returned for what is settled: the step need not measure again.
-        self._measured: tuple[str, Any] | None = None
+        self.parameters: list[nn.Parameter] = list(engine.module.parameters())
+        # A method, of what, and what it gave for what is settled: the step need not call it again.
+        self._done: tuple[Any, str, Any] | None = None
 
     def backward(self, run: Callable[[], Any]) -> None:
         """Runs one backward, whose gradients add to what there is."""
@@ -81,21 +82,21 @@ class Gradients(ABC):
         bound = value * float(getattr(self.optimizer, "loss_scale", 1.0))
         for tensor in self.in_place():
             tensor.clamp_(-bound, bound)
-        self._measured = None
+        self._done = None
         self.measure()
 
     def step(self) -> bool:
         """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective."""
         self.settle()
         configured = self.engine.gradient_clipping()
-        measured = self._measured
-        if measured is not None:
-            setattr(self.optimizer, measured[0], lambda: measured[1])
+        done = self._done
+        if done is not None:
+            setattr(done[0], done[1], lambda: done[2])
         try:
             self._at_boundary(self.engine.step)
         finally:
-            if measured is not None:
-                delattr(self.optimizer, measured[0])
+            if done is not None:
+                delattr(done[0], done[1])
         if hasattr(self.optimizer, "clip_grad"):
             self.optimizer.clip_grad = configured
         self.stepped()
@@ -104,14 +105,14 @@ class Gradients(ABC):
     def stepped(self) -> None:
         """The engine has stepped and let go of the gradients."""
         self.filled = self.settled = False
-        self._measured = None
+        self._done = None
 
     def _open(self) -> None:
         """Lets more be added, or what there is be changed."""
         if self.settled:
             self.reopen()
             self.settled = False
-        self._measured = None
+        self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced."""
@@ -243,9 +244,8 @@ class WholeGradients(Gradients):
         if hasattr(self.optimizer, "clip_grad"):
             super().clip(max_norm, norm)
             return
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for tensor in self.pending():
-            tensor.mul_(factor.to(tensor.dtype))
+        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        self._done = self.engine, "clip_fp32_gradients", None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """The parameters' own: this rank's share until they are reduced, the average after."""
@@ -261,17 +261,16 @@ class WholeGradients(Gradients):
 
     def pending(self) -> Iterable[torch.Tensor]:
         """The parameters' own."""
-        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def scaled_norm(self) -> Any:
         """Of all gradients, which every rank holds."""
-        tensors = [tensor.float() for tensor in self.pending()]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
+        norm = nn.utils.get_total_norm([tensor.float() for tensor in self.pending()])
         return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, -1.0))
 
     def discard(self) -> None:
         """Clears the parameters' gradients."""
-        for parameter in self.engine.module.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
         self.stepped()
 

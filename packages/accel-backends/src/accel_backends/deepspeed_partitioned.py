@@ -104,8 +104,9 @@ class PartitionedGradients(Gradients):
 
     def scaled_norm(self) -> Any:
         """DeepSpeed's own, over the parts of all ranks."""
-        self._measured = "scaled_global_norm", self.optimizer.scaled_global_norm()
-        return self._measured[1]
+        norm = self.optimizer.scaled_global_norm()
+        self._done = self.optimizer, "scaled_global_norm", norm
+        return norm
 
     def discard(self) -> None:
         """What DeepSpeed does with gradients that overflowed."""

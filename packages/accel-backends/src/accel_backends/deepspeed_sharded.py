@@ -69,8 +69,9 @@ class ShardedGradients(Gradients):
         """DeepSpeed's own, over the parts of all ranks."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        self._measured = "_get_norm_groups", self.optimizer._get_norm_groups()
-        return combine_grad_norm_groups(self._measured[1])
+        norms = self.optimizer._get_norm_groups()
+        self._done = self.optimizer, "_get_norm_groups", norms
+        return combine_grad_norm_groups(norms)
 
     def discard(self) -> None:
         """The next backward overwrites the buffer."""
