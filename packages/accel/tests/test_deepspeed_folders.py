@@ -151,6 +151,29 @@ def test_nothing_of_a_folder_is_run(tmp_path: Path) -> None:
         read_folder(tmp_path, "bad")
 
 
+class ByAttribute:
+    """Pickled as some versions of Python 3.11 pickle members of enumerations."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.of = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+def test_stages_are_read_however_python_pickled_them(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    (tmp_path / "tag").mkdir()
+    path = tmp_path / "tag" / "mp_rank_00_model_states.pt"
+    facts = {"module": {"w": torch.ones(2)}, "client": ByAttribute(ZeroStageEnum, "weights")}
+    torch.save(facts, path)
+    assert torch.equal(read_folder(tmp_path, "tag").model["w"], torch.ones(2))
+    torch.save({**facts, "client": ByAttribute(ZeroStageEnum, "mro")}, path)
+    with pytest.raises(CheckpointError, match="not let in"):
+        read_folder(tmp_path, "tag")
+
+
 def test_other_backends_have_no_folders_of_their_own(tmp_path: Path) -> None:
     from accel_state import BackendError, ConfigError
 

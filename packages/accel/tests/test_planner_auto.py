@@ -168,7 +168,7 @@ def test_a_model_that_only_evaluates_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hardware": "8x80GB"}, "8 devices, and there are 1 processes"),
+        ({"hardware": "8x80GB"}, "8 devices, and there are 1"),
         ({"hardware": "80QB"}, "is no size"),
         ({"candidates": ["ddq"]}, "no candidate 'ddq'"),
     ],

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, final
 
@@ -44,8 +45,25 @@ class _Noted:
     """Stands for an object of DeepSpeed's: whatever it held is an attribute."""
 
 
-_CLASSES: Mapping[str, Any] = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+class _Stage(IntEnum):
+    """Stands for DeepSpeed's own, member by member."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def _member(stages: Any, name: str) -> _Stage:
+    """Stands for ``getattr``, with which some versions of Python 3.11 pickle members of an enumeration."""
+    if stages is not _Stage or name not in _Stage.__members__:
+        raise pickle.UnpicklingError(f"getattr({stages!r}, {name!r})")
+    return _Stage[name]
+
+
+_STAND_INS: Mapping[str, Any] = {
+    "builtins.getattr": _member,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Noted,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Noted,
     "deepspeed.utils.tensor_fragment.fragment_address": _Noted,
@@ -115,7 +133,7 @@ def _by_rank(place: Path, names: Sequence[str], kind: str) -> list[dict[str, Any
 
 
 def _load(path: Path) -> dict[str, Any]:
-    allowed = [(stand_in, name) for name, stand_in in _CLASSES.items()]
+    allowed = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
     try:
         with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
