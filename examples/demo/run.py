@@ -30,7 +30,7 @@ def kill_when_due(process: subprocess.Popen[bytes], folder: Path, step: int) -> 
         if rows and rows[-1]["step"] >= step:
             os.kill(int((folder / "pid_0").read_text()), signal.SIGKILL)
             return int(rows[-1]["step"])
-        time.sleep(0.05)
+        time.sleep(0.01)
     return None
 
 
