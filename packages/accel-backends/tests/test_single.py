@@ -65,8 +65,11 @@ def test_backwards_keywords_reach_torch(single):
     backend = single()
     model, _ = prepared(backend)
     loss = model(torch.randn(3, 4)).mean()
+    whole = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     backend.backward(loss, scale=0.5, retain_graph=True)
     backend.backward(loss)
+    for parameter, gradient in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, 1.5 * gradient)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,8 @@ def test_models_that_cannot_be_prepared_are_refused(single, models, words):
 def test_a_model_that_is_not_to_be_placed_stays_where_it_is(single, monkeypatch):
     backend, model = single(), net()
     monkeypatch.setattr(model, "to", lambda *_: pytest.fail("moved"))
-    backend.prepare(Bundle([model], place=(False,)))
+    (placed,) = backend.prepare(Bundle([model], place=(False,))).models
+    assert placed is model
 
 
 def test_preparing_again_is_refused_until_released(single):
