@@ -86,7 +86,7 @@ def test_every_type_can_be_counted_without_its_plugin(type_):
         ("mlu", "cpu:gloo,mlu:cncl"),
         ("musa", "cpu:gloo,musa:mccl"),
         ("mps", "gloo"),
-        ("xla", "xla"),
+        ("xla", "gloo"),
     ],
 )
 def test_host_tensors_have_a_backend_beside_device_tensors(type_, backend):

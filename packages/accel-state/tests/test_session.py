@@ -286,8 +286,9 @@ def launch(tmp_path, *arguments):
     """torchrun on two processes of a script that never closes its session."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    # Without a folder for logs torchrun makes one, and leaves it.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return run([*torchrun, script, *arguments])
+    return run([*torchrun, f"--log-dir={tmp_path}", script, *arguments])
 
 
 def test_torchrun_without_a_flag_makes_ranks_and_exits_cleanly(tmp_path):
@@ -326,7 +327,7 @@ def test_restarted_workers_do_not_meet_dead_ones_in_the_agents_store(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ELASTIC)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--log-dir={tmp_path}"]
     done = run([*torchrun, *rendezvous, script])
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]

@@ -121,6 +121,12 @@ KNOWN = {
         "MASTER_PORT=1",
         Topology(1, 2, 1, 2, 0, 1, "torchrun", "h", 1),
     ),
+    "machine of a TPU pod": (
+        "PJRT_DEVICE=TPU TPU_WORKER_ID=2 TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc,t-2.svc,t-3.svc",
+        Topology(2, 4, 0, 1, 2, 4, "tpu", "t-0.svc", 29500),
+    ),
+    "a TPU that is one machine": ("PJRT_DEVICE=TPU TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost", Topology()),
+    "a pod's machine whose TPU is not used": ("TPU_WORKER_ID=1 TPU_WORKER_HOSTNAMES=a,b", Topology()),
 }
 
 
@@ -164,6 +170,8 @@ WRONG = {
     "JSM_NAMESPACE_SIZE=2": ["JSM_NAMESPACE_RANK"],
     "KUBERNETES_SERVICE_HOST=1 JOB_COMPLETION_INDEX=4 WORLD_SIZE=4": ["JOB_COMPLETION_INDEX=4", "WORLD_SIZE=4"],
     "KUBERNETES_SERVICE_HOST=1 JOB_COMPLETION_INDEX=1 WORLD_SIZE=4": ["MASTER_ADDR"],
+    "PJRT_DEVICE=TPU TPU_WORKER_HOSTNAMES=a,b": ["TPU_WORKER_HOSTNAMES='a,b'", "TPU_WORKER_ID"],
+    "PJRT_DEVICE=TPU TPU_WORKER_ID=2 TPU_WORKER_HOSTNAMES=a,b": ["machine 2", "TPU_WORKER_ID", "a, b"],
 }
 
 

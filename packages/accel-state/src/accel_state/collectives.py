@@ -6,6 +6,9 @@ saves. Every function is a collective: all processes of the group call it with t
 
 Shapes that differ are found out by ``verify`` only. Without it they end in whatever the backend does: gloo, for one,
 aborts the process whose buffer is the shorter one.
+
+Tensors on XLA devices are the whole already, over however many machines those are: they are gathered and reduced as if
+one process had them all, as it does.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.device import is_whole
 from accel_state.doctor.active import outline, recorded
 from accel_state.errors import CollectiveError
 from accel_state.nested import refill, tensor_leaves
@@ -74,6 +78,8 @@ def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | N
 
 
 def _start_gather(leaves: list[torch.Tensor], group: "ProcessGroup") -> Callable[[], list[torch.Tensor]]:
+    if is_whole(leaves[0]):
+        return lambda: leaves
     world_size = group.size()
     if len(leaves) == 1:
         flat = as_bytes(join(leaves))
@@ -142,7 +148,8 @@ def _start_broadcast(
 ) -> Callable[[], list[torch.Tensor]]:
     import torch.distributed as dist
 
-    packed = pack(leaves)
+    # What one process made and sent to its devices may be another's than theirs: the host knows.
+    packed = pack([leaf.cpu() for leaf in leaves] if is_whole(leaves[0]) else leaves)
     wait: Callable[[], object] = _nothing
     if packed.buffer.numel():
         wait = _wait_of(dist.broadcast(packed.buffer, group=group, group_src=source, async_op=True))
@@ -151,7 +158,8 @@ def _start_broadcast(
         wait()
         if group.rank() != source:
             for leaf, received in zip(leaves, unpack(packed), strict=True):
-                if received.data_ptr() != leaf.data_ptr():  # a single contiguous leaf is its own buffer
+                # A single contiguous leaf is its own buffer.
+                if is_whole(leaf) or received.data_ptr() != leaf.data_ptr():
                     leaf.copy_(received)
         return leaves
 
@@ -198,6 +206,8 @@ def _start_reduce(
     import torch.distributed as dist
 
     op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
+    if is_whole(leaves[0]):
+        group = None
     running = []
     for dtype, by_shape in by_dtype(leaves).items():
         indices = in_packed_order(by_shape)

@@ -24,7 +24,8 @@ class DeviceKind:
     ``collective`` is torch.distributed's backend for tensors on it, ``plugin`` the module that teaches torch the type
     (None when torch knows it), ``visible`` the variable that hides devices from a process, ``family`` the name that
     Accelerate's ``DistributedType`` has for several of them, ``unsupported`` dtypes that no device of the type
-    computes, ``collective_plugin`` the module that adds the backend; ``together``: one process drives all that it sees.
+    computes, ``collective_plugin`` the module that adds the backend; ``together``: one process drives all that it sees,
+    the devices of all processes compute as one, and a tensor there is the whole, which every process has alike.
     """
 
     type: str
@@ -60,9 +61,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         DeviceKind("cuda", "nccl", None, "CUDA_VISIBLE_DEVICES", "MULTI_GPU"),
         DeviceKind("xpu", "xccl", None, "ZE_AFFINITY_MASK", "MULTI_XPU", _FP8),
         DeviceKind("neuron", "neuron", "torch_neuronx", "NEURON_RT_VISIBLE_CORES", "MULTI_NEURON", _FP8),
-        DeviceKind(
-            "xla", "xla", "torch_xla", None, "XLA", _FP8 | {torch.complex128}, "torch_xla.distributed.xla_backend", True
-        ),
+        DeviceKind("xla", "gloo", "torch_xla", None, "XLA", _FP8 | {torch.complex128}, together=True),
         DeviceKind("cpu", "gloo", None, None, "MULTI_CPU", _FP8),
     )
 }
@@ -161,7 +160,12 @@ class Device:
     def collective_backend(self) -> str:
         """What torch.distributed should use: both halves where host tensors need another backend than device ones."""
         own = self.kind.collective
-        return own if own in {"gloo", "xla"} else f"cpu:gloo,{self.type}:{own}"
+        return own if own == "gloo" else f"cpu:gloo,{self.type}:{own}"
+
+    @property
+    def own_numbers(self) -> TorchDevice:
+        """Where a process puts numbers of its own that the others are to get: here, if there it has any of its own."""
+        return torch.device("cpu") if self.kind.together else self.torch
 
     def supports(self, dtype: Dtype) -> bool:
         """Whether the device computes in ``dtype`` itself, rather than only storing it.
@@ -246,6 +250,12 @@ class Device:
 
     def _module(self) -> Any:
         return _device_module(self.kind)
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is on devices that compute as one (XLA), so that no process has a part for others to gather."""
+    kind = DEVICE_KINDS.get(tensor.device.type)
+    return kind is not None and kind.together
 
 
 def count_devices(type_: str) -> int:

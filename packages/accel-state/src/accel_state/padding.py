@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.device import is_whole
 from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveMismatchError
 from accel_state.nested import recursively_apply, refill, tensor_leaves
@@ -48,7 +49,7 @@ def pad_across_processes(
                 f"error: {error}"
             ) from error
     leaves = tensor_leaves(tensor, "pad_across_processes")
-    chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
+    chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim) and not is_whole(leaf)]
     if world is None or not chosen:
         return tensor
     padded = list(leaves)

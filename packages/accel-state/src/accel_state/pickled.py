@@ -38,6 +38,27 @@ def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
     return obj if sends else _as_object(data.cpu(), data.numel())
 
 
+def send_pickled(obj: Any, destination: int, group: "ProcessGroup") -> None:
+    """Hands ``obj`` to rank ``destination`` of the group, which calls ``receive_pickled``."""
+    import torch.distributed as dist
+
+    own, device = _as_tensor(obj), _device_of(group)
+    dist.send(torch.tensor([own.numel()], device=device), group=group, group_dst=destination)
+    dist.send(own.to(device), group=group, group_dst=destination)
+
+
+def receive_pickled(source: int, group: "ProcessGroup") -> Any:
+    """What rank ``source`` of the group gives to ``send_pickled``."""
+    import torch.distributed as dist
+
+    device = _device_of(group)
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(size, group=group, group_src=source)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.recv(data, group=group, group_src=source)
+    return _as_object(data.cpu(), data.numel())
+
+
 def _as_tensor(obj: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
 

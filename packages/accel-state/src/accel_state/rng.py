@@ -39,6 +39,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Returns how deterministic torch was before: ``set_seed(...).restore()`` undoes that part.
     """
     before = set_deterministic() if deterministic else Determinism.current()
+    common = seed
     if device_specific:
         from accel_state.session import current_topology
 
@@ -50,7 +51,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)  # every accelerator too, now or when it is first used
     xla = sys.modules.get("torch_xla.core.xla_model")
     if xla is not None:
-        xla.set_rng_state(seed)
+        xla.set_rng_state(common)  # its devices draw as one, whatever the processes that drive them
     return before
 
 

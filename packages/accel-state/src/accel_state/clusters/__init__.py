@@ -16,6 +16,7 @@ BUILT_IN = {
     "mvapich": "MVAPICHReader",
     "pmi": "PMIReader",
     "slurm": "SlurmReader",
+    "tpu": "TPUPodReader",
 }
 ENTRY_POINT_GROUP = "accel.clusters"
 
