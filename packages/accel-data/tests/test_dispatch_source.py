@@ -101,12 +101,13 @@ def test_any_content_travels(rank):
             "none": None,
         }
 
-    batch = next(iter(prepared(Numbers(4), rank, 2, collate_fn=collate)))
-    ids = [0, 1] if rank == 0 else [2, 3]
-    assert batch["text"] == [f"sample {i}" for i in ids]
-    assert [tensor.tolist() for tensor in batch["ragged"]] == [[i] * (i + 1) for i in ids]
-    assert batch["nested"][0].tolist() == ids
-    assert batch["none"] is None
+    batches = list(prepared(Numbers(7), rank, 2, collate_fn=collate))
+    assert len(batches) == 2
+    for batch, ids in zip(batches, [[0, 1], [4, 5]] if rank == 0 else [[2, 3], [6, 4]], strict=True):
+        assert batch["text"] == [f"sample {i}" for i in ids]
+        assert [tensor.tolist() for tensor in batch["ragged"]] == [[i] * (i + 1) for i in ids]
+        assert batch["nested"][0].tolist() == ids
+        assert batch["none"] is None
 
 
 @pytest.mark.ranks(2)

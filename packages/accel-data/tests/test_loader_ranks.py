@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from accel_data import LoaderOptions, prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.objects import all_gather_object
-from accel_state.parallelism import DataShard
+from accel_state.parallelism import DataShard, ParallelismConfig
+from accel_state.topology import Topology
 
 SIZE = 53
 
@@ -112,12 +113,21 @@ def test_uneven_ends_are_known_on_every_rank(rank, world_size):
     assert loader.real_counts == ((1, -1) if rank == 0 else (26, 26))
 
 
-@pytest.mark.ranks(2)
-def test_tensor_parallel_peers_read_the_same(rank, world_size):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("axis", "peers"), [("tp", [0, 0, 1, 1]), ("cp", [0, 0, 1, 1]), ("sp", [0, 0, 1, 1]), ("pp", [0, 1, 0, 1])]
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_peers_that_split_the_model_read_the_same(rank, world_size, axis, peers, num_workers):
     torch.manual_seed(rank)
-    loader = make(0, 1)
-    orders = all_gather_object([batch.tolist() for batch in loader])
-    assert orders[0] == orders[1]
+    config = ParallelismConfig(dp_shard_size=2, **{f"{axis}_size": 2})
+    shard = config.data_shard(Topology.on_one_node(rank, world_size))
+    loader = make(shard.index, shard.count, num_workers=num_workers)
+    orders = all_gather_object([real(loader, batch, shard.index) for batch in loader])
+    for one, peer in enumerate(peers):
+        assert orders[one] == orders[peers.index(peer)]
+    different = [orders[peers.index(peer)] for peer in range(2)]
+    assert sorted(index for order in different for batch in order for index in batch) == list(range(SIZE))
 
 
 @pytest.mark.ranks(3)
@@ -265,6 +275,7 @@ class DeadlyStream(Deadly, IterableDataset):
         return map(self.__getitem__, range(SIZE))
 
 
+@pytest.mark.fault
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("dataset", "kills"), [(Deadly, True), (DeadlyStream, True), (Deadly, False)])
 @pytest.mark.filterwarnings("ignore:every reader of")
@@ -293,6 +304,7 @@ class DeadlyInside(Deadly):
         return super().__getitem__(index)
 
 
+@pytest.mark.fault
 @pytest.mark.ranks(2)
 def test_a_worker_that_dies_during_the_step_is_told_to_the_other_ranks(rank, world_size, tmp_path):
     loader = DataLoader(DeadlyInside(rank, tmp_path), batch_size=3, num_workers=1, prefetch_factor=8)
@@ -426,6 +438,7 @@ def test_a_rank_that_waits_for_one_that_failed_says_why(rank, world_size):
             list(alarm.heeding(iter([1, 2])))
 
 
+@pytest.mark.fault
 @pytest.mark.ranks(2)
 def test_a_dead_worker_of_the_rank_that_reads_for_all_is_an_error_on_every_rank(rank, world_size):
     loader = DataLoader(Deadly(rank, kills=True), batch_size=3, num_workers=1)

@@ -68,6 +68,15 @@ def test_any_shape_of_positions_gives_that_shape(name):
     assert epoch.take(positions).dtype == torch.int64
 
 
+@pytest.mark.parametrize("rows", [range(3), range(2, 23, 7), range(1, 2)])
+@pytest.mark.parametrize("name", ORDERS)
+def test_lists_of_rows_are_what_single_positions_give(name, rows):
+    epoch = ORDERS[name](3, 2)
+    steps = min(max((len(epoch) - rows[-1] + 1) // 2, 0), 20)
+    expected = [[epoch[2 * step + row] for row in rows] for step in range(steps)]
+    assert list(epoch.lists(rows, shift=2, steps=steps)) == expected
+
+
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "sequential"])
 def test_epochs_and_seeds_differ_and_repeat(name):
     order = ORDERS[name]
@@ -100,7 +109,7 @@ def test_the_bijection_with_hashes_for_round_functions_is_one(size, monkeypatch)
     assert torch.equal(Bijection(size, 5).take(torch.arange(size)).sort().values, torch.arange(size))
 
 
-@pytest.mark.parametrize("size", [TABLE_LIMIT, TABLE_LIMIT + 1, 99_991, 1 << 17, (1 << 17) + 1])
+@pytest.mark.parametrize("size", [TABLE_LIMIT, TABLE_LIMIT + 1, 70_001, 1 << 17, (1 << 17) + 1])
 def test_large_shuffles_are_permutations_on_both_sides_of_the_limit(size):
     assert torch.equal(whole(Shuffled(size)).sort().values, torch.arange(size))
 
@@ -130,7 +139,9 @@ def computed_at(size, key, positions):
     return Bijection(size, key).take(positions)
 
 
-look_ups = pytest.mark.parametrize(("look_up", "size"), [(table_at, 24), (table_at, 1000), (computed_at, 70_000)])
+look_ups = pytest.mark.parametrize(
+    ("look_up", "size"), [(table_at, 24), (table_at, 1000), (computed_at, TABLE_LIMIT + 1), (computed_at, 70_000)]
+)
 
 
 @look_ups

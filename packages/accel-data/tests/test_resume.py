@@ -154,6 +154,12 @@ def run(loaders, stop=None):
     return delivered, json.loads(json.dumps(loaders[0].state_dict()))
 
 
+def over(loaders, epoch):
+    """Whether what was left of an epoch was nothing, which all ranks must agree on."""
+    (found,) = {loader.epoch for loader in loaders}
+    return found != epoch
+
+
 def check(job):
     whole = job._replace(drop_last=False)
     reference = make_loaders(whole, Segment(1, 1, "index", 0))[0]
@@ -169,6 +175,9 @@ def check(job):
                 loader.set_epoch(job.epoch)
             else:
                 loader.load_state_dict(state)
+        if over(loaders, job.epoch):
+            state = loaders[0].state_dict()
+            break
         part, state = run(loaders, segment.stop)
         delivered += part
         if state["epoch"] != job.epoch:
@@ -216,22 +225,47 @@ def loader_of(size=24, rank=0, ranks=1, *, options=None, **kwargs):
     return prepare_loader(DataLoader(range(size), **kwargs), DataShard(rank, ranks), options=options)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sampling", [{"shuffle": False}, {"shuffle": True}], ids=["in order", "shuffled"])
+def test_a_long_epoch_goes_on_anywhere_as_it_would_have_gone_on(sampling, ranks):
+    """Indices are computed for more and more batches at a time, which shows nowhere."""
+    passes = [loader_of(20_011, rank, ranks, batch_size=32, **sampling) for rank in range(ranks)]
+    delivered = [list(loader) for loader in passes]
+    assert {index for batches in delivered for batch in batches for index in batch} == set(range(20_011))
+    for loader, whole in zip(passes, delivered, strict=True):
+        for start in (1, 2, 40, 200, len(whole) - 1):
+            loader.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": start * 32 * ranks})
+            assert list(loader) == whole[start:]
+
+
 def test_state_before_the_start_starts_at_the_start():
     other = loader_of(shuffle=True)
     other.load_state_dict(loader_of(shuffle=True).state_dict())
     assert list(other) == list(loader_of(shuffle=True))
 
 
-def test_state_at_the_last_batch_gives_an_empty_rest_and_then_the_next_epoch():
-    loader, expected = loader_of(shuffle=True), loader_of(shuffle=True)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_state_at_the_last_batch_of_an_epoch_goes_on_with_the_next(drop_last, ranks):
+    """So a script that counts epochs, and is saved behind the last batch, trains as many as it would have."""
+    options = {"shuffle": True, "drop_last": drop_last}
+    loader = loader_of(25, 0, ranks, **options)
     for _ in loader:
         state = loader.state_dict()
-    assert (state["epoch"], state["samples"]) == (0, 24)
-    resumed = loader_of(shuffle=True)
+    assert state["epoch"] == 0
+    resumed = loader_of(25, 0, ranks, **options)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == 1
+    assert list(resumed) == list(loader)
+
+
+def test_samplers_of_the_user_walk_to_their_end_before_the_next_epoch():
+    loader, resumed = (loader_of(sampler=Remembering(24)) for _ in range(2))
+    for _ in loader:
+        state = loader.state_dict()
     resumed.load_state_dict(state)
     assert list(resumed) == []
-    list(expected)
-    assert list(resumed) == list(expected)
+    assert list(resumed) == list(loader)
 
 
 def test_state_after_the_loop_begins_the_next_epoch():
@@ -282,17 +316,18 @@ def test_what_workers_have_read_ahead_is_not_counted(workers, extra):
 
 
 class SlowStart(Dataset):
-    """Its first batch takes until the second worker has read its own."""
+    """Its first batch takes until the second worker has read its own, and until it is ``released``."""
 
-    def __init__(self):
+    def __init__(self, *, released):
         self.read = torch.zeros(40, dtype=torch.bool).share_memory_()
+        self.released = torch.tensor([released]).share_memory_()
 
     def __len__(self):
         return len(self.read)
 
     def __getitem__(self, index):
         deadline = time.monotonic() + 60
-        while index == 0 and not self.read[4:8].all() and time.monotonic() < deadline:
+        while index == 0 and not (self.released and self.read[4:8].all()) and time.monotonic() < deadline:
             time.sleep(0.001)
         self.read[index] = True
         return index
@@ -306,15 +341,14 @@ class SlowStream(SlowStart, IterableDataset):
 
 @pytest.mark.parametrize("dataset", [SlowStart, SlowStream])
 def test_batches_come_in_order_where_the_loader_would_let_them_overtake(dataset):
-    def first(loader):
-        return next(iter(loader))[0]
-
-    loader = DataLoader(dataset(), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
-    assert first(loader) == 4
-    loader = DataLoader(dataset(), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
+    loader = DataLoader(dataset(released=False), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
+    batches = iter(loader)
+    assert next(batches)[0] == 4
+    loader.dataset.released.fill_(True)
+    loader = DataLoader(dataset(released=True), batch_size=4, num_workers=2, in_order=False, collate_fn=list)
     with pytest.warns(RuntimeWarning, match=r"in_order=False is not followed.*prefetch_factor \(now 2\)"):
         prepared = prepare_loader(loader, DataShard(0, 1))
-    assert first(prepared) == 0
+    assert next(iter(prepared))[0] == 0
     assert (prepared.state_dict()["samples"], prepared.in_order, loader.in_order) == (4, True, False)
 
 
@@ -391,6 +425,32 @@ def test_skipping_keeps_what_comes_after_and_later_epochs_whole(skip, extra):
     assert len(skipped) == len(expected)
     assert list(skipped) == expected
     assert list(skipped) == list(loader)
+
+
+@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_loader_moves_along_with_one_that_skips_a_part_of_it(restored, stop):
+    """The way of scripts that count batches themselves: skip in the first epoch, then iterate the loader."""
+    loader, other = loader_of(shuffle=True), loader_of(shuffle=True)
+    first = iter(loader)
+    read = [next(first) for _ in range(stop)]
+    if restored:
+        other.load_state_dict(loader.state_dict())
+    whole, later = read + list(first), list(loader)
+    skipped = skip_first_batches(other, stop)
+    assert list(skipped) == whole[stop:]
+    assert list(other) == later
+    assert other.position == loader.position
+
+
+def test_a_loader_is_saved_where_one_that_skips_a_part_of_it_is():
+    loader, other, third = (loader_of(shuffle=True) for _ in range(3))
+    expected = list(loader)
+    for number, _ in enumerate(skip_first_batches(other, 2)):
+        if number == 1:
+            third.load_state_dict(other.state_dict())
+            break
+    assert list(third) == expected[4:]
 
 
 def test_skipping_needs_no_data():
@@ -499,6 +559,8 @@ def test_node_sharding_resumes_with_other_numbers_of_ranks_on_each_node(size, se
         if state is not None:
             for loader in group:
                 loader.load_state_dict(state)
+        if over(group, 0):
+            break
         part, state = run(group, stop)
         delivered += part
         if state["epoch"]:

@@ -107,9 +107,20 @@ def test_get_sampler_of_a_batch_sampler_without_one_is_none():
 
 
 @pytest.mark.parametrize(
-    ("names", "shape", "rank", "expected"), [(("dp", "tp"), (2, 2), 3, (1, 2)), ((), (), 1, (1, 4))]
+    ("names", "shape", "rank", "expected"),
+    [
+        (("dp", "tp"), (2, 2), 2, (1, 2)),
+        (("dp", "tp"), (2, 2), 3, (1, 2)),
+        (("pp", "dp"), (2, 2), 0, (0, 2)),
+        (("pp", "dp"), (2, 2), 2, (0, 2)),
+        (("pp", "dp"), (2, 2), 3, (1, 2)),
+        (("cp", "tp"), (2, 2), 3, (0, 1)),
+        (("dp_replicate", "dp_shard"), (2, 2), 3, (3, 4)),
+        (("tp",), (2,), 3, (1, 2)),
+        ((), (), 1, (1, 4)),
+    ],
 )
-def test_tensor_parallel_ranks_of_a_mesh_share_a_part(names, shape, rank, expected):
+def test_ranks_of_a_mesh_that_work_on_one_sample_share_a_part(names, shape, rank, expected):
     class Mesh:
         mesh_dim_names = names
 

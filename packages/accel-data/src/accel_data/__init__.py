@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from accel_data.samplers import SeedableRandomSampler as SeedableRandomSampler
     from accel_data.samplers import SkipBatchSampler as SkipBatchSampler
     from accel_data.samplers import get_sampler as get_sampler
+    from accel_data.sequences import split_sequences as split_sequences
     from accel_data.sharding import ByIndex as ByIndex
     from accel_data.sharding import ByNode as ByNode
     from accel_data.sharding import Elastic as Elastic
@@ -107,6 +108,7 @@ _EXPORTS = {
         "SkipBatchSampler",
         "get_sampler",
     ),
+    "accel_data.sequences": ("split_sequences",),
     "accel_data.sharding": (
         "ByIndex",
         "ByNode",

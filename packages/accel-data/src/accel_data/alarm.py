@@ -1,5 +1,6 @@
 """What went wrong with one rank's reading, told to the ranks that read the same loader."""
 
+import _thread
 import logging
 import threading
 import time
@@ -72,7 +73,8 @@ class Watch:
         self._over = threading.Event()
         self.heard: str | None = None
         untroubled()
-        threading.Thread(target=self._listen, name="accel-data-alarm", daemon=True).start()
+        # A ``Thread`` is waited for until it runs: where processes outnumber cores, some 10 ms of every pass.
+        _thread.start_new_thread(self._listen, ())
 
     def _listen(self) -> None:
         try:

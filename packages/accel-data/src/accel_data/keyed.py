@@ -116,7 +116,7 @@ class Bijection:
 
     def _encrypt(self, words: torch.Tensor) -> torch.Tensor:
         column = words % self._columns
-        row = words // self._columns
+        row = words.floor_divide(self._columns)
         for number in range(0, _ROUNDS, 2):
             row += self._functions[number](column)
             column += self._functions[number + 1](row)

@@ -6,6 +6,7 @@ does not define itself falls through to it. What it reads from is a ``Source`` (
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from accel_data.cursor import Cursor, Window
@@ -38,6 +39,16 @@ class LoaderObserver(Protocol):
 
 
 @final
+@dataclass(slots=True)
+class _Progress:
+    """Where a loader, and all that skip a part of it, are: the next pass begins there, unless one is under way."""
+
+    next: Cursor = field(default_factory=Cursor)
+    live: Pass | None = None
+    """The pass under way."""
+
+
+@final
 class PreparedLoader:
     """Iterate it like the DataLoader it was made from.
 
@@ -65,9 +76,8 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        self._next = Cursor()
-        self._skipping = False
-        self._live: Pass | None = None
+        self._progress = _Progress()
+        self._start: Cursor | None = None  # of the next pass, where that is not its progress
         self._last: Pass | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,10 +130,10 @@ class PreparedLoader:
             current = following
 
     def _begin(self) -> Pass:
-        start = self._next
+        start = self._progress.next if self._start is None else self._start
         run = self._source.begin(start)
-        self._next = Cursor(start.epoch)
-        self._live = self._last = run
+        self._progress.next, self._start = Cursor(start.epoch), None
+        self._progress.live = self._last = run
         return run
 
     def _finish(self, run: Pass, watch: "Watch | None", complete: bool) -> None:
@@ -131,13 +141,12 @@ class PreparedLoader:
         run.close()
         if watch is not None:
             watch.close()
-        if not complete or self._live is not run:
+        if not complete or self._progress.live is not run:
             return
-        self._skipping = False
         epoch = run.step(run.delivered).cursor.epoch
         # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one.
-        self._next = Cursor(epoch if self._source.total_dataset_length == 0 else epoch + 1)
-        self._live = None
+        self._progress.next = Cursor(epoch if self._source.total_dataset_length == 0 else epoch + 1)
+        self._progress.live = None
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank (of what is left of it, for a loader made by ``skip_first_batches``).
@@ -145,7 +154,7 @@ class PreparedLoader:
         Raises:
             TypeError: nobody can know, as for an iterable dataset without a length.
         """
-        length = self._source.length(self._next if self._skipping else Cursor(self.epoch))
+        length = self._source.length(Cursor(self.epoch) if self._start is None else self._start)
         if length is None:
             raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no length")
         return length
@@ -153,9 +162,8 @@ class PreparedLoader:
     @property
     def position(self) -> Cursor:
         """Epoch, and samples of it delivered on all ranks together."""
-        if self._live is None:
-            return self._next
-        return self._live.step(self._live.delivered).cursor
+        live = self._progress.live
+        return self._progress.next if live is None else live.step(live.delivered).cursor
 
     @property
     def epoch(self) -> int:
@@ -175,25 +183,24 @@ class PreparedLoader:
         """Chooses the epoch of the next pass. The epoch it is in already keeps its position: a resumed one goes on."""
         if epoch == self.epoch:
             return
-        self._live, self._skipping = None, False
-        self._next = Cursor(epoch)
+        self._go_to(Cursor(epoch))
 
     def skip(self, batches: int) -> None:
         """Lets the next pass start ``batches`` batches later, without reading them."""
-        if batches < 0:
-            raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
-        self._live = None
-        self._next = self._source.skip(self._next, batches)
-        self._skipping = True
+        self._go_to(_after(self._source, self._progress.next, batches))
+        self._start = self._progress.next
 
     def skipped(self, batches: int) -> "PreparedLoader":
-        """A loader with the same source, placement and observer, whose next pass starts ``batches`` batches later."""
+        """This loader with a next pass that starts ``batches`` batches after the begin of the epoch.
+
+        From that pass on they are one: what it delivers is delivered of this loader too, whose next pass comes after
+        it and whose ``state_dict`` says where it is.
+        """
         other = PreparedLoader(
             self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
         )
-        other.gate = self.gate
-        other._next = Cursor(self.epoch)
-        other.skip(batches)
+        other.gate, other._progress = self.gate, self._progress
+        other._start = _after(self._source, Cursor(self._progress.next.epoch), batches)
         return other
 
     @property
@@ -225,6 +232,11 @@ class PreparedLoader:
     def window(self) -> Window | None:
         """The place of the batch delivered last in its global batch, with ``global_batch_size`` only."""
         return None if self._last is None else self._last.step(self._last.delivered).window
+
+    @property
+    def weight(self) -> float:
+        """What the mean loss of the batch delivered last weighs among ranks that share its sequences; else 1.0."""
+        return getattr(self._placer, "weight", 1.0)
 
     @property
     def reads_alone(self) -> bool:
@@ -279,11 +291,11 @@ class PreparedLoader:
 
         Only an opaque iterable dataset adds a part that is this rank's own, under ``"private"``.
         """
-        live = self._live
+        live = self._progress.live
         step = None if live is None else live.step(live.delivered)
         state: dict[str, Any] = {
             VERSION_KEY: STATE_VERSION,
-            **(self._next if step is None else step.cursor).state_dict(),
+            **(self._progress.next if step is None else step.cursor).state_dict(),
             SOURCE_KEY: self._source.record(),
         }
         if step is not None and step.private is not None:
@@ -292,6 +304,8 @@ class PreparedLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Lets the next pass start at a saved position, whatever the number of ranks, workers and the batch size were.
+
+        The end of an epoch is the start of the next (for samplers of the user and streams: after an empty pass).
 
         Raises:
             DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.
@@ -304,8 +318,10 @@ class PreparedLoader:
             )
         cursor = Cursor.from_state(state_dict)
         self._source.restore(state_dict.get(SOURCE_KEY) or {}, cursor, state_dict.get(PRIVATE_KEY))
-        self._live, self._skipping = None, False
-        self._next = cursor
+        self._go_to(self._source.resumed(cursor))
+
+    def _go_to(self, cursor: Cursor) -> None:
+        self._progress.next, self._progress.live, self._start = cursor, None, None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -318,9 +334,16 @@ class PreparedLoader:
         return getattr(self._source.dataloader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        dropped = {"_live": None, "_last": None, "_observer": None, "_alarm": None, "gate": None}
-        state = {**self.__dict__, "_next": self.position, **dropped}
+        dropped = {"_last": None, "_observer": None, "_alarm": None, "gate": None}
+        state = {**self.__dict__, "_progress": _Progress(self.position), **dropped}
         return _rebuilt, (state,)
+
+
+def _after(source: Source, cursor: Cursor, batches: int) -> Cursor:
+    """``cursor``, ``batches`` of this rank's batches later."""
+    if batches < 0:
+        raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
+    return source.skip(cursor, batches)
 
 
 def _tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:

@@ -305,6 +305,13 @@ class MapSource(Source):
         self._passed = (skipped, passed + wanted)
         return skipped
 
+    def resumed(self, cursor: Cursor) -> Cursor:
+        """Computed; samplers of the user walk to their end instead, as they may keep a state."""
+        if self._order is None or callable(self._options.sharding) or not cursor.samples:
+            return cursor
+        left = self._computed(self._order).steps(cursor.samples)
+        return cursor if left else Cursor(cursor.epoch + 1)
+
     def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
         assert callable(self._options.sharding)
         for _ in range(batches):

@@ -4,7 +4,8 @@
 walks the indices of the others. Orders are values; what an epoch of one looks like is an ``Indices``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -12,8 +13,8 @@ import torch
 from accel_data.keyed import Bijection, derive_key, random_below, random_words, sorted_permutation
 from accel_state.errors import DataError
 
-TABLE_LIMIT = 1 << 16
-"""Up to here a shuffle is a stored permutation (4 ms, 512 KB); beyond, it is computed position by position."""
+TABLE_LIMIT = 1 << 12
+"""Up to here a shuffle is a stored permutation; beyond, sorting one takes longer than computing it by position."""
 
 
 class Indices(Protocol):
@@ -57,6 +58,16 @@ class Epoch:
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         """The dataset indices at ``positions`` (int64 in range(len(self)), any shape), as int64 of the same shape."""
         return self._indices.take(positions)
+
+    def lists(self, rows: range, *, shift: int, steps: int) -> Iterator[list[int]]:
+        """The dataset indices at ``rows``, then at ``rows`` moved on by ``shift``, and so on: ``steps`` lists."""
+        if isinstance(self._indices, SameIndices):  # counting is faster than tensors of numbers
+            firsts, ends = (range(begin, begin + steps * shift, shift) for begin in (rows.start, rows.stop))
+            return map(list, map(range, firsts, ends, repeat(rows.step)))
+        positions = torch.arange(rows.start, rows.stop, rows.step)
+        if steps == 1:
+            return iter([self._indices.take(positions).tolist()])
+        return iter(self._indices.take(torch.arange(0, steps * shift, shift)[:, None] + positions).tolist())
 
 
 @final

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from accel_data.alarm import alarm
 from accel_data.loader import LoaderObserver, PreparedLoader
 from accel_data.options import LoaderOptions
-from accel_data.placement import placer_for
+from accel_data.placement import AsIs, placer_for
 from accel_data.samplers import SkipBatchSampler
 from accel_data.select_source import Placement, select_source
 from accel_data.stateful_loader import require_torchdata
@@ -19,6 +19,11 @@ from accel_state.parallelism import DataShard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_data.sequences import Part
+
+_SAME_SAMPLES = ("pp", "cp", "sp", "tp")
+"""Axes of a mesh along which ranks work on one sample together."""
 
 
 def prepare_loader(
@@ -30,10 +35,12 @@ def prepare_loader(
     observer: LoaderObserver | None = None,
     session_group: "ProcessGroup | None" = None,
     slice_fn: Callable[..., Any] | None = None,
+    part: "Part | None" = None,
 ) -> PreparedLoader:
     """A loader of this rank's share ``shard`` of what ``dataloader`` reads, with all its options kept.
 
     ``device`` is where batches are moved (None: they stay where they are). ``slice_fn`` cuts a dispatched batch.
+    ``part`` takes of each batch what this rank computes on, where others read the same (see ``sequences``).
     ``dataloader`` itself is not changed; a loader that is prepared already is returned as it is.
 
     For map-style data a collective of ``session_group`` (None: the default group, when one is open): the ranks compare
@@ -58,6 +65,10 @@ def prepare_loader(
     placer = None
     if moves:
         placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
+    if part is not None:
+        from accel_data.sequences import PartPlacer
+
+        placer = PartPlacer(part, placer or AsIs())
     return PreparedLoader(source, options=options, placer=placer, observer=observer, alarm=alarm())
 
 
@@ -109,18 +120,24 @@ def _shard_of(num_processes: int | None, process_index: int | None, mesh: "Devic
     group = resolve(None)
     count = (1 if group is None else group.size()) if num_processes is None else num_processes
     index = (0 if group is None else group.rank()) if process_index is None else process_index
-    if mesh is None:
-        return DataShard(index, count)
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    together = sizes.get("tp", 1) * sizes.get("cp", 1)
-    return DataShard(index // together, count // together)
+    axes = [] if mesh is None else list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    shard, shards, peers = 0, 1, 1
+    for name, size in reversed(axes):  # ranks count through the last axis fastest
+        index, place = divmod(index, size)
+        if name in _SAME_SAMPLES:
+            peers *= size
+        else:
+            shard, shards = shard + place * shards, shards * size
+    return DataShard(shard + index * shards, count // peers)
 
 
 def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batches: int = 0) -> "DataLoader[Any]":
-    """A loader like ``dataloader`` whose next pass starts ``num_batches`` batches later.
+    """A loader like ``dataloader`` whose next pass starts ``num_batches`` batches after the begin of the epoch.
 
     A prepared loader of map-style data seeks: nothing is read, however many batches are skipped, and every option is
-    kept; its later epochs are whole. A plain DataLoader becomes a plain DataLoader that walks over the indices
+    kept; later epochs are whole. ``dataloader`` moves along: it is in the epoch after once the pass has ended, and
+    says where the pass is when it is saved. So it may be iterated in turn with this, whether its own position has been
+    restored or not. A plain DataLoader becomes a plain DataLoader that walks over the indices
     (or, for an iterable dataset, reads and forgets batches).
     """
     if type(dataloader) is PreparedLoader:

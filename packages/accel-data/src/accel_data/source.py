@@ -108,6 +108,13 @@ class Source(ABC):
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         """Where a pass from ``cursor`` is after ``batches`` batches of each rank, without reading any data."""
 
+    def resumed(self, cursor: Cursor) -> Cursor:
+        """Where a run goes on that was saved at ``cursor``: in the next epoch, if it is certain that nothing is left.
+
+        A script then trains as many epochs as it counts. Default: only reading tells, so the rest is an empty pass.
+        """
+        return cursor
+
     @abstractmethod
     def record(self) -> dict[str, Json]:
         """What a saved position is only valid with (seed, kind of order, dataset's length, ...), as JSON values."""

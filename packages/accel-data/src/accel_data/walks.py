@@ -15,7 +15,7 @@ import torch
 
 from accel_data.cursor import Cursor, Step
 from accel_data.orders import Epoch
-from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, Elastic, Rows, Sharding, batches_of, real_counts, wrap
+from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, Elastic, Sharding, batches_of, real_counts, wrap
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
@@ -97,23 +97,14 @@ class OrderWalk:
                 rows = self._sharding.rows(position, self._shard.index)
                 assert rows is not None
                 run = min(run, max(chunk // rows.count, 1))
-                yield from self._grid(position, rows, run)
+                shift = self._sharding.seek(position, 1) - position
+                yield from self._order.lists(rows.positions(), shift=shift, steps=run)
             else:
                 run = min(left, max(chunk // 32, 1))
                 yield from self._single(position, run)
             position = self._sharding.seek(position, run)
             left -= run
             chunk = min(max(chunk * 4, _SECOND_CHUNK), _LARGEST_CHUNK)
-
-    def _grid(self, position: int, rows: Rows, steps: int) -> list[list[int]]:
-        """Equal steps, as one look-up of a (steps, rows) table of positions."""
-        if steps == 1:
-            positions = torch.arange(rows.first, rows.first + rows.count * rows.stride, rows.stride)
-            return [self._order.take(positions).tolist()]
-        shift = self._sharding.seek(position, 1) - position
-        firsts = torch.arange(steps) * shift + rows.first
-        indices = self._order.take(firsts[:, None] + torch.arange(rows.count) * rows.stride)
-        return indices.tolist()
 
     def _single(self, position: int, steps: int) -> Iterator[list[int]]:
         """Steps that differ from each other, still as one look-up."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _PATIENCE = 0.5
+_ATTEMPTS = 3
 """Seconds: a dying process closes its connections a little before it is dead."""
 
 
@@ -45,8 +46,9 @@ def death_of_workers(run: Pass) -> DataError | None:
     The workers that are left are stopped, for there is nobody to read them on.
     """
     batches: Any = run.readers
-    for _ in getattr(batches, "_workers", None) or ():
-        # torch's handler of SIGCHLD raises wherever the program is, once for each worker that dies.
+    for _ in range(_ATTEMPTS * len(getattr(batches, "_workers", None) or ())):
+        # torch's handler of SIGCHLD raises wherever the program is, for each worker that dies, and again where any
+        # other child ends before it has been asked how.
         with suppress(RuntimeError):
             return _death(batches, run.step(run.delivered).cursor)
     return _death(batches, run.step(run.delivered).cursor)
