@@ -193,3 +193,27 @@ def test_setting_the_precision_refuses_the_other() -> None:
     plugin = DeepSpeedPlugin(hf_ds_config={"fp16": {"enabled": True}})
     with pytest.raises(ConfigError, match="cannot be set to `bf16`"):
         plugin.set_mixed_precision("bf16")
+
+
+def test_what_deepspeed_would_make_groups_of_is_taken_out() -> None:
+    """Its own reduce over one of the degrees only; the type in which they send is the one for all."""
+    document = {"sequence_parallel_size": 2, "data_parallel_size": 2, "seq_parallel_communication_data_type": "bf16"}
+    config = settled({**document, "train_micro_batch_size_per_gpu": 3})
+    assert "data_parallel_size" not in config
+    assert (config["communication_data_type"], config["train_batch_size"]) == ("bf16", 6)
+    with pytest.raises(ConfigError, match="data_parallel_size is 4, and batches are spread over 2 ranks"):
+        settled({"sequence_parallel_size": 2, "data_parallel_size": 4})
+
+
+def test_plugins_of_one_run_share_sequences_alike() -> None:
+    plugins = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"zero_stage": 3}})
+    plugins.share_sequences(2, "sdpa")
+    assert [(one.sequence_parallel_size, one.sequence_attention) for one in plugins.plugins.values()] == [
+        (2, "sdpa"),
+        (2, "sdpa"),
+    ]
+    with pytest.raises(ConfigError, match="parallelism_config has sp_size=4, and"):
+        plugins.share_sequences(4)
+    other = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"sequence_parallel_size": 4}})
+    with pytest.raises(ConfigError, match="one run has one"):
+        other.implied()

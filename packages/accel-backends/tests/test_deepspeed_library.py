@@ -1,6 +1,7 @@
 """DeepSpeed around its engines: not installed, nothing to compile with, a build that was killed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_backends.deepspeed_library import build_operation, compiler_problem, drop_stale_lock
+from accel_backends.deepspeed_library import build_operation, compiler_problem, drop_stale_lock, own_ninja
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -46,13 +47,31 @@ def test_a_machine_without_deepspeed_is_told_what_to_install() -> None:
 
 @needs_deepspeed
 @pytest.mark.ranks(1)
-def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("operation", "instead"),
+    [("CPUAdamBuilder", "an optimizer that is not DeepSpeed's"), ("AsyncIOBuilder", "libaio-dev, .* offload to 'cpu'")],
+)
+def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, operation: str, instead: str) -> None:
     with patch_environment(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path)):
         assert compiler_problem() == "there is no C++ compiler on PATH"
         with pytest.raises(
-            BackendError, match=r"has to be compiled, and there is no C\+\+ compiler on PATH; install a"
+            BackendError, match=rf"has to be compiled, and there is no C\+\+ compiler on PATH; install .*{instead}"
         ):
-            build_operation("CPUAdamBuilder")
+            build_operation(operation)
+
+
+def test_the_ninja_beside_python_is_found_first(tmp_path: Path) -> None:
+    """Ninja builds everything anew where another version of it has built before."""
+    beside = shutil.which("ninja", path=str(Path(sys.executable).parent))
+    if beside is None:
+        pytest.skip("there is no ninja beside this Python")
+    (tmp_path / "ninja").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "ninja").chmod(0o755)
+    with patch_environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"):
+        assert shutil.which("ninja") == str(tmp_path / "ninja")
+        with own_ninja():
+            assert shutil.which("ninja") == beside
+        assert shutil.which("ninja") == str(tmp_path / "ninja")
 
 
 def test_only_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:

@@ -10,18 +10,21 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, nonfinite, scale_gradients
+from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, finite, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.held import Held
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
+from accel_backends.spreading import BackendSpread
 from accel_backends.stateful import BackendStates
+from accel_backends.watching import Keep, watch_steps
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Backend(BackendStates):
+class Backend(BackendStates, BackendSpread):
     """How models are placed, synchronised and stepped.
 
     The defaults mean "as on one device", so a backend overrides what it does otherwise and a method added here breaks
@@ -226,11 +229,6 @@ class Backend(BackendStates):
         """What plain gradients are spread over where every rank holds other pieces. Default: they are whole."""
         return None
 
-    @property
-    def degrees(self) -> tuple[int, int]:
-        """How many replicas of a model there are, and over how many ranks each is sharded. Default: all replicas."""
-        return self.session.world_size, 1
-
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The policy's autocast for computations outside a model's forward."""
         return self.policy.autocast_context(self.device.type, options or self.autocast_options)
@@ -315,10 +313,13 @@ class Backend(BackendStates):
         """Clears gradients. Default: the optimizer does."""
         optimizer.zero_grad(set_to_none=set_to_none)
 
-    def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
-        """Names of parameters whose gradients hold nan or inf here, for a message; waits for the device."""
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        return nonfinite(parameters, self._owned.names)
+    def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
+        """Calls ``keep`` before each step with this rank's parts of the gradients. Default: as parameters hold them."""
+        return watch_steps(optimizer, keep)
+
+    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether all elements of each that are here are finite; waits for the device."""
+        return finite(gradients)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """Within it, ranks may run out of batches at different times. Default: as on one device, nobody waits.

@@ -1,7 +1,7 @@
 """Clips gradients by their norm over all ranks, or by value, in one way for replicated tensors and DTensors."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, cast
 
@@ -106,12 +106,20 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Piece
 def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
     """The names of the parameters whose gradients, as far as they are here, hold nan or inf; the first ten."""
     known = names() if names is not None else {}
-    found = []
-    for position, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is not None and not bool(torch.isfinite(_local(gradient)).all()):
-            found.append(known.get(id(parameter), f"parameter {position}"))
-    return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    with_gradient = [(position, one) for position, one in enumerate(parameters) if one.grad is not None]
+    good = finite([one.grad for _, one in with_gradient if one.grad is not None])
+    bad = [place for place, fine in zip(with_gradient, good, strict=True) if not fine]
+    return listed([known.get(id(parameter), f"parameter {position}") for position, parameter in bad])
+
+
+def finite(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether all elements of each that are here are finite."""
+    return [bool(torch.isfinite(_local(gradient)).all()) for gradient in gradients]
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_backends import deepspeed_states as states
 from accel_backends.backward import explain
@@ -22,21 +23,27 @@ from accel_backends.deepspeed_engine import Prepared, run_backward
 from accel_backends.deepspeed_engines import Engines
 from accel_backends.deepspeed_held import held_by
 from accel_backends.deepspeed_inference import start_inference
-from accel_backends.deepspeed_library import close_communication, library, open_communication, use_device
+from accel_backends.deepspeed_library import (
+    close_communication,
+    library,
+    open_communication,
+    open_group_of_one,
+    use_device,
+)
 from accel_backends.deepspeed_scaling import EngineCounts, EngineScale
+from accel_backends.deepspeed_sequence import Sequences
+from accel_backends.deepspeed_spread import ZeroSpread
 from accel_backends.deepspeed_weights import whole_parameters
 from accel_backends.held import Held
 from accel_backends.names import innermost, named_parameters
+from accel_backends.watching import Keep
 from accel_precision.options import GradScalerKwargs
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 @final
-class DeepSpeedBackend(Backend):
+class DeepSpeedBackend(ZeroSpread, Backend):
     """Trains through DeepSpeed's engines: one for each model with its optimizer, any number side by side.
 
     A prepared model is the engine, which looks like the model that it wraps. Backward adds to what the engine has
@@ -57,7 +64,8 @@ class DeepSpeedBackend(Backend):
         library(self.session.device.type)
         self._options = cast(DeepSpeedConfig, self.config)
         self._engines = Engines()
-        self._mesh: DeviceMesh | None = None
+        self._sequences = Sequences(self.session, self._options.sequence_parallel_size)
+        self._mesh = None
         self._owns_group = False
 
     def make_scaler(self, options: GradScalerKwargs | None) -> LossScaler | None:
@@ -68,25 +76,12 @@ class DeepSpeedBackend(Backend):
         """Other options for engines to come; those that are there keep theirs."""
         self.config = self._options = cast(DeepSpeedConfig, config)
 
-    @property
-    def degrees(self) -> tuple[int, int]:
-        """One replica over all ranks from stage 1 on."""
-        world = self.session.world_size
-        return (world, 1) if cast(DeepSpeedConfig, self.config).zero_stage == 0 else (1, world)
-
-    @property
-    def mesh(self) -> "DeviceMesh | None":
-        """All ranks in one dimension, over which states are handed out; None for one. Collective when first read."""
-        if self._mesh is None and self.session.world_size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            self._mesh = init_device_mesh(self.device.type, (self.session.world_size,), mesh_dim_names=("zero",))
-        return self._mesh
-
     # Preparing
 
     def check(self, bundle: Bundle) -> None:
         """Refuses pieces that contradict each other or the configuration, see ``deepspeed_optimizers``."""
+        for model in bundle.models:
+            self._sequences.check(model)
         if bundle.training:
             check_bundle_pieces(self._options, bundle)
 
@@ -95,6 +90,7 @@ class DeepSpeedBackend(Backend):
         if not bundle.models:
             return bundle
         model = bundle.models[0]
+        self._sequences.take(innermost(model), self.sequence_group, self._options.sequence_attention)
         if not bundle.training and self._options.inference is not None:
             return replace(bundle, models=[start_inference(self.session, model, self.policy, self._options.inference)])
         if not bundle.training or (not bundle.optimizers and self._options.zero_stage < 3):
@@ -125,6 +121,7 @@ class DeepSpeedBackend(Backend):
         """Takes engines apart. A model of stage 3 stays in pieces, and cannot be prepared again."""
         models = list(models)
         super().release(models)
+        self._sequences.release(map(innermost, models))
         self._engines.release(models)
 
     def close(self) -> None:
@@ -132,6 +129,7 @@ class DeepSpeedBackend(Backend):
         self._engines.clear()
         super().close()
         self._mesh = None
+        self._sequences.forget()
         close_communication(self)
         if self._owns_group:
             import torch.distributed as dist
@@ -227,6 +225,14 @@ class DeepSpeedBackend(Backend):
         gradients = prepared.gradients
         assert gradients is not None
         return gradients.step() if gradients.filled else True
+
+    def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
+        """Calls ``keep`` with this rank's parts, reduced and not yet clipped, before each step of the engine."""
+        gradients = self._engines.of_optimizer(optimizer).gradients
+        assert gradients is not None
+        handle = RemovableHandle(gradients.watchers)
+        gradients.watchers[handle.id] = keep
+        return handle
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Lets go of what has been accumulated since the last step, which cleared it already."""
@@ -367,12 +373,6 @@ class DeepSpeedBackend(Backend):
 
     def _open_communication(self) -> None:
         """Lets DeepSpeed use the process group; a single process that has none gets one of its own."""
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
-
-        if not dist.is_initialized():
-            backend = self.session.device.collective_backend
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-            self._owns_group = True
+        self._owns_group |= open_group_of_one(self.session)
         use_device(self.session)
         open_communication(self.session, self)

@@ -14,9 +14,18 @@ from accel_backends.deepspeed_activations import guard_checkpointing
 from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_backends.deepspeed_engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
-from accel_backends.deepspeed_json import find
-from accel_backends.deepspeed_moe import expert_groups, mark_leaf_modules
-from accel_backends.deepspeed_optimizers import check_pieces, group_names, on_host, point_at, state_by_name, wants_host
+from accel_backends.deepspeed_json import ZERO, find
+from accel_backends.deepspeed_library import DISK, build_operation
+from accel_backends.deepspeed_moe import check_experts, expert_groups, mark_leaf_modules
+from accel_backends.deepspeed_optimizers import (
+    check_pieces,
+    check_whole,
+    group_names,
+    on_host,
+    point_at,
+    state_by_name,
+    wants_host,
+)
 from accel_backends.deepspeed_settings import Run, settle
 from accel_backends.deepspeed_states import load_optimizer_state
 from accel_backends.names import innermost, named_parameters
@@ -59,6 +68,12 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
         return
     check_pieces(options.deepspeed_config, bundle.optimizers, bundle.schedulers)
     model = innermost(bundle.models[0])
+    stage = options.zero_stage
+    if bundle.optimizers or stage == 3:
+        check_values(model)
+    check_experts(model, stage)
+    for optimizer in bundle.optimizers:
+        check_whole(optimizer, stage)
     scalars = [name for name, parameter in named_parameters(model).items() if parameter.dim() == 0]
     if scalars:
         raise PrepareError(
@@ -67,11 +82,26 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
         )
     held = {id(p) for optimizer in bundle.optimizers for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in named_parameters(model).items() if p.requires_grad and id(p) not in held]
-    if bundle.optimizers and left and options.zero_stage > 0:
+    if bundle.optimizers and left and stage > 0:
         raise PrepareError(
             f"{type(bundle.optimizers[0]).__name__} lacks {len(left)} parameters of {type(model).__name__} that train "
             f"({', '.join(left[:3])}), whose gradients ZeRO would not reduce; give them to it, or freeze them with "
             "requires_grad_(False)"
+        )
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuses parameters that an engine, whose widest dtype is fp32, would round without a word.
+
+    Raises:
+        PrepareError: the parameter, and what trains it as it is.
+    """
+    wide = [name for name, parameter in named_parameters(model).items() if parameter.dtype == torch.float64]
+    if wide:
+        raise PrepareError(
+            f"{type(model).__name__}.{wide[0]} is float64{f' (and {len(wide) - 1} more)' if len(wide) > 1 else ''}, "
+            "and DeepSpeed trains in float32 at most; nearest: strategy='fsdp' or 'ddp', which train in float64, or "
+            "model.float() first"
         )
 
 
@@ -93,6 +123,8 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         started = state_by_name(given, parameters)
         given.state.clear()
         optimizer = expert_groups(innermost(model), on_host(given) if wants_host(config, given) else given)
+    if "nvme" in (find(config, f"{ZERO}.offload_{what}.device") for what in ("optimizer", "param")):
+        build_operation(DISK)  # DeepSpeed would, where its own words say little of what is missing
     groups = () if given is None else group_names(optimizer or given, parameters)
     if bundle.placed[0] and not _partitioned(parameters):
         model.to(owner.device)
@@ -118,7 +150,7 @@ def zero3_init(owner: Owner) -> Iterator[None]:
     """Within it, modules are partitioned as soon as they are built; collective."""
     from deepspeed.runtime.zero import Init
 
-    run = Run(owner.policy, owner.session.world_size, device_type=owner.device.type)
+    run = Run(owner.policy, _data_ranks(owner), device_type=owner.device.type)
     config, _ = settle(owner._options.deepspeed_config, run)
     with Init(config_dict_or_path=config):
         yield
@@ -132,7 +164,7 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
     steps = {"total_num_steps": stand.total_num_steps, "warmup_num_steps": stand.warmup_num_steps} if stand else None
     return Run(
         policy=owner.policy,
-        world_size=owner.session.world_size,
+        world_size=_data_ranks(owner),
         elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if p.requires_grad),
         hidden_size=_hidden_size(innermost(bundle.models[0])),
         batch_sizes=bundle.batch_sizes,
@@ -143,6 +175,11 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         scaler=owner.scaler_options,
         device_type=owner.device.type,
     )
+
+
+def _data_ranks(owner: Owner) -> int:
+    """Over how many ranks batches are spread: those that share sequences have the same."""
+    return owner.session.world_size // owner._options.sequence_parallel_size
 
 
 def _hidden_size(model: nn.Module) -> int | None:

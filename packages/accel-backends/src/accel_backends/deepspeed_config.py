@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, final
 
 from accel_backends.config import BackendConfig, Implied
+from accel_backends.deepspeed_agreement import SEQUENCES, implied_by, share_sequences
 from accel_backends.deepspeed_json import (
     AUTO,
     TOP_KEYS,
@@ -80,6 +81,7 @@ class DeepSpeedConfig(BackendConfig):
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: taken and ignored, as MS-AMP is off.
         chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
+        sequence_attention: which attention of Transformers computes where ranks share sequences; None: the model's.
         plugins: those that may take this one's place, by name, itself among them; see ``several``.
         sources: where fields were given, by their names, for messages; where not said: the plugin itself.
         origins: where each key of the configuration came from, filled in here and by prepare.
@@ -108,6 +110,7 @@ class DeepSpeedConfig(BackendConfig):
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     chooses_stage: bool = field(default=False, init=False, repr=False, compare=False)
+    sequence_attention: str | None = field(default=None, init=False, repr=False, compare=False)
     plugins: dict[str, "DeepSpeedConfig"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -244,6 +247,22 @@ class DeepSpeedConfig(BackendConfig):
         return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks share every sequence."""
+        found = find(self.deepspeed_config, SEQUENCES)
+        return 1 if _unset(found) else int(found)
+
+    def share_sequences(self, size: int, attention: str | None = None) -> None:
+        """Lets as many ranks share every sequence as ``parallelism_config`` says, with this attention of Transformers.
+
+        Raises:
+            ConfigError: these options, or others of the run, say something else; or the planner is to choose.
+        """
+        for plugin in self.plugins.values() or (self,):
+            share_sequences(plugin, size)
+            plugin.sequence_attention = attention
+
+    @property
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration with the fields in it; values that only preparing settles are ``"auto"``."""
         config: dict[str, Any] = self.hf_ds_config.config
@@ -255,40 +274,7 @@ class DeepSpeedConfig(BackendConfig):
         Raises:
             ConfigError: two of them say different things.
         """
-        found: dict[str, Implied] = {}
-        for name, plugin in (self.plugins or {"": self}).items():
-            for key, said in plugin._implied().items():
-                origin = f"plugin {name!r}: {said.origin}" if name else said.origin
-                if key in found and found[key].value != said.value:
-                    raise ConfigError(
-                        f"{found[key].origin} says {key} = {found[key].value!r}, and {origin} says {said.value!r}; one "
-                        "run has one"
-                    )
-                found[key] = Implied(said.value, origin)
-        return found
-
-    def _implied(self) -> dict[str, Implied]:
-        """What these options say themselves: accumulation and precision."""
-        found: dict[str, Implied] = {}
-        origin = self.origins["gradient_accumulation_steps"]
-        if self.gradient_accumulation_steps is not None and not origin.startswith("environment"):
-            found["gradient_accumulation_steps"] = Implied(self.gradient_accumulation_steps, origin)
-        document = self.deepspeed_config
-        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
-        on = [
-            (name, key)
-            for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
-            if find(document, f"{key}.enabled") is True
-        ]
-        if len(on) > 1:
-            raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
-        if on:
-            found["mixed_precision"] = Implied(on[0][0], f"{where} {on[0][1]}.enabled")
-        elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
-            off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
-            if off == {"bf16", "fp16"}:
-                found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
-        return found
+        return implied_by(self.plugins or {"": self})
 
     def explain(self) -> tuple[tuple[str, Any, str], ...]:
         """Every key of DeepSpeed's configuration with its value and where that came from."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
+from accel_backends.deepspeed_json import ZERO, find
 from accel_backends.deepspeed_library import library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
 from accel_backends.deepspeed_states import put_whole, shape_of
@@ -34,7 +35,6 @@ class Prepared:
         parts: where weights and states are; None where the optimizer updates the parameters themselves.
         groups: names of each group's parameters.
         clip: the norm that the configuration clips to, 0 for none, and where it says so.
-        parameters: the model's, by id.
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model.
         outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
@@ -46,7 +46,6 @@ class Prepared:
     parts: Parts | None
     groups: tuple[tuple[str, ...], ...]
     clip: tuple[float, str]
-    parameters: Mapping[int, nn.Parameter]
     saves_16bit: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -72,6 +71,7 @@ def start_engine(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         with local_rank(session):
+            _to_disk(model, config)
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -87,6 +87,20 @@ def start_engine(
         raise
     engine.__dict__[WRAPS] = "module"
     return engine
+
+
+def _to_disk(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Partitions an fp32 model whose parameters live on a disk.
+
+    Left to itself, DeepSpeed 0.19.8 stores them in bf16 where the device does not compute in fp16.
+    """
+    halves = any(find(config, f"{section}.enabled") is True for section in ("bf16", "fp16"))
+    if halves or find(config, f"{ZERO}.offload_param.device") != "nvme":
+        return
+    from deepspeed.runtime.zero import Init
+
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        Init(module=model, config_dict_or_path=dict(config))
 
 
 def _count_alike(session: "Session") -> None:
@@ -118,8 +132,7 @@ def take_engine(
     if trains:
         engine.set_gradient_accumulation_boundary(False)
         engine.lr_scheduler = None  # the user's loop moves schedules
-    parameters = {id(parameter): parameter for parameter in engine.module.parameters()}
-    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, parameters)
+    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
     prepared.handles += _dtype_hooks(engine, policy)
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))

@@ -75,9 +75,10 @@ class Engines:
         """
         ids = {id(parameter) for parameter in parameters}
         for prepared in self._all:
-            if not ids <= prepared.parameters.keys():
+            if prepared.gradients is None or not ids <= prepared.gradients.parameters.keys():
                 continue
-            if missing := sum(p.requires_grad and key not in ids for key, p in prepared.parameters.items()):
+            trained = prepared.gradients.parameters
+            if missing := sum(p.requires_grad and key not in ids for key, p in trained.items()):
                 raise BackendError(
                     f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
                     "DeepSpeed clips all of an engine: give it model.parameters()"

@@ -7,12 +7,14 @@ may have several losses, and a weight may be put right before anything travels.
 
 import sys
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from accel_backends.watching import Keep
 from accel_state.errors import BackendError
 
 Factor = float | torch.Tensor
@@ -23,6 +25,7 @@ class Gradients(ABC):
 
     Attributes:
         engine: the engine.
+        parameters: the model's, by id.
         filled: whether there has been a backward since the last step.
         settled: whether what there is has been reduced and lies where the step takes it from.
     """
@@ -32,7 +35,9 @@ class Gradients(ABC):
         self.optimizer = engine.optimizer
         self.filled = False
         self.settled = False
-        self.parameters: list[nn.Parameter] = list(engine.module.parameters())
+        self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
+        # Whoever looks at each rank's parts just before a step.
+        self.watchers: OrderedDict[int, Keep] = OrderedDict()
         # A method, of what, and what it gave for what is settled: the step need not call it again.
         self._done: tuple[Any, str, Any] | None = None
 
@@ -68,9 +73,10 @@ class Gradients(ABC):
         """The norm over all ranks, the loss scale taken out; inf where it is not finite; collective."""
         self.settle()
         found = self.scaled_norm()
-        norm = torch.as_tensor(found, dtype=torch.float32).detach().clone()
-        norm = torch.where(norm >= 0, norm, torch.full_like(norm, float("inf")))
-        return norm / float(getattr(self.optimizer, "loss_scale", 1.0))
+        norm = torch.as_tensor(found, dtype=torch.float32).detach()
+        norm = torch.where(norm >= 0, norm, torch.inf)
+        scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+        return norm if scale == 1.0 else norm / scale
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Lets the next step clip to ``max_norm``; ``norm`` is what there is."""
@@ -88,6 +94,8 @@ class Gradients(ABC):
     def step(self) -> bool:
         """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective."""
         self.settle()
+        for keep in self.watchers.values():
+            keep(self.parts())
         configured = self.engine.gradient_clipping()
         done = self._done
         if done is not None:
@@ -151,7 +159,13 @@ class Gradients(ABC):
         return found
 
     def measure(self) -> None:
-        """Measures again what the optimizer measured while it reduced. Default: it measures when it steps."""
+        """Measures again what the optimizer measured while it copied gradients to the host."""
+        for parameter, part in self.on_host():
+            self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(parameter)] = torch.linalg.vector_norm(part)
+
+    def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """This rank's parts of gradients that were copied to the host, by parameter. Default: none were."""
+        return ()
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """A settled gradient, whole on every rank; collective."""
@@ -170,6 +184,10 @@ class Gradients(ABC):
     @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
         """The settled tensors, as the step takes them."""
+
+    @abstractmethod
+    def parts(self) -> dict[int, torch.Tensor]:
+        """What of each parameter's settled gradient this rank steps with, by the parameter's id."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -244,7 +262,7 @@ class WholeGradients(Gradients):
         if hasattr(self.optimizer, "clip_grad"):
             super().clip(max_norm, norm)
             return
-        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         self._done = self.engine, "clip_fp32_gradients", None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -261,7 +279,11 @@ class WholeGradients(Gradients):
 
     def pending(self) -> Iterable[torch.Tensor]:
         """The parameters' own."""
-        return [p.grad for p in self.parameters if p.grad is not None]
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def parts(self) -> dict[int, torch.Tensor]:
+        """The parameters' own."""
+        return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
 
     def scaled_norm(self) -> Any:
         """Of all gradients, which every rank holds."""
@@ -270,7 +292,7 @@ class WholeGradients(Gradients):
 
     def discard(self) -> None:
         """Clears the parameters' gradients."""
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
         self.stepped()
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,17 @@ def use_device(session: "Session") -> None:
     )
 
 
+def open_group_of_one(session: "Session") -> bool:
+    """A process group for a single process that has none, which DeepSpeed needs; whether it was opened now."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    if dist.is_initialized():
+        return False
+    dist.init_process_group(session.device.collective_backend, store=HashStore(), rank=0, world_size=1)
+    return True
+
+
 def open_communication(session: "Session", user: object) -> None:
     """Lets DeepSpeed adopt the default process group for ``user``; what it kept of an earlier one is dropped first."""
     import torch.distributed as dist
@@ -116,12 +128,17 @@ def close_communication(user: object) -> None:
 
 
 def _forget_communication() -> None:
-    """Drops the process group and the groups that DeepSpeed made of it."""
+    """Drops the process group, the groups that DeepSpeed made of it, and what stage 3 left in torch."""
     from deepspeed.comm import comm as state
+    from deepspeed.runtime.zero import partition_parameters as stage3
     from deepspeed.utils import groups
+    from torch.nn import functional
 
     groups._release_process_group_references(None)
     state.cdb = None
+    # Graphs of ranks that had an engine of stage 3, and of those that had none, would be reduced in another order.
+    if functional.linear is stage3.zero3_linear_wrap:
+        functional.linear = stage3.InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 @contextmanager
@@ -166,10 +183,25 @@ def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:
     return stale
 
 
+# What to do where an operation cannot be compiled; DISK is the one for states on NVMe, which takes libaio besides.
+DISK = "AsyncIOBuilder"
+_INSTEAD = {DISK: "libaio-dev, a compiler and ninja, or offload to 'cpu'"}
+_INSTEAD_OF_OPTIMIZER = (
+    "a compiler and ninja, or use an optimizer that is not DeepSpeed's ('zero_force_ds_cpu_optimizer': false)"
+)
+
+
+@contextmanager
+def own_ninja() -> Iterator[None]:
+    """Within it, programs beside this Python are found first: another version of ninja would build everything anew."""
+    with patch_environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"):
+        yield
+
+
 def build_operation(name: str) -> Any:
     """Compiles and loads one operation (``CPUAdamBuilder``, say), or loads it where that was done before.
 
-    A minute or two on one core the first time.
+    A minute of one core's time the first time, ten for states on a disk.
 
     Raises:
         BackendError: it cannot be compiled here.
@@ -183,13 +215,14 @@ def build_operation(name: str) -> Any:
     folder = extensions_folder() / builder.name
     if drop_stale_lock(folder):
         logging.getLogger(__name__).warning("removed the lock that a killed build had left in %s", folder)
-    problem = None if (folder / f"{builder.name}.so").exists() else compiler_problem()
-    if problem is not None:
-        raise BackendError(
-            f"DeepSpeed's operation {builder.name} has to be compiled, and {problem}; install a compiler and ninja, or "
-            "use an optimizer that is not DeepSpeed's ('zero_force_ds_cpu_optimizer': false)"
-        )
-    try:
-        return builder.load()
-    except (RuntimeError, ImportError, OSError, ValueError) as error:
-        raise BackendError(f"DeepSpeed's operation {builder.name} cannot be compiled: {error}") from error
+    instead = f"install {_INSTEAD.get(name, _INSTEAD_OF_OPTIMIZER)}"
+    with own_ninja():
+        problem = None if (folder / f"{builder.name}.so").exists() else compiler_problem()
+        if problem is not None:
+            raise BackendError(f"DeepSpeed's operation {builder.name} has to be compiled, and {problem}; {instead}")
+        try:
+            return builder.load()
+        except (RuntimeError, ImportError, OSError, ValueError) as error:
+            raise BackendError(
+                f"DeepSpeed's operation {builder.name} cannot be compiled: {error}; {instead}"
+            ) from error

@@ -22,6 +22,22 @@ def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def check_experts(model: nn.Module, stage: int) -> None:
+    """Refuses layers of ``deepspeed.moe`` at stage 3, which DeepSpeed refuses when the model is half an engine.
+
+    Raises:
+        PrepareError: with what works.
+    """
+    if stage < 3:
+        return
+    found = next((name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False), None)
+    if found is not None:
+        raise PrepareError(
+            f"{type(model).__name__}.{found} is of an expert of deepspeed.moe, which DeepSpeed does not train at stage "
+            "3; nearest: zero_stage=2, or experts that are ordinary modules, their class in transformer_moe_cls_names"
+        )
+
+
 def check_experts_are_alike(model: nn.Module) -> None:
     """Refuses to hand out states of a model whose ranks have different experts under the same names.
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_backends.deepspeed_json import ZERO, find
 from accel_backends.deepspeed_library import build_operation
+from accel_backends.elementwise import steps_by_element
 from accel_state.errors import PrepareError
 
 # Optimizers of torch that DeepSpeed has for the host: module and class there, and the operation to be compiled.
@@ -64,6 +65,25 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
         )
     for optimizer in optimizers:
         check_host(config, optimizer)
+
+
+def check_whole(optimizer: Optimizer, stage: int) -> None:
+    """Refuses an optimizer that looks at whole parameters where each rank has pieces, or one that needs a closure.
+
+    Raises:
+        PrepareError: with what works.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PrepareError(
+            f"{kind} evaluates a closure several times in a step, and a DeepSpeed engine steps once with the gradients "
+            "that it has; nearest: strategy='fsdp' or 'ddp'"
+        )
+    if stage > 0 and not isinstance(optimizer, DummyOptim) and not steps_by_element(optimizer):
+        raise PrepareError(
+            f"{kind} looks at whole parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
+            "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
+        )
 
 
 def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -141,14 +141,21 @@ class PartitionedGradients(Gradients):
             return [cast(torch.Tensor, part.grad) for part in self.optimizer.single_partition_of_fp32_groups]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
 
-    def measure(self) -> None:
-        """Measures again what DeepSpeed measures while it copies gradients to the host."""
+    def parts(self) -> dict[int, torch.Tensor]:
+        """The pieces of those that are in this rank's partition, some of which it shares with its neighbours."""
+        if self.offload:
+            return {id(parameter): part for parameter, part in self.on_host()}
+        found: dict[int, torch.Tensor] = {}
+        for index, tensors in self.optimizer.averaged_gradients.items():
+            pieces = [one for one in tensors or () if not getattr(one, "_zero_padding", False)]
+            found |= zip(map(id, self.optimizer.params_in_partition[index]), pieces, strict=False)
+        return found
+
+    def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """With offloading, this rank's part."""
         optimizer = self.optimizer
-        if not self.offload:
-            return
-        for group in optimizer.params_in_partition:
+        for group in optimizer.params_in_partition if self.offload else ():
             for parameter in group:
                 key = optimizer.get_param_id(parameter)
                 index, _, start, size = optimizer.grad_position[key]
-                part = optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, start, size)
-                optimizer.norm_for_param_grads[key] = torch.linalg.vector_norm(part)
+                yield parameter, optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, start, size)

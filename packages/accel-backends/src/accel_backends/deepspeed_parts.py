@@ -47,6 +47,11 @@ class Parts(ABC):
         """The part, its tensors in memory meanwhile; they are written back if ``changed``."""
         yield self.part(parameter)
 
+    @contextmanager
+    def opened(self, flat: torch.Tensor) -> Iterator[None]:
+        """Within it, one of the optimizer's tensors is in memory with its states, and is written back after."""
+        yield
+
     @abstractmethod
     def part(self, parameter: nn.Parameter) -> Part:
         """Where the parameter's elements are."""
@@ -142,13 +147,25 @@ class ShardedParts(Parts):
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
         """The part; from the disk and back if it lives there."""
+        index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
+        with self._in_memory(index, changed=changed):
+            yield self.part(parameter)
+
+    @contextmanager
+    def opened(self, flat: torch.Tensor) -> Iterator[None]:
+        """From the disk and back if it lives there."""
+        index = next(number for number, one in enumerate(self.flats()) if one is flat)
+        with self._in_memory(index, changed=True):
+            yield
+
+    @contextmanager
+    def _in_memory(self, index: int, *, changed: bool) -> Iterator[None]:
         optimizer = self.optimizer
-        index = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
         try:
-            yield self.part(parameter)
+            yield
         finally:
             if swapped and changed:
                 optimizer._optimizer_states_and_gradient_swap_out(index)

@@ -69,12 +69,6 @@ def check_abilities(config: Mapping[str, Any], run: Run) -> None:
             "tensor_parallel.autotp_size: each rank would hold other columns of a weight under the same name, which no "
             "state or norm here takes into account; nearest: zero_stage=3, which spreads weights as well"
         )
-    if int(find(config, "sequence_parallel_size", 1) or 1) > 1:
-        raise ConfigError(
-            "sequence_parallel_size: DeepSpeed adds up gradients of the parts of a sequence where an ordinary loop "
-            "wants their mean, and loaders would give each part other samples; nearest: zero_stage=3 with activation "
-            "checkpointing for longer sequences"
-        )
 
 
 def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[str, str]]:
@@ -96,6 +90,7 @@ def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[
             origins[key] = origin
 
     _batches(config, run, origins)
+    _shares(config, run, fill)
     _precision(config, run, fill)
     _sizes(config, run, fill)
     _dummies(config, run, fill)
@@ -134,6 +129,19 @@ def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
         )
     config.update({_MICRO: micro, _TOTAL: micro * run.world_size, _STEPS: 1})
     origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
+
+
+def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
+    """What DeepSpeed reads for groups of its own: told of both degrees, it would reduce over one of them."""
+    travels = config.pop("seq_parallel_communication_data_type", None)
+    if travels not in (None, AUTO) and find(config, "sequence_parallel_size", AUTO) not in (AUTO, 1):
+        fill("communication_data_type", travels, "seq_parallel_communication_data_type", absent=True)
+    stated = config.pop("data_parallel_size", None)
+    if stated not in (None, AUTO, run.world_size):
+        raise ConfigError(
+            f"data_parallel_size is {stated}, and batches are spread over {run.world_size} ranks; make it agree, or "
+            "leave it out"
+        )
 
 
 def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:

@@ -1,12 +1,13 @@
 """The gradients of an engine of stage 3, whose ranks keep parts of them from the first backward on."""
 
 from collections.abc import Iterable
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from accel_backends.deepspeed_gradients import Gradients
+from accel_state.errors import BackendError
 
 
 @final
@@ -47,19 +48,28 @@ class ShardedGradients(Gradients):
     def in_place(self) -> list[torch.Tensor]:
         """The one buffer, or with offloading its copies where the optimizer is."""
         if self.optimizer.offload_optimizer:
-            return [cast(torch.Tensor, part.grad) for part in self.optimizer.fp32_partitioned_groups_flat]
+            found = [part.grad for part in self.optimizer.fp32_partitioned_groups_flat]
+            if any(part is None for part in found):
+                raise BackendError(
+                    "clip_grad_value_: gradients have gone to the disk with the optimizer (nvme); nearest: "
+                    "clip_grad_norm_, or offload_optimizer_device='cpu'"
+                )
+            return found
         return [self.optimizer.grad_partitions_flat_buffer]
 
-    def measure(self) -> None:
-        """Measures again what DeepSpeed measures while it copies gradients to the host."""
+    def parts(self) -> dict[int, torch.Tensor]:
+        """Its part of every one, padded with zeros, as it added up where the model computes."""
         optimizer = self.optimizer
-        if not optimizer.offload_optimizer:
-            return
-        for group in optimizer.fp16_groups:
+        held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        return {id(parameter): held[parameter.ds_id] for group in optimizer.fp16_groups for parameter in group}
+
+    def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """With offloading, this rank's part."""
+        optimizer = self.optimizer
+        for group in optimizer.fp16_groups if optimizer.offload_optimizer else ():
             for parameter in group:
                 index, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                part = optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, start, size)
-                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = torch.linalg.vector_norm(part)
+                yield parameter, optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, start, size)
 
     def pending(self) -> Iterable[torch.Tensor]:
         """The one buffer."""

@@ -265,11 +265,14 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
     for group, names in enumerate(layout.groups):
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
         for flat in _flats_of(parts, [parameters[name] for name in names], group):
-            own = parts.state[flat]
-            own.clear()
-            own.update(_copied(number, plain=plain))
-            for key, dtype in tensors.items():
-                own[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+            with parts.opened(flat):
+                own = parts.state[flat]
+                before = dict(own)  # what lives on a disk is known there by the tensor
+                own.clear()
+                own.update(_copied(number, plain=plain))
+                for key, dtype in tensors.items():
+                    made = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+                    own[key] = before[key].zero_() if _is_alike(before.get(key), made) else made
     for name, parameter in ((name, parameters[name]) for names in layout.groups for name in names):
         if not parts.holds(parameter) or name not in saved:
             continue
@@ -291,6 +294,10 @@ def _copied(values: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]
         steps = float(copied[STEP])
         copied[STEP] = int(steps) if plain else torch.tensor(steps)
     return copied
+
+
+def _is_alike(one: Any, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _tensor_keys(parts: Parts) -> list[str]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel_backends.elementwise import BEYOND_ELEMENTS, beyond_elements
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.meta_init import is_meta
 from accel_backends.names import innermost, named_parameters, wrapped_name
@@ -17,9 +18,7 @@ from accel_state.errors import PrepareError
 
 # Packages whose optimizers step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
-#: torch's optimizers that look beyond single elements: on shards, by version, they fail or step elsewhere than on whole
-#: parameters.
-BEYOND_ELEMENTS = {2: ("Adafactor", "Rprop"), 1: ("Adafactor", "LBFGS", "Muon")}
+_OF_VERSION = {2: "fsdp", 1: "fsdp1"}
 
 
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
@@ -224,12 +223,11 @@ def _check_offloaded(optimizer: Optimizer, kind: str) -> None:
 
 
 def _check_elementwise(optimizer: Optimizer, version: int, sharded: Mapping[int, Any]) -> None:
-    torchs = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")}
-    kind = next((name for name in BEYOND_ELEMENTS[version] if name in torchs), None)
+    kind = beyond_elements(optimizer, _OF_VERSION[version])
     if kind is None or not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
         return
     other = 3 - version
-    nearest = f", or fsdp_version={other}" if kind not in BEYOND_ELEMENTS[other] else ""
+    nearest = f", or fsdp_version={other}" if kind not in BEYOND_ELEMENTS[_OF_VERSION[other]] else ""
     raise PrepareError(
         f"{kind} looks at whole parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
         f"fsdp_version={version}, which leaves every rank a part of each; nearest: AdamW{nearest}, or strategy='ddp'"

@@ -1,13 +1,17 @@
 """TPUs and other devices of torch_xla: one process drives all devices of its host, and the compiler spreads the work.
 
+Over several machines of a pod each runs the same program on all their devices; only batches differ from host to host.
+
 Computations are recorded and run when a step ends, so a step must look alike each time: a new shape means a new
 compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/XLA SPMD, and GSPMD
 (arXiv:2105.04663) for how a program with marked tensors is partitioned.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast, final
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import nn
@@ -23,10 +27,13 @@ from accel_backends.xla_compilations import CompilationWatch
 from accel_backends.xla_mesh import open_mesh, shard, shard_rows
 from accel_state.errors import BackendError, ConfigError
 
+if TYPE_CHECKING:
+    from accel_state.topology import Topology
+
 
 @dataclass(slots=True)
 class XLAConfig(BackendConfig):
-    """How a model is spread over the devices of this process.
+    """How a model is spread over the devices.
 
     Attributes:
         shard_parameters: each device holds a part of every parameter, gradient and optimizer state, and the compiler
@@ -59,11 +66,14 @@ class XLAConfig(BackendConfig):
 
 @final
 class XLABackend(Backend):
-    """One process over all XLA devices that it sees; batches are cut into one part for each of them.
+    """One process over all XLA devices of a machine; batches are cut into one part for each of them.
 
-    A global batch is one batch of one process here: losses, norms and gathered tensors are those of the whole batch,
-    and no collective is called by hand. Opening it raises BackendError on one of several machines of a pod, and where
-    gradients were computed before torch knew these devices.
+    The batches of a step on all machines are one tensor here: losses, norms and gathered tensors are those of the
+    whole, and no collective is called by hand. What machines have by themselves they exchange over the session's group.
+
+    Raises:
+        BackendError: there are no XLA devices; other processes than one on each machine that the runtime connects; or
+            gradients were computed before torch knew these devices.
 
     Attributes:
         watch: counts compilations, and reports those that come late.
@@ -74,19 +84,22 @@ class XLABackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_types=frozenset({"xla"}),
         precisions=frozenset({"no", "bf16", "bf16-true", "fp32-true", "fp64-true"}),
-        ranks=(1, 1),
         uneven_inputs=True,
     )
     distributed_type: ClassVar[str] = "XLA"
 
     def __init__(self, session: Any, policy: Any, config: BackendConfig | None = None, **options: Any) -> None:
-        if session.device.type == "xla" and session.world_size == 1:
-            session.device.load_collectives()
-            check_hosts(count_hosts())
-            open_mesh()
-            check_gradients(session.device.torch)
+        if session.device.type != "xla":
+            raise BackendError(
+                f"backend {self.name!r} needs XLA devices, and this is {session.device}: {_how_to_get()}"
+            )
+        session.device.load_collectives()
+        check_hosts(count_hosts(), session.topology)
+        open_mesh(session.group)
+        check_gradients(session.device.torch)
         super().__init__(session, policy, config, **options)
         self.watch = CompilationWatch(cast(XLAConfig, self.config).quiet_steps)
+        self._micro_batch = _MicroBatch(self.watch, self._sync)
 
     @property
     def num_devices(self) -> int:
@@ -102,7 +115,9 @@ class XLABackend(Backend):
         return bundle
 
     def place(self, model: nn.Module) -> nn.Module:
-        """On the devices: whole on each, or in parts as the options say."""
+        """On the devices: whole on each, or in parts as the options say; with the values that the first machine has."""
+        if self.session.world_size > 1:
+            self._take_first(model)
         tied = _places(model)
         model = model.to(self.device)
         for (module, name), *others in tied:
@@ -115,6 +130,11 @@ class XLABackend(Backend):
         """The model itself."""
         return model
 
+    def _take_first(self, model: nn.Module) -> None:
+        """Gives this machine the first one's parameters and buffers, as every machine sends its own to its devices."""
+        own = {id(one): one.detach() for one in (*model.parameters(), *model.buffers())}
+        self.session.broadcast([one for one in own.values() if one.device.type == "cpu"])
+
     def _spread(self, model: nn.Module) -> None:
         config = cast(XLAConfig, self.config)
         if config.shard_parameters:
@@ -123,6 +143,10 @@ class XLABackend(Backend):
                     shard(parameter)
 
     # A step
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A micro-batch that is no step yet: what it recorded runs at its end."""
+        return self._micro_batch
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters and ends the recording of the step, which runs then."""
@@ -161,10 +185,10 @@ class XLABackend(Backend):
         """Copies in the host's memory."""
         return cast("dict[str, torch.Tensor]", self._on_host(super().held_gradients(model)))
 
-    def nonfinite_gradients(self, models: Iterable[nn.Module]) -> str:
-        """Names of parameters whose gradients hold nan or inf; runs what was recorded so far."""
+    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether all elements of each are finite; runs what was recorded so far."""
         self._sync()
-        return super().nonfinite_gradients(models)
+        return super().finite(gradients)
 
     def _on_host(self, state: Any) -> Any:
         from accel_state.nested import map_leaves
@@ -179,6 +203,28 @@ class XLABackend(Backend):
         torch_xla.sync()
 
 
+@final
+class _MicroBatch:
+    """The block of a micro-batch that no optimizer step follows yet."""
+
+    def __init__(self, watch: CompilationWatch, end: Callable[[], None]) -> None:
+        self._watch, self._end = watch, end
+
+    def __enter__(self) -> None:
+        """Nothing: recording goes on all the time."""
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self._watch.end_micro_batch(self._end)
+
+
+def _how_to_get() -> str:
+    """What is missing where a process has no XLA devices."""
+    if find_spec("torch_xla") is None:
+        return "install torch_xla, the one made for your torch (pip install torch==2.9.0 torch_xla==2.9.0)"
+    return "set PJRT_DEVICE to TPU (or to CPU, to try it), and do not ask for the CPU"
+
+
 def count_hosts() -> int:
     """Machines whose devices the runtime of this process sees: 1, or those of a pod."""
     import torch_xla.runtime as runtime
@@ -186,13 +232,20 @@ def count_hosts() -> int:
     return int(runtime.process_count())
 
 
-def check_hosts(hosts: int) -> None:
-    """Raises BackendError for several machines, each of which would train on all batches as if it were alone."""
-    if hosts > 1:
+def check_hosts(hosts: int, topology: "Topology") -> None:
+    """Raises BackendError unless there is one process for each machine whose devices the runtime connects."""
+    started = topology.world_size
+    if hosts == started == topology.num_nodes:
+        return
+    if started == 1:
         raise BackendError(
-            f"backend 'xla' drives the devices of one machine, and this is one of {hosts} machines of a pod; use a TPU "
-            "of one machine"
+            f"this is one of {hosts} machines of a pod, and was started alone: it would train on all batches as if it "
+            "had all devices; start it on each of them (accel launch --tpu there, or --tpu_cluster from elsewhere)"
         )
+    raise BackendError(
+        f"{started} processes were started on {topology.num_nodes} machine(s), and XLA's runtime connects {hosts} "
+        "machine(s): one process on each drives all its devices, so start as many"
+    )
 
 
 def check_gradients(device: torch.device) -> None:

@@ -10,9 +10,9 @@ _log = get_logger(__name__)
 
 @final
 class CompilationWatch:
-    """Looks whether ending an optimizer step compiled something, as it should only in the first few.
+    """Looks whether ending a step or a micro-batch compiled something, as it should only in the first few steps.
 
-    What a user reads from the devices between steps may compile programs of its own; those are not counted.
+    What a user reads from the devices in between may compile programs of its own; those are not counted.
 
     Attributes:
         steps: optimizer steps seen.
@@ -26,19 +26,27 @@ class CompilationWatch:
 
     def end_step(self, end: Callable[[], None]) -> None:
         """Calls ``end``, which ends an optimizer step."""
+        self.steps += 1
+        self._watch(end, "optimizer step", self.steps)
+
+    def end_micro_batch(self, end: Callable[[], None]) -> None:
+        """Calls ``end``, which ends a micro-batch that no optimizer step follows yet."""
+        self._watch(end, "a micro-batch of optimizer step", self.steps + 1)
+
+    def _watch(self, end: Callable[[], None], what: str, step: int) -> None:
         before = compilations()
         end()
         now = compilations()
-        self.steps += 1
         new = now - before
-        if new and self.steps > self._quiet_steps:
+        if new and step > self._quiet_steps:
             self.late += new
             _log.warning(
-                "XLA compiled %d time(s) in optimizer step %d (%d in all): something changes from step to step. Usual "
+                "XLA compiled %d time(s) in %s %d (%d in all): something changes from step to step. Usual "
                 "causes: batches of different shapes (pad them; even_batches=True fills the last one), Python numbers "
                 "that change in the model, .item() between forward and step",
                 new,
-                self.steps,
+                what,
+                step,
                 now,
             )
 

@@ -1,0 +1,94 @@
+"""What DeepSpeed's options say about the rest of a run, and the rest about them."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from accel_backends.config import Implied
+from accel_backends.deepspeed_json import AUTO, find, put
+from accel_state.errors import ConfigError
+
+SEQUENCES = "sequence_parallel_size"
+
+
+class Options(Protocol):
+    """The part of ``DeepSpeedConfig`` that is asked."""
+
+    hf_ds_config: Any
+    gradient_accumulation_steps: Any
+    origins: dict[str, str]
+    chooses_stage: bool
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]: ...
+    @property
+    def sequence_parallel_size(self) -> int: ...
+
+
+def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
+    """What the options of one run, by name, say about the Accelerator's settings.
+
+    Raises:
+        ConfigError: two of them say different things.
+    """
+    found: dict[str, Implied] = {}
+    for name, plugin in plugins.items():
+        for key, said in _implied(plugin).items():
+            origin = f"plugin {name!r}: {said.origin}" if name else said.origin
+            if key in found and found[key].value != said.value:
+                raise ConfigError(
+                    f"{found[key].origin} says {key} = {found[key].value!r}, and {origin} says {said.value!r}; one "
+                    "run has one"
+                )
+            found[key] = Implied(said.value, origin)
+    return found
+
+
+def _implied(options: Options) -> dict[str, Implied]:
+    """What these options say themselves: accumulation, precision, and how many ranks share sequences."""
+    found: dict[str, Implied] = {}
+    origin = options.origins["gradient_accumulation_steps"]
+    if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
+        found["gradient_accumulation_steps"] = Implied(options.gradient_accumulation_steps, origin)
+    document, where = options.deepspeed_config, _where(options)
+    on = [
+        (name, key)
+        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+        if find(document, f"{key}.enabled") is True
+    ]
+    if len(on) > 1:
+        raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
+    if on:
+        found["mixed_precision"] = Implied(on[0][0], f"{where} {on[0][1]}.enabled")
+    elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
+        off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
+        if off == {"bf16", "fp16"}:
+            found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
+    if find(document, SEQUENCES, AUTO) != AUTO:
+        found["parallelism_config_sp_size"] = Implied(options.sequence_parallel_size, f"{where} {SEQUENCES}")
+    return found
+
+
+def share_sequences(options: Options, size: int) -> None:
+    """Lets ``size`` ranks share every sequence.
+
+    Raises:
+        ConfigError: the options say something else, or let the planner choose.
+    """
+    document, own = options.deepspeed_config, options.sequence_parallel_size
+    if find(document, SEQUENCES, AUTO) != AUTO and own != size:
+        raise ConfigError(
+            f"parallelism_config has sp_size={size}, and {_where(options)} says {SEQUENCES} = {own}; make them agree"
+        )
+    if size == 1:
+        return
+    if options.chooses_stage:
+        raise ConfigError(
+            f"zero_stage='auto' beside {SEQUENCES}={size}: the planner knows nothing of shared sequences; nearest: "
+            "zero_stage=3"
+        )
+    put(document, SEQUENCES, size)
+    options.origins.setdefault(SEQUENCES, "parallelism_config sp_size")
+
+
+def _where(options: Options) -> str:
+    return getattr(options.hf_ds_config, "origin", "hf_ds_config")

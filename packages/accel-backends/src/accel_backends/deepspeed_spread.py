@@ -1,0 +1,60 @@
+"""Which ranks hold what of a model, and work on what of a sample, under DeepSpeed."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_backends.deepspeed_sequence import SequenceAttention, Sequences
+from accel_backends.spreading import Attention, BackendSpread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_backends.deepspeed_config import DeepSpeedConfig
+
+
+class ZeroSpread(BackendSpread):
+    """The part of the backend that says it: ZeRO over all ranks, and sequences over neighbours."""
+
+    _options: "DeepSpeedConfig"
+    _sequences: Sequences
+    _mesh: "DeviceMesh | None"
+
+    @abstractmethod
+    def _open_communication(self) -> None:
+        """Lets DeepSpeed use the process group."""
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """One replica over all ranks from stage 1 on; of those that share sequences one counts."""
+        world = self.session.world_size // self._sequences.size
+        return (world, 1) if self._options.zero_stage == 0 else (1, world)
+
+    @property
+    def shared_degrees(self) -> Mapping[str, int]:
+        """Sequences, with ``sequence_parallel_size``."""
+        return {"sp": self._sequences.size}
+
+    @property
+    def sequence_group(self) -> "ProcessGroup | None":
+        """The neighbours that share this rank's sequences; collective when first read."""
+        if self._sequences.size > 1:
+            self._open_communication()
+        return self._sequences.group
+
+    def sequence_attention(self, attention: Attention) -> Attention:
+        """Within DeepSpeed's ``DistributedAttention``; collective."""
+        group = self.sequence_group
+        return attention if group is None else SequenceAttention(attention, group)
+
+    @property
+    def mesh(self) -> "DeviceMesh | None":
+        """All ranks in one dimension, over which states are handed out; None for one. Collective when first read."""
+        if self._mesh is None and self.session.world_size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(
+                self.session.device.type, (self.session.world_size,), mesh_dim_names=("zero",)
+            )
+        return self._mesh

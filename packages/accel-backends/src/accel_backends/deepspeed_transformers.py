@@ -1,0 +1,136 @@
+"""Models of Transformers attend over sequences that ranks share, through DeepSpeed's own attention for them."""
+
+import sys
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError, ConfigError, PrepareError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_WHOLE = "full_attention"
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of Transformers, which is not imported to find out."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+@final
+class SharedAttention:
+    """The attention of one model while it is prepared; ``release`` gives it back its own.
+
+    The model's configuration names an attention function of our own among those of Transformers. It gets no mask:
+    every token sees those before it.
+
+    Args:
+        attention: which of Transformers' computes; None: the one that the model has.
+
+    Raises:
+        ConfigError: one that is not there, or needs a mask.
+        PrepareError: layers that attend otherwise, or heads that do not divide among the ranks.
+    """
+
+    def __init__(self, model: Any, group: "ProcessGroup", attention: str | None) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self._config, self._before = model.config, model.config._attn_implementation
+        self._core = attention or self._before
+        if self._core not in ("eager", *ALL_ATTENTION_FUNCTIONS):
+            raise ConfigError(
+                f"attention {self._core!r} is not among those that Transformers has loaded: "
+                f"{', '.join(ALL_ATTENTION_FUNCTIONS)}; build the model with attn_implementation={self._core!r} first"
+            )
+        if "eager" in self._core:
+            raise ConfigError(
+                f"attention {self._core!r} of this {type(model).__name__} cannot go without a mask over whole "
+                "sequences; nearest: sp_attn_implementation='sdpa'"
+            )
+        self._heads, self._group = _heads(model, group.size()), group
+        self._compute = ALL_ATTENTION_FUNCTIONS[self._core]
+        self._by_batch: dict[int, Any] = {}
+        self.name = f"shared_{self._core}_{id(self)}".replace("/", "_")
+        ALL_ATTENTION_FUNCTIONS[self.name] = self._attend
+        self._config._attn_implementation = self.name
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def release(self) -> None:
+        """Leaves the model as it was."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self._hook.remove()
+        self._config._attn_implementation = self._before
+        del ALL_ATTENTION_FUNCTIONS[self.name]
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As Transformers calls it: (samples, heads, tokens, size); DeepSpeed's is made for one number of samples."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        samples = len(query)
+        if samples not in self._by_batch:
+            self._by_batch[samples] = UlyssesSPAttentionHF(
+                self._compute, samples, **self._heads, process_group=self._group, seq_length_is_variable=True
+            )
+        return self._by_batch[samples](module, query, key, value, None, *args, **kwargs)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Lets the model compute its loss from labels that are shifted already; checks places."""
+        places = kwargs.get("position_ids")
+        if places is None:
+            raise BackendError(
+                f"{type(module).__name__} got no position_ids, and has a part of each sequence; call model(**batch), "
+                "where a prepared loader puts them"
+            )
+        if self._core == "sdpa":
+            length = places.shape[1]
+            first = length * self._group.rank()
+            if not torch.equal(places, torch.arange(first, first + length, device=places.device).expand_as(places)):
+                raise BackendError(
+                    "position_ids that do not count through the sequence: 'sdpa' does not keep packed samples apart; "
+                    "nearest: sp_attn_implementation='flash_attention_2'"
+                )
+        if kwargs.get("labels") is None and kwargs.get("shift_labels") is not None:
+            kwargs["labels"] = kwargs["shift_labels"]
+        return args, kwargs
+
+
+def _heads(model: Any, ranks: int) -> dict[str, int]:
+    """Numbers and size of the heads; refuses what cannot be shared."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {_WHOLE}
+    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
+        kinds = {"sliding_window"}
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        kinds = {"attention to later tokens"}  # to padding, too, which only a mask could hide
+    if kinds:
+        raise PrepareError(
+            f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}, which would see a rank's part of a "
+            f"sequence only; sequences can be shared where all layers are {_WHOLE}"
+        )
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    keys = heads if keys is None else keys
+    if heads % ranks or (keys % ranks and ranks % keys):
+        raise PrepareError(
+            f"{type(model).__name__} has {heads} heads and {keys} of keys, which do not divide among {ranks} ranks; "
+            "nearest: a sequence_parallel_size that divides them"
+        )
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "attn_head_count": heads,
+        "attn_head_size": size,
+        "kv_head_count": keys,
+        "num_hidden_layers": config.num_hidden_layers,
+    }
