@@ -1,13 +1,12 @@
 """Writers that die, at every call to the system and at any time, disks that are full, and two runs in one folder."""
 
-import ctypes
 import os
 import random
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import accel_ckpt
 from accel_ckpt import CheckpointDirectory, keep_last
 from accel_ckpt.staging import Staging
 from accel_state.errors import CheckpointError
-from accel_testing.faults import injected
+from accel_testing.faults import injected, make_read_only, small_file_system
 
 FULL = r" after \d+ bytes of the \d+ that it needs; \d+ bytes are free there"
 SYSTEM_CALLS = ("open", "close", "mkdir", "rmdir", "pwritev", "fsync", "rename", "unlink", "preadv")
@@ -255,28 +254,26 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path, rank: int) -> None:
     assert check(saved) == 1
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[ctypes.CDLL]:
-    """A file system of 1 MiB at ``folder``; skips the test where none may be mounted. Gives the C library."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() != 0 or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=1m") != 0:
-        pytest.skip("mounting a file system needs root")
-    try:
-        yield libc
-    finally:
-        libc.umount2(os.fsencode(folder), 2)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; skips the test where none may be mounted."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(small_file_system(tmp_path))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        yield tmp_path
 
 
-def test_a_target_that_is_read_only_is_a_clear_error(tmp_path: Path) -> None:
-    with small_disk(tmp_path) as libc:
-        series = CheckpointDirectory(tmp_path)
-        series.save(state(0))
-        assert libc.mount(None, os.fsencode(tmp_path), None, 1 | 32, None) == 0  # MS_RDONLY | MS_REMOUNT
-        with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
-            series.save(state(1))
-        latest = series.latest()
-        assert latest is not None
-        assert check(latest) == 0
+def test_a_target_that_is_read_only_is_a_clear_error(small_disk: Path) -> None:
+    series = CheckpointDirectory(small_disk)
+    series.save(state(0))
+    make_read_only(small_disk)
+    with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+        series.save(state(1))
+    latest = series.latest()
+    assert latest is not None
+    assert check(latest) == 0
 
 
 def test_clocks_that_differ_change_neither_order_nor_what_is_swept(tmp_path: Path) -> None:
@@ -316,17 +313,16 @@ def test_a_full_disk_says_what_it_needs_and_a_retry_works(tmp_path: Path) -> Non
     assert check_series(tmp_path, {1}) == 1
 
 
-def test_a_small_file_system_that_fills_up_keeps_what_it_has(tmp_path: Path) -> None:
-    with small_disk(tmp_path):
-        series = CheckpointDirectory(tmp_path)
-        series.save(state(0))
-        (tmp_path / "other").write_bytes(b"x" * 300_000)
-        with pytest.raises(CheckpointError, match="No space left on device" + FULL):
-            series.save(state(1, 33_000))
-        assert check(series.latest()) == 0  # type: ignore[arg-type]
-        (tmp_path / "other").unlink()
+def test_a_small_file_system_that_fills_up_keeps_what_it_has(small_disk: Path) -> None:
+    series = CheckpointDirectory(small_disk)
+    series.save(state(0))
+    (small_disk / "other").write_bytes(b"x" * 300_000)
+    with pytest.raises(CheckpointError, match="No space left on device" + FULL):
         series.save(state(1, 33_000))
-        assert check(series.latest()) == 1  # type: ignore[arg-type]
+    assert check(series.latest()) == 0  # type: ignore[arg-type]
+    (small_disk / "other").unlink()
+    series.save(state(1, 33_000))
+    assert check(series.latest()) == 1  # type: ignore[arg-type]
 
 
 def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:

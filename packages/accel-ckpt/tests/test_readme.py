@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(example)
-    ended = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "checkpoint_4 step 4\n"
 

@@ -47,12 +47,12 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture(params=["memory", "s3"])
-def folder(request: pytest.FixtureRequest) -> Iterator[str]:
+def folder(request: pytest.FixtureRequest, endpoint: str) -> Iterator[str]:
     """A place of its own for a test."""
     if request.param == "memory":
         yield f"memory://runs/{next(_NUMBERS)}"
         return
-    use_server(request.getfixturevalue("endpoint"))
+    use_server(endpoint)
     bucket = f"bucket{next(_NUMBERS)}"
     fsspec.filesystem("s3").mkdir(bucket)
     try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, final
 
 from accel_state.errors import CheckpointCorruptError
@@ -24,6 +25,8 @@ from accel_state.errors import CheckpointCorruptError
 BLOCK = 8 * 2**20
 # Blocks written but not yet digested; where they are copies (of a device's memory), this bounds them.
 _IN_FLIGHT = 32
+# How many blocks the system is told of before they are read: it fetches several at once, and threads wait less.
+_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,12 @@ class CheckedFile:
         touched = range(begin // self.block, -(-stop // self.block)) if stop > begin else range(0)
         return [number for number in touched if not self._checked[number]]
 
-    def announce(self, number: int) -> None:
-        """Tells the system that a block is read soon."""
-        self.source.announce(number * self.block, self.length(number))
+    def announce(self, number: int, parts: Sequence[tuple[int, memoryview]] | None = None) -> None:
+        """Tells the system that a block is read soon, or only from the first to the last of ``parts`` of it."""
+        begin, end = 0, self.length(number)
+        if parts is not None:
+            begin, end = min(inside for inside, _ in parts), max(inside + len(view) for inside, view in parts)
+        self.source.announce(number * self.block + begin, end - begin)
 
     def check(self, number: int) -> None:
         """Reads one block and compares it.
@@ -294,6 +300,19 @@ def run_jobs(
     for helper in helping:
         if not helper.cancelled():
             helper.result()
+
+
+def announced(tasks: Sequence[tuple[Callable[[], None], Callable[[], None]]]) -> Iterator[Callable[[], None]]:
+    """Jobs out of pairs of what announces a task to the system and the task: each announces one that is due later."""
+
+    def job(position: int) -> None:
+        for announce, _ in tasks[position + _AHEAD : position + _AHEAD + 1]:
+            announce()
+        tasks[position][1]()
+
+    for announce, _ in tasks[:_AHEAD]:
+        announce()
+    return (partial(job, position) for position in range(len(tasks)))
 
 
 def _taken(waiting: "deque[Callable[[], None]]") -> Callable[[], None] | None:

@@ -3,14 +3,14 @@
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, read_whole
+from accel_ckpt.blocks import CheckedFile, announced, read_whole, run_jobs
 from accel_ckpt.difference import Difference, compare
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
@@ -23,8 +23,6 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError, Checkpoi
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
-# Blocks that the system is asked to fetch before they are compared, so that a disk does not wait for the digests.
-_AHEAD = 32
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
@@ -297,17 +295,17 @@ class Checkpoint:
                 blocks += [(file, number) for number in file.unchecked()]
             except CheckpointError as error:
                 problems.append(str(error))
-        tasks = blocks[share::shares]
 
-        def problem(position: int) -> str | None:
-            for file, number in tasks[position + _AHEAD : position + _AHEAD + 1]:
-                file.announce(number)
-            return _problem(tasks[position])
+        def check(file: CheckedFile, number: int) -> None:
+            try:
+                file.check(number)
+            except CheckpointError as error:
+                problems.append(str(error))
 
-        for file, number in tasks[:_AHEAD]:
-            file.announce(number)
-        with ThreadPoolExecutor(self._storage.threads, thread_name_prefix="accel-ckpt") as pool:
-            problems += [text for text in pool.map(problem, range(len(tasks))) if text]
+        checks = [
+            (partial(file.announce, number), partial(check, file, number)) for file, number in blocks[share::shares]
+        ]
+        run_jobs(announced(checks), self._storage.threads)
         return problems
 
 
@@ -350,15 +348,6 @@ def _fill(tree: Tree, tensors: Mapping[tuple[str, object], torch.Tensor]) -> Tre
     if isinstance(tree, list | tuple):
         return type(tree)(_fill(value, tensors) for value in tree)
     return tree
-
-
-def _problem(task: tuple[CheckedFile, int]) -> str | None:
-    file, number = task
-    try:
-        file.check(number)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _no_tensor(key: str, path: TreePath) -> Tree:

@@ -15,7 +15,10 @@ from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, def
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 _IOV_MAX = 1024
-_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
+# Bytes of a file written beside other work that stay in memory: its pages then serve again for what follows, where a
+# whole checkpoint of new ones would be taken from those that the system, or the host of a virtual machine, has left.
+_KEPT = 4 * BLOCK
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -38,7 +41,9 @@ def write_file(path: Path, content: Content) -> FileRecord:
                 for views in in_blocks(content.pieces()):
                     length = sum(map(len, views))
                     _write_all(handle, views, written)
-                    _start_writeback(handle, written, length)
+                    _sync_range(handle, written, length, _SYNC_FILE_RANGE_WRITE)
+                    if not threads and written >= _KEPT:
+                        _let_go(handle, written - _KEPT)
                     digester.add(views)
                     written += length
                 os.fsync(handle)
@@ -121,11 +126,18 @@ def _drop(waiting: deque[memoryview], count: int) -> None:
         count -= len(first)
 
 
-def _start_writeback(handle: int, begin: int, length: int) -> None:
-    """Asks Linux to start writing a range now, not when it is told to wait for it; elsewhere nothing is lost."""
-    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if start is not None and length == BLOCK:
-        start(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+def _sync_range(handle: int, begin: int, length: int, how: int) -> None:
+    """Asks Linux to write a block now, not when it is told to wait for the file; elsewhere nothing is lost."""
+    sync = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync is not None and length == BLOCK:
+        sync(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(how))
+
+
+def _let_go(handle: int, begin: int) -> None:
+    """Waits until a block has been written, and gives its memory back."""
+    if hasattr(os, "posix_fadvise"):
+        _sync_range(handle, begin, BLOCK, _SYNC_FILE_RANGE_ALL)
+        os.posix_fadvise(handle, begin, BLOCK, os.POSIX_FADV_DONTNEED)
 
 
 def _explain(error: OSError, path: Path, written: int, size: int) -> CheckpointError:

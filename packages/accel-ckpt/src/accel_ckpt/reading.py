@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, run_jobs
+from accel_ckpt.blocks import CheckedFile, announced, run_jobs
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
@@ -125,11 +125,15 @@ class TensorReader:
 
     def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
         threads = self._storage.threads
-        run_jobs([partial(self._fill, place, parts, compares(place)) for place, parts in work.blocks.items()], threads)
+        fills = [self._fill(place, parts, compares(place)) for place, parts in work.blocks.items()]
+        run_jobs(announced(fills), threads)
         run_jobs(work.strided, threads)
 
-    def _fill(self, place: Place, parts: Parts, compare: bool) -> None:
-        self._file(place[0]).fill(place[1], parts, compare=compare)
+    def _fill(self, place: Place, parts: Parts, compare: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What announces the reading of a block, and what reads it."""
+        file, number = self._file(place[0]), place[1]
+        announce = partial(file.announce, number, None if compare else parts)
+        return announce, partial(file.fill, number, parts, compare=compare)
 
     def _plan(self, target: "_Target", work: "_Work") -> None:
         size = itemsize(target.entry.dtype)
