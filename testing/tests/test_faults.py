@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_testing.errors import RankDied, RankHung
-from accel_testing.faults import Fault, corrupt_file, injected, limited_file_size, truncate_file
+from accel_testing.faults import (
+    Fault,
+    corrupt_file,
+    injected,
+    limited_file_size,
+    make_read_only,
+    small_file_system,
+    truncate_file,
+)
 from accel_testing.launching import run_command
 from accel_testing.pool import RankPool
 
@@ -120,3 +128,22 @@ def test_cut_beyond_the_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(10))
     with pytest.raises(ValueError, match="keep=11 of a file of 10 bytes"):
         truncate_file(tmp_path / "file", keep=11)
+
+
+def test_a_small_file_system_is_full_or_read_only_for_root_too(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(small_file_system(tmp_path, size=2**14))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        with pytest.raises(OSError, match="No space left on device"):
+            (tmp_path / "large").write_bytes(b"x" * 2**15)
+        (tmp_path / "large").unlink()
+        (tmp_path / "small").write_bytes(b"x")
+        make_read_only(tmp_path)
+        with pytest.raises(OSError, match="Read-only file system"):
+            (tmp_path / "other").write_bytes(b"x")
+        assert (tmp_path / "small").read_bytes() == b"x"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_read_only(tmp_path)

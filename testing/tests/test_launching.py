@@ -22,6 +22,12 @@ def test_ranks_have_torchruns_variables(tmp_path: Path) -> None:
     assert done.outputs == ("0 0 2 2 127.0.0.1 --x\n", "1 1 2 2 127.0.0.1 --x\n")
 
 
+def test_commands_with_variables_of_their_own_run_side_by_side(tmp_path: Path) -> None:
+    text = "until [ -e $OTHER ]; do touch $OWN; sleep 0.01; done; touch $OWN; echo $OWN"
+    seats = [{"OWN": "a", "OTHER": "b"}, {"OWN": "b", "OTHER": "a"}]
+    assert run_command(["sh", "-c", text], env=seats, cwd=tmp_path).check().outputs == ("a\n", "b\n")
+
+
 def test_failing_rank_is_named_with_its_output(tmp_path: Path) -> None:
     path = script(tmp_path, "import os, sys; print('said this'); sys.exit(3 * int(os.environ['RANK']))")
     done = run_script(path, ranks=2)

@@ -31,6 +31,7 @@ def test_fails(rank):
 def test_workers_run_ranks_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
+    command += ["--basetemp", "base"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "1 failed, 6 passed" in done.stdout, done.stdout + done.stderr
     assert "AssertionError: only the first (rank 1)" in done.stdout

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from accel_testing.faults import corrupt_file as corrupt_file
     from accel_testing.faults import injected as injected
     from accel_testing.faults import limited_file_size as limited_file_size
+    from accel_testing.faults import make_read_only as make_read_only
+    from accel_testing.faults import small_file_system as small_file_system
     from accel_testing.faults import truncate_file as truncate_file
     from accel_testing.launching import Finished as Finished
     from accel_testing.launching import launch as launch
@@ -40,7 +42,15 @@ _EXPORTS = {
     "accel_testing.compare": ("Difference", "assert_close_state", "assert_equal_state", "compare_trees"),
     "accel_testing.equivalence": ("Report", "assert_equivalent", "run_check"),
     "accel_testing.errors": ("LeakError", "RankDied", "RankError", "RankHung"),
-    "accel_testing.faults": ("Fault", "corrupt_file", "injected", "limited_file_size", "truncate_file"),
+    "accel_testing.faults": (
+        "Fault",
+        "corrupt_file",
+        "injected",
+        "limited_file_size",
+        "make_read_only",
+        "small_file_system",
+        "truncate_file",
+    ),
     "accel_testing.launching": ("Finished", "launch", "run_command", "run_script"),
     "accel_testing.layouts": ("Layout",),
     "accel_testing.models": ("SyntheticData", "SyntheticTokens", "make_model"),

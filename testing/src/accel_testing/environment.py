@@ -14,6 +14,7 @@ _FOREIGN_PREFIXES = (
     "HYDI_",
     "LSB_",
     "TORCHELASTIC_",
+    "TPU_WORKER_",
     "ACCELERATE_",
 )
 _FOREIGN = frozenset(

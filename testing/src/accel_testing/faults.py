@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_MS_RDONLY, _MS_REMOUNT, _MNT_DETACH = 1, 32, 2  # of Linux's mount(2) and umount2(2)
 _TEXT = re.compile(
     r"(?P<action>[a-z]+)(?:\((?P<value>[^)]*)\))?\s+(?P<when>at|before|after)\s+(?:call\s+(?P<call>\d+)\s+of\s+)?"
     r"(?P<place>[\w.]+:[\w.]+)(?:\s+on\s+rank\s+(?P<rank>\d+))?"
@@ -173,7 +174,19 @@ def small_file_system(folder: str | os.PathLike[str], *, size: int = 2**20) -> I
     try:
         yield
     finally:
-        libc.umount2(place, 2)
+        libc.umount2(place, _MNT_DETACH)
+
+
+def make_read_only(folder: str | os.PathLike[str]) -> None:
+    """Lets nothing be written any more to a ``small_file_system``: not even root may.
+
+    Raises:
+        OSError: nothing is mounted there, or a file is open for writing.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(None, os.fsencode(folder), None, _MS_RDONLY | _MS_REMOUNT, None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(folder))
 
 
 def corrupt_file(path: str | os.PathLike[str], *, position: int | None = None, seed: int = 0) -> int:

@@ -86,19 +86,20 @@ def run_command(
     command: Sequence[str | os.PathLike[str]],
     *,
     timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     interrupt_after: float | None = None,
     interrupt: int = signal.SIGINT,
 ) -> Finished:
     """Runs a command to its end, or for ``timeout`` seconds; then ends whatever is left of it.
 
-    ``env`` is added to this process's variables, less those of a launcher. ``interrupt_after`` seconds the signal
-    ``interrupt`` is sent to the process.
+    ``env`` is added to this process's variables, less those of a launcher; of several, each is for a process of its
+    own, which run side by side. After ``interrupt_after`` seconds the signal ``interrupt`` is sent to the first.
     """
+    seats = [env or {}] if env is None or isinstance(env, Mapping) else env
     return _run(
         [os.fspath(word) for word in command],
-        [dict(env or {})],
+        [dict(seat) for seat in seats],
         timeout=timeout,
         cwd=cwd,
         interruption=None if interrupt_after is None else (interrupt_after, interrupt),

@@ -1,6 +1,7 @@
 """What a test leaves behind: variables, groups, threads, processes, ports, shared memory, files."""
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel_testing import offspring
@@ -17,10 +19,15 @@ if TYPE_CHECKING:
     import pytest
 
 # What libraries start once and keep on purpose, so that the first test that needs it is not blamed.
-_KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "QueueFeederThread", "tqdm_monitor", "ThreadPoolExecutor-loky")
+_KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "fsspecIO", "QueueFeeder", "tqdm_monitor", "ThreadPoolExecutor-loky")
+_KEPT_FOLDERS = ("accel-ranks-",)  # the pool's, which the first test that needs it starts
+# multiprocessing's. Who reads with workers ends those that are not done with a signal, so they cannot remove theirs;
+# the folder of all programs, where it lies, goes with the session.
+_KEPT_BY_PROGRAMS = ("pymp-",)
 _LISTENING = "0A"  # the state of a TCP socket in /proc/net/tcp, see proc(5)
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
+_BEFORE_COLLECTING = 0.2
 _MAY_END = ("thread ", "child process ", "process ", "port ", "shared memory ", "temporary ")
 
 
@@ -46,19 +53,30 @@ def differences(before: Snapshot, after: Snapshot, *, group_expected: bool = Fal
 
 
 def settled_differences(before: Snapshot, *, group_expected: bool = False, grace: float = _GRACE) -> list[str]:
-    """The differences to now, after up to ``grace`` seconds in which threads and children may still end."""
-    deadline = time.monotonic() + grace
+    """The differences to now, after up to ``grace`` seconds in which threads and children may still end.
+
+    What belongs to objects that nobody can reach any more, such as those of a traceback, ends when they are collected.
+    """
+    begin, collected = time.monotonic(), False
     while True:
         found = differences(before, snapshot(before.seen), group_expected=group_expected)
-        if not any(text.startswith(_MAY_END) for text in found) or time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if not any(text.startswith(_MAY_END) for text in found) or (waited > grace and collected):
             return found
+        if waited > min(grace, _BEFORE_COLLECTING) and not collected:
+            gc.collect()
+            collected = True
         time.sleep(0.02)
 
 
 def leak_checks(item: "pytest.Item") -> tuple[str, ...]:
-    """The checks of a test: those of its marker ``leaks``, else those of the ini option ``accel_leaks``."""
+    """The checks of a test: those of its marker ``leaks``, else those of the ini option ``accel_leaks``.
+
+    What a process that is killed on purpose (marker ``fault``) leaves in temporary folders is nobody's mistake.
+    """
     marker = item.get_closest_marker("leaks")
-    return parse_checks((marker.args or ("all",)) if marker else item.config.getini("accel_leaks"))
+    checks = parse_checks((marker.args or ("all",)) if marker else item.config.getini("accel_leaks"))
+    return tuple(name for name in checks if name != "temporary" or not item.get_closest_marker("fault"))
 
 
 def parse_checks(words: Iterable[str]) -> tuple[str, ...]:
@@ -136,16 +154,20 @@ def _shared_memory() -> dict[str, str]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return {}
-    mapped, mark = _read(Path("/proc/self/maps")), f"_{os.getpid()}_"
+    names = os.listdir(folder)
+    # What is mapped is a long list where torch is loaded, so it is asked for only where it decides.
+    mapped = _read(Path("/proc/self/maps")) if any(name.startswith("psm_") for name in names) else ""
+    mark = f"_{os.getpid()}_"
     return {
-        entry.name: "shared memory"
-        for entry in folder.iterdir()
-        if mark in entry.name or (entry.name.startswith("psm_") and str(entry) in mapped)
+        name: "shared memory"
+        for name in names
+        if mark in name or (name.startswith("psm_") and f"{folder}/{name}" in mapped)
     }
 
 
 def _temporary() -> dict[str, str]:
-    paths = [*_made_here(), *map(str, offspring.files())]
+    of_programs = [str(path) for path in offspring.files() if not path.name.startswith(_KEPT_BY_PROGRAMS)]
+    paths = [*_made_here(), *of_programs]
     return {path: "a folder" if os.path.isdir(path) else "a file" for path in paths if os.path.lexists(path)}
 
 
@@ -175,11 +197,22 @@ def _made_here() -> list[str]:
     made: list[str] = []
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
-        if event in ("tempfile.mkdtemp", "tempfile.mkstemp"):
-            made.append(str(arguments[0]))
+        if event not in ("tempfile.mkdtemp", "tempfile.mkstemp"):
+            return
+        path = str(arguments[0])
+        # What a library makes when it is imported lasts as long as the process, which then removes it.
+        if not os.path.basename(path).startswith(_KEPT_FOLDERS) and not _importing():
+            made.append(path)
 
     sys.addaudithook(watch)
     return made
+
+
+def _importing() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 #: The checks by name. Each looks at this process, and at what it has started, only: tests may run side by side.
@@ -193,6 +226,9 @@ CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
     "shared_memory": _shared_memory,
     "temporary": _temporary,
 }
+
+#: The checks of what outlives this process, or keeps others from what it holds.
+LASTING = ("processes", "ports", "shared_memory", "temporary")
 
 _SENTENCES: Mapping[str, str] = {
     "environment": "environment variable {name} is {look}",

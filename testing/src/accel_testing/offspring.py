@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 VARIABLE = "ACCEL_TESTING_OFFSPRING"
@@ -44,6 +45,20 @@ def files() -> list[Path]:
     return [] if folder is None or not folder.is_dir() else list(folder.iterdir())
 
 
+def sweep(before: Collection[Path]) -> None:
+    """Removes what has come since ``before``, as processes that are killed cannot do it themselves.
+
+    A folder with a socket that somebody listens at belongs to a process that lives.
+    """
+    new = [path for path in files() if path not in before]
+    sockets = _read_text("/proc/net/unix") if new else ""
+    for path in new:
+        if path.is_dir() and f"{path}/" not in sockets:
+            shutil.rmtree(path, ignore_errors=True)
+        elif not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
 def numbers() -> list[str]:
     """The numbers of all processes of the machine (on Linux), in the process that marked; nothing in any other."""
     if not is_marking() or not os.path.isdir("/proc"):
@@ -59,6 +74,12 @@ def command_of(pid: str) -> str | None:
             command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
             return None if not command or any(helper in command for helper in _HELPERS) else command
     return None
+
+
+def _read_text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
 
 
 def _folder() -> Path | None:

@@ -3,7 +3,7 @@
 Loaded in every pytest run of an environment that has accel-testing, so it imports neither torch nor accel.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,15 +12,13 @@ if TYPE_CHECKING:
     from accel_testing.items import RankRunner
     from accel_testing.pool import RankPool
 
-# Seconds that what a test has started may still take to end: it costs nothing where all ends at once.
-_LEAK_GRACE = 30.0
 _MARKERS = (
     "ranks(n, group=True, timeout=60, backend='gloo', env={}): run the test in n processes with a process group; the "
     "arguments rank and world_size say which one it is",
     "gpu: needs an accelerator (cuda, xpu, ...); skipped without one, see --require",
     "multigpu(n=2): needs n accelerators; skipped without them, see --require",
     "tpu: needs a TPU and torch_xla; skipped without them, see --require",
-    "fault: kills, stops or corrupts something on purpose",
+    "fault: kills, stops or corrupts something on purpose; temporary files of processes that were killed are removed",
     "slow: takes long, or repeats heavily",
     "leaks(*checks): fails when the test leaves something behind; no arguments: every check",
 )
@@ -38,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail, instead of skipping, tests marked KIND when the machine has none (may be repeated)",
     )
     parser.addini("accel_leaks", "leak checks for every test: all, or some of accel_testing.leaks.CHECKS", "args", [])
+    # Costs nothing where all ends at once.
+    parser.addini("accel_leaks_grace", "seconds that what a test started may still take to end", default="30")
     parser.addini("accel_preload", "modules that ranks import once, before they are forked", "args", [])
     parser.addini("accel_ranks_timeout", "seconds a test may take in its ranks", default="60")
 
@@ -138,16 +138,36 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _accel_lasting_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Looks for what fixtures that serve many tests left behind, after the last test, where every test is checked."""
+    from accel_testing import leaks
+
+    wanted = leaks.parse_checks(request.config.getini("accel_leaks"))
+    yield from _watched(request, [name for name in wanted if name in leaks.LASTING], "fixtures")
+
+
 @pytest.fixture(autouse=True)
 def _accel_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Looks for what the test and its fixtures left behind, where leaks are checked."""
+    from accel_testing import leaks, offspring
+
+    checks, before = leaks.leak_checks(request.node), offspring.files()
+    try:
+        yield from _watched(request, checks, request.node.name)
+    finally:
+        if request.node.get_closest_marker("fault"):
+            offspring.sweep(before)
+
+
+def _watched(request: pytest.FixtureRequest, checks: Sequence[str], who: str) -> Iterator[None]:
     from accel_testing import leaks
 
-    checks = leaks.leak_checks(request.node)
     if not checks:
         yield
         return
     before = leaks.snapshot(checks)
     yield
-    if found := leaks.settled_differences(before, grace=_LEAK_GRACE):
-        pytest.fail("\n  ".join([f"{request.node.name} left behind:", *found]), pytrace=False)
+    grace = float(request.config.getini("accel_leaks_grace"))
+    if found := leaks.settled_differences(before, grace=grace):
+        pytest.fail("\n  ".join([f"{who} left behind:", *found]), pytrace=False)
