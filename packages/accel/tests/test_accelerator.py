@@ -175,6 +175,22 @@ def test_twenty_prepare_and_free_cycles_leave_no_reference_behind() -> None:
     assert [reference() for reference in left] == [None] * 80
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_twenty_cycles_of_ranks_leave_no_reference_behind(strategy: str) -> None:
+    accelerator, left = Accelerator(cpu=True, strategy=strategy), []
+    for _ in range(20):
+        prepared = accelerator.prepare(*parts())
+        train(accelerator, *prepared)
+        model, optimizer, loader, scheduler = prepared
+        inner = accelerator.unwrap_model(model)
+        left += [weakref.ref(one) for one in (model, inner, optimizer.optimizer, loader, loader.dataset)]
+        del prepared, inner
+        model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 100
+
+
 def test_a_freed_accelerator_goes_away_without_the_collector() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(*parts())

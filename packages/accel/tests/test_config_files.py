@@ -168,6 +168,42 @@ def test_as_json_they_mean_the_same(generation: str, tmp_path: Path) -> None:
 IN_SECTIONS = [(section, key) for section in SECTIONS for key in keys_of(section)]
 
 
+# The keys of Accelerate's files, its questionnaire's own spellings among them.
+KEYS = {
+    "": "compute_environment distributed_type mixed_precision fp16 use_cpu debug num_processes machine_rank "
+    "num_machines gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function "
+    "enable_cpu_affinity downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm "
+    "tpu_env dynamo_backend",
+    "deepspeed_config": "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+    "offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping "
+    "zero3_save_16bit_model zero3_init_flag deepspeed_moe_layer_cls_names deepspeed_multinode_launcher "
+    "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+    "fsdp_config": "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_offload_params "
+    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_backward_prefetch "
+    "fsdp_backward_prefetch_policy fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params "
+    "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_activation_checkpointing "
+    "fsdp_activation_checkpointing_offload fsdp_ignored_modules sharding_strategy offload_params min_num_params",
+    "fp8_config": "backend use_autocast_during_eval margin interval fp8_format amax_history_len amax_history_length "
+    "amax_compute_algo amax_compute_algorithm override_linear_precision use_mxfp8_block_scaling opt_level "
+    "optimization_level pad_inner_dim enable_fsdp_float8_all_gather",
+    "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic "
+    "dynamo_use_regional_compilation",
+    "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
+    "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size parallelism_config_cp_backend "
+    "parallelism_config_cp_comm_strategy parallelism_config_sp_backend parallelism_config_sp_seq_length "
+    "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+    "mpirun_config": "mpirun_hostfile mpirun_ccl",
+    "tp_config": "tp_size",
+    "ipex_config": "ipex use_xpu",
+}
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_every_key_that_accelerate_has_written_is_known(section: str) -> None:
+    special = {name.rpartition(".")[2] for name in known_names() if name.rpartition(".")[0] == section}
+    assert [key for key in KEYS[section].split() if key not in {*keys_of(section), *special}] == []
+
+
 def example(name: str) -> str:
     row = settings()[name]
     if name == "fp8_override_linear_precision":

@@ -152,6 +152,23 @@ def test_what_is_sent_is_what_was_counted(accumulate: int) -> None:
     json.dumps(accelerator.explain().to_dict())
 
 
+DTYPES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128"
+)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_bytes_are_those_of_the_dtype(rank: int, name: str) -> None:
+    import torch.distributed as dist
+
+    accelerator = Accelerator(cpu=True)
+    sent = torch.zeros(6).to(getattr(torch, name))
+    with accelerator.count_communication() as counted:
+        dist.send(sent, 1) if rank == 0 else dist.recv(sent, 0)
+    assert counted["send" if rank == 0 else "recv"] == {"calls": 1, "bytes": sent.nbytes}
+
+
 @pytest.mark.ranks(2)
 def test_shards_are_gathered_once_a_step_and_counted() -> None:
     accelerator = Accelerator(cpu=True, strategy="fsdp")

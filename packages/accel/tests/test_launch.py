@@ -1,11 +1,14 @@
 """What ``accel launch`` promises, on real processes: one first traceback, the exit status, restarts, no orphan."""
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+from accel_testing.launching import free_port
 
 LAUNCH = [sys.executable, "-m", "accel", "launch"]
 SHOW = """
@@ -64,30 +67,34 @@ def shown(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda row: str(row["RANK"]))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def hear_signals() -> None:
     """Undoes what a suite started by nohup or in the background hands on: signals that are ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
+def take_terminal() -> None:
+    """Makes the standard input, a terminal, the one whose keys this process and its group hear."""
+    hear_signals()
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @contextmanager
-def started(folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """A launch whose ranks have all begun; whatever is left of it at the end is killed."""
+def started(
+    folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2, terminal: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose ranks have all begun, in a terminal if one is given; what is left of it at the end is killed."""
     (folder / "script.py").write_text(script)
     process = subprocess.Popen(
         [*LAUNCH, *argv],
         cwd=folder,
         env=clean_env({"TMPDIR": str(folder)}),
+        stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_signals,
+        preexec_fn=hear_signals if terminal is None else take_terminal,
     )
     try:
         deadline = time.monotonic() + 60
@@ -399,6 +406,23 @@ def test_a_signal_ends_all_processes_within_seconds(number: signal.Signals, stat
         assert time.monotonic() - begin < 30
     assert process.returncode == status
     assert number.name in stderr
+    assert "Traceback" not in stderr
+    assert len(children) == 2
+    assert survivors(children) == []
+
+
+def test_ctrl_c_in_a_terminal_ends_all_processes(tmp_path: Path) -> None:
+    keyboard, terminal = pty.openpty()
+    try:
+        with started(tmp_path, "--num_processes", "2", "script.py", terminal=terminal) as process:
+            children = processes_of(process)
+            os.write(keyboard, b"\x03")
+            _, stderr = process.communicate(timeout=60)
+    finally:
+        os.close(terminal)
+        os.close(keyboard)
+    assert process.returncode == 130
+    assert "SIGINT" in stderr
     assert "Traceback" not in stderr
     assert len(children) == 2
     assert survivors(children) == []

@@ -23,8 +23,7 @@ from accel.launch.slurm import plan_slurm
 from accel.launch.ssh import plan_ssh
 from accel.launch.starting import prepare
 from accel_state.errors import LaunchError
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+from accel_testing.launching import free_port
 
 LAUNCH = [sys.executable, "-m", "accel", "launch", "--cpu"]
 MEET = """
@@ -39,12 +38,6 @@ sys.stdout.flush()
 accelerator.end_training()
 """
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -420,6 +413,17 @@ def test_a_job_of_slurm_runs_to_its_end(nodes: int, slurm: dict[str, str], tmp_p
     assert "Submitted batch job" in done.stdout
     assert met(log, "bf16"), log
     assert (tmp_path / "accel_train.sbatch").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_srun_started_without_any_launcher_meet(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    argv = ["srun", "--nodes=2", "--ntasks=2", "--time=5", sys.executable, "train.py"]
+    # The nodes of this Slurm are names that no resolver knows.
+    env = clean_env(slurm | {"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "bf16", "MASTER_ADDR": "127.0.0.1"})
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert met(done.stdout, "bf16"), done.stdout
 
 
 @pytest.mark.slow

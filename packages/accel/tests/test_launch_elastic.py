@@ -15,8 +15,7 @@ import pytest
 
 from accel.launch.elastic import options_of
 from accel_state.errors import LaunchError
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
+from accel_testing.launching import free_port
 
 # Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
 COUNT = """
@@ -41,12 +40,6 @@ dist.barrier()
 print(f"rank {rank} of {world} counted to {step}", flush=True)
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(done: Callable[[], bool], what: str, seconds: float = 120) -> None:

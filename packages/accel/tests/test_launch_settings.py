@@ -17,8 +17,6 @@ from accel.launch.checks import check_settings
 from accel.setup import cores_of
 from accel_state.errors import ConfigError, LaunchError
 
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
-
 CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)
 # What makes each option mean something.
 SWITCHES = {

@@ -2,18 +2,22 @@
 
 import os
 import sys
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from accel.config import resolve_config
 from accel.launch.starting import prepare
 from accel.launch.tpu import pod_commands
-from accel_state.errors import ConfigError, LaunchError
+from accel_state.errors import BackendError, ConfigError, LaunchError
 from accel_testing.launching import run_command
 
 POD = {"tpu": True, "tpu_cluster": True, "tpu_name": "pod", "tpu_zone": "here"}
+TWO = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "first", "main_process_port": 29500}
 GCLOUD = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "here", "--command"]
 
 
@@ -52,7 +56,10 @@ def test_what_a_launcher_does_besides_holds_on_tpus_too(tmp_path):
     ("settings", "words"),
     [
         ({"num_processes": 8}, "num_processes is 8 .* one process drives all TPU cores .* num_processes 1"),
-        ({"num_machines": 2}, "num_machines|main_process_ip"),
+        ({"num_machines": 2}, "2 machines need main_process_ip and main_process_port"),
+        ({**TWO, "num_processes": 8}, "num_processes is 8 .* say num_processes 2"),
+        ({**TWO, "num_machines": 1, "nnodes": "1:2"}, "the machines of a TPU pod neither come nor go; say 2"),
+        ({**POD, "num_machines": 2}, "each machine of a pod knows how many they are"),
         ({"gpu_ids": "0,1"}, "gpu_ids is '0,1'; drop gpu_ids"),
         ({"downcast_bf16": True}, "downcast_bf16 means nothing with mixed_precision 'no'"),
         ({"env": "A"}, "env has 'A'; expected NAME=value"),
@@ -63,7 +70,7 @@ def test_what_a_launcher_does_besides_holds_on_tpus_too(tmp_path):
 )
 def test_settings_that_cannot_work_on_tpus_are_refused(tmp_path, settings, words):
     with pytest.raises(LaunchError, match=words):
-        planned(tmp_path, tpu=True, **settings)
+        planned(tmp_path, **{"tpu": True, **settings})
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
@@ -75,7 +82,104 @@ def test_a_machine_without_torch_xla_says_so(tmp_path):
     assert "torch_xla==" in done.output
 
 
-# ----------------------------------------------------------------------------------------------------------- pods
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_the_backend_without_torch_xla_says_so():
+    from accel import Accelerator
+
+    with pytest.raises(BackendError, match=r"backend 'xla' needs XLA devices.*: install torch_xla, .*torch_xla=="):
+        Accelerator(cpu=True, strategy="xla")
+
+
+# ---------------------------------------------------------------------------------------------- machines of a pod
+
+VARIABLES = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2"}
+FACTS = {"worker-network-endpoints": "a:1:t-0,b:2:t-1,c:3:t-2", "tpu-env": "ACCELERATOR_TYPE: 'v4-24'\nWORKER_ID: '1'"}
+
+
+@contextmanager
+def metadata(facts):
+    """A server like the one that machines of Google ask for their own attributes, as a variable of the environment."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            folder, _, name = self.path.rpartition("/")
+            known = folder == "/computeMetadata/v1/instance/attributes" and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if known and name in facts else 404)
+            self.end_headers()
+            self.wfile.write(facts.get(name, "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}"}
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("source", ["variables", "metadata"])
+@pytest.mark.parametrize("settings", [{}, {"num_machines": 3}, {"num_processes": 1}, {"num_processes": 3}])
+def test_a_machine_of_a_pod_finds_its_place(tmp_path, source, settings):
+    with nullcontext(VARIABLES) if source == "variables" else metadata(FACTS) as launcher:
+        made = planned(tmp_path, launcher, tpu=True, **settings)
+    assert made["machine"] == {"rank": 1, "of": 3, "at_least": 3}
+    assert made["main_process"] == {"address": "t-0", "port": 29500}
+    (process,) = made["processes"]
+    assert {
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "t-0",
+        "PJRT_DEVICE": "TPU",
+    }.items() <= process["env"].items()
+
+
+def test_a_place_that_is_given_wins(tmp_path):
+    made = planned(tmp_path, VARIABLES, tpu=True, **TWO)
+    assert made["machine"] == {"rank": 1, "of": 2, "at_least": 2}
+    assert made["main_process"] == {"address": "first", "port": 29500}
+    made = planned(tmp_path, VARIABLES, tpu=True, main_process_ip="other", main_process_port=4000)
+    assert made["machine"]["rank"] == 1
+    assert made["main_process"] == {"address": "other", "port": 4000}
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"worker-network-endpoints": "a:1:10.0.0.1", "tpu-env": "WORKER_ID: '0'"}], ids=["no TPU", "one"]
+)
+def test_a_machine_that_is_no_part_of_a_pod_is_alone(tmp_path, facts):
+    with metadata(facts) as launcher:
+        assert planned(tmp_path, launcher, tpu=True)["num_processes"] == 1
+    with metadata(FACTS) as launcher:
+        assert planned(tmp_path, {**launcher, "TPU_SKIP_MDS_QUERY": "1"}, tpu=True)["num_processes"] == 1
+        assert planned(tmp_path, launcher, num_processes=1)["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_machines": 2}, "num_machines is 2, but this TPU pod has 3 machines"),
+        ({"nnodes": "1:3"}, "nnodes is 1:3, but this TPU pod has 3 machines"),
+        ({"num_processes": 12}, "num_processes is 12 .* say num_processes 3"),
+    ],
+)
+def test_other_numbers_than_the_pods_are_refused(tmp_path, settings, words):
+    with pytest.raises(LaunchError, match=words):
+        planned(tmp_path, VARIABLES, tpu=True, **settings)
+
+
+def test_a_machine_that_does_not_know_its_place_says_so(tmp_path):
+    asked = pytest.raises(LaunchError, match=r"one of 3 machines .* give --machine_rank and --main_process_ip")
+    with metadata({"worker-network-endpoints": FACTS["worker-network-endpoints"]}) as launcher, asked:
+        planned(tmp_path, launcher, tpu=True)
+    with pytest.raises(LaunchError, match=r"cannot ask .*attributes/worker-network-endpoints"):  # it is gone
+        planned(tmp_path, launcher, tpu=True)
+
+
+# ---------------------------------------------------------------------------------------------- pods, from elsewhere
 
 
 def test_a_pod_gets_the_same_launch_on_each_machine(tmp_path):
@@ -101,6 +205,7 @@ def test_a_pod_gets_the_same_launch_on_each_machine(tmp_path):
         f"{tmp_path / 'train.py'} --lr 1"
     )
     assert made["workers"] == ["0", "2"]
+    assert "each finds its own" in made["on_each"]["place"]
     (process,) = made["on_each"]["processes"]
     assert process["argv"] == ["python3", str(tmp_path / "train.py"), "--lr", "1"]
     assert {"PJRT_DEVICE": "TPU", "A": "1", "ACCELERATE_MIXED_PRECISION": "bf16-true"}.items() <= process["env"].items()

@@ -94,6 +94,23 @@ def test_breaking_out_leaves_nothing_behind(rank: int) -> None:
     assert accelerator.gradient_state.active_dataloader is None
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("as_objects", [False, True], ids=["tensors", "objects"])
+def test_ranks_that_are_left_gather_where_torch_has_no_numpy(
+    rank: int, as_objects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "numpy", property(lambda tensor: pytest.fail("not there")), raising=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare_data_loader(DataLoader(range(13), batch_size=2))
+    seen = []
+    for rows in loader:
+        data = [{"row": row, "text": "x" * int(row)} for row in rows] if as_objects else {"row": rows}
+        found = accelerator.gather_for_metrics(data)
+        seen += [one["row"] for one in found] if as_objects else found["row"]
+    # The last step has 2, 2 and 1 rows, and none on rank 3.
+    assert [int(row) for row in seen] == list(range(13 if rank < 3 else 8))
+
+
 SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
 
 

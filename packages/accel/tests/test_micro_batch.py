@@ -56,6 +56,35 @@ def test_all_ranks_take_what_the_smallest_can(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_smaller_memory_trains_to_the_same_weights(rank: int) -> None:
+    """What the micro-batch is follows from the memory; what a step learns from is always the global batch."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from accel import DataLoaderConfiguration
+
+    def trained(limit: int) -> tuple[int, list[torch.Tensor]]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(global_batch_size=16))
+        torch.manual_seed(0)
+        model: Any = nn.Linear(3, 1, dtype=torch.float64)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = torch.randn(40, 3, dtype=torch.float64)
+        compute = needing(model, limit)
+        size = accelerator.find_micro_batch_size(compute, rows[:8])
+        loader: Any = accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=size))
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(compute(batch) / len(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.end_training()
+        return size, [parameter.detach().clone() for parameter in model.parameters()]
+
+    (whole, expected), (part, found) = trained(100), trained(3 if rank else 100)
+    assert (whole, part) == (8, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(2)
 def test_another_error_on_one_rank_reaches_all(rank: int) -> None:
     accelerator, model = prepared()
 

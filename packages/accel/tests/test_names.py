@@ -8,9 +8,10 @@ import pytest
 
 PATHS = {
     "accel": (
-        "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
-        "DistributedType GradScalerKwargs InitProcessGroupKwargs ParallelismConfig PartialState "
-        "find_executable_batch_size skip_first_batches synchronize_rng_states __version__"
+        "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+        "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
+        "InitProcessGroupKwargs ParallelismConfig PartialState ProfileKwargs debug_launcher find_executable_batch_size "
+        "is_rich_available notebook_launcher skip_first_batches synchronize_rng_states __version__"
     ),
     "accel.state": "PartialState AcceleratorState GradientState is_initialized",
     "accel.logging": "get_logger MultiProcessAdapter",
@@ -19,9 +20,13 @@ PATHS = {
     "accel.optimizer": "PreparedOptimizer AcceleratedOptimizer",
     "accel.scheduler": "PreparedScheduler AcceleratedScheduler",
     "accel.local_sgd": "LocalSGD",
+    "accel.parallelism_config": "ParallelismConfig",
+    "accel.launchers": "debug_launcher notebook_launcher",
+    "accel.tracking": "GeneralTracker filter_trackers LOGGER_TYPE_TO_CLASS",
     "accel.utils": (
-        "AORecipeKwargs AutocastKwargs ComputeEnvironment CustomDtype DistributedType DynamoBackend "
-        "GradientAccumulationPlugin KwargsHandler LoggerType PrecisionType ProjectConfiguration RNGType "
+        "AORecipeKwargs AutocastKwargs ComputeEnvironment CustomDtype DeepSpeedPlugin DistributedType DummyOptim "
+        "DummyScheduler DynamoBackend FullyShardedDataParallelPlugin GradientAccumulationPlugin KwargsHandler "
+        "LoggerType PrecisionType ProjectConfiguration RNGType "
         "TorchDynamoPlugin broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 "
         "copy_tensor_to_devices extract_model_from_parallel find_batch_size find_device gather gather_object "
         "get_data_structure honor_type initialize_tensors is_bf16_available is_namedtuple is_torch_tensor "
@@ -30,9 +35,15 @@ PATHS = {
         "send_to_device set_seed slice_tensors str_to_bool synchronize_rng_states tqdm wait_for_everyone"
     ),
     "accel.utils.operations": "gather reduce DistributedOperationException send_to_device",
+    "accel.utils.constants": "SAFE_WEIGHTS_NAME TORCH_LAUNCH_PARAMS",
+    "accel.utils.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
+    "accel.utils.environment": "patch_environment str_to_bool",
+    "accel.utils.other": "extract_model_from_parallel wait_for_everyone",
+    "accel.utils.versions": "compare_versions is_torch_version",
     "accel.utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accel.utils.memory": "find_executable_batch_size release_memory",
-    "accel.utils.dataclasses": "DataLoaderConfiguration ProjectConfiguration DistributedType",
+    "accel.utils.dataclasses": "DataLoaderConfiguration DeepSpeedPlugin DistributedType "
+    "FullyShardedDataParallelPlugin ProjectConfiguration",
     "accel.utils.imports": "is_cuda_available is_tensorboard_available is_fp8_available",
 }
 
@@ -63,6 +74,17 @@ def test_importing_everything_initialises_no_device_and_opens_no_group() -> None
 
 def test_importing_accel_alone_imports_no_torch() -> None:
     code = "import sys, accel, accel.utils, accel.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plugins_of_libraries_are_named_without_the_libraries() -> None:
+    code = (
+        "import sys, accel, accel.utils\n"
+        "from accel import DeepSpeedPlugin, FullyShardedDataParallelPlugin\n"
+        "from accel.utils.deepspeed import DummyOptim, HfDeepSpeedConfig\n"
+        "from accel.utils import DeepSpeedPlugin as same\n"
+        "assert same is DeepSpeedPlugin and 'deepspeed' not in sys.modules and 'rich' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -20,11 +20,9 @@ import torch
 from accel import debug_launcher, notebook_launcher
 from accel.notebook.cell import Copier
 from accel.notebook.parcel import pack_call, pack_result, unpack_call, unpack_results
-from accel.notebook.place import has_tpu
+from accel.notebook.place import has_tpu, place_of, processes_for
 from accel.notebook.worker import prefix_of
 from accel_state.errors import ConfigError, LaunchError
-
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
 
 nbclient = pytest.importorskip("nbclient")
 
@@ -116,6 +114,47 @@ def test_a_tpu_is_found_by_its_variables(env: Mapping[str, str], found: bool) ->
     assert has_tpu(env) is found
 
 
+@pytest.mark.parametrize(
+    ("env", "loaded", "place"),
+    [
+        ({}, (), "Python"),
+        ({}, ("IPython", "ipykernel"), "Python"),  # installed and imported, and yet no kernel
+        ({"KAGGLE_KEY": "a", "KAGGLE_USERNAME": "b"}, (), "Python"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, (), "Kaggle"),
+        ({"COLAB_RELEASE_TAG": "release-colab"}, (), "Colab"),
+        ({}, ("google.colab", "IPython"), "Colab"),
+    ],
+)
+def test_the_place_of_an_interpreter_is_known(env: Mapping[str, str], loaded: tuple[str, ...], place: str) -> None:
+    pytest.importorskip("IPython")
+    assert place_of(env, loaded) == place
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerators", "place", "count"),
+    [
+        (None, 0, "Jupyter", 1),
+        (None, 2, "Kaggle", 2),
+        (4, 0, "Jupyter", 4),
+        (None, 1, "Colab", 1),
+        (8, 1, "Colab", 1),
+        (8, 0, "Colab", 1),
+        (2, 2, "Colab", 2),
+    ],
+)
+def test_the_number_of_processes_fits_the_place(wanted: int | None, accelerators: int, place: str, count: int) -> None:
+    assert processes_for(wanted, place, lambda: accelerators) == count
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() > 1, reason="needs a machine with less than two accelerators")
+def test_on_colab_without_a_second_gpu_the_function_is_called_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
+    assert notebook_launcher(os.getpid, num_processes=8) == [os.getpid()]
+    assert "Colab offers no second GPU here: 1 process instead of 8" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
 def test_a_tpu_without_its_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_NAME", "a")
@@ -176,7 +215,10 @@ def train(start):
     return Answer(accelerator.process_index), total
 """
 RUN = """
+import os, sys
 from accel import notebook_launcher
+from accel.notebook.place import place_of
+print("in", place_of(os.environ, sys.modules))
 results = notebook_launcher(train, (1,), num_processes=2, mixed_precision="bf16")
 print("back", [(isinstance(answer, Answer), answer.rank, total) for answer, total in results])
 """
@@ -198,7 +240,8 @@ def waits():
 folder = __import__("tempfile").mkdtemp()
 def interrupt():
     while len(os.listdir(folder)) < 2: time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    assert os.getpgrp() == os.getpid()
+    os.killpg(os.getpgrp(), signal.SIGINT)  # what Jupyter's button does
 thread = threading.Thread(target=interrupt); thread.start()
 try:
     notebook_launcher(waits, num_processes=2)
@@ -231,6 +274,7 @@ def test_a_notebook_trains_on_two_processes_and_can_be_interrupted(tmp_path: Pat
     folders = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     client.execute(cleanup_kc=True, cwd=str(tmp_path), env={**os.environ, **folders})
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    assert "in Jupyter" in said[1]
     assert "total 9.0" in said[1]
     assert "back [(True, 0, 9.0), (True, 1, 9.0)]" in said[1]
     assert "step 2" in said[1]

@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import re
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +100,9 @@ def test_memory_that_runs_out_is_accounted_for_by_name(tmp_path: Path) -> None:
     for name in ("model.weight", "gradient of model.weight", "exp_avg of model.weight", "exp_avg_sq of model.weight"):
         assert f"float32 [500, 600] on cpu: {name}\n" in text
     assert "float32 [900000] on cpu: unnamed" in caught.value.__notes__[0]
+    sizes = [float(line.split()[0]) for line in text.splitlines() if " MiB  " in line]
+    assert len(sizes) >= 5
+    assert sizes == sorted(sizes, reverse=True)
     assert math.isclose(other.sum().item(), 0.0)
 
 
@@ -106,13 +113,49 @@ def test_other_errors_pass_untouched() -> None:
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_a_file_gets_plain_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+FAILING = """
+from accel.console import install_tracebacks
+
+install_tracebacks(show_locals=True)
+
+
+def halved(number: int) -> float:
+    return 1 / (number - 7)
+
+
+halved(7)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_terminal_gets_errors_in_colour_from_one_process(rank: int, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    said = on_a_terminal([sys.executable, str(script)], {**where, "TERM": "xterm-256color", "COLUMNS": "100"})
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    assert "ZeroDivisionError: division by zero" in plain
+    assert ("\x1b[" in said and "╭" in plain) == (rank == 0)
+    assert ("number = 7" in plain) == (rank == 0)
+
+
+def on_a_terminal(words: list[str], env: dict[str, str]) -> str:
+    """What a program writes to its errors where these are a terminal."""
+    terminal, end = os.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as reader:
+        program = subprocess.Popen(words, stderr=end, stdout=end, env={**os.environ, **env})
+        os.close(end)
+        said = b""
+        with suppress(OSError):  # how a terminal that nobody holds any more ends
+            while part := reader.read(4096):
+                said += part
+        assert program.wait(60) == 1
+    return said.decode()
+
+
+def test_a_file_gets_plain_tracebacks() -> None:
     from accel.console import install_tracebacks
 
     before = sys.excepthook
     assert not install_tracebacks()
     assert sys.excepthook is before
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "excepthook", before)
-    assert install_tracebacks()
-    assert sys.excepthook is not before

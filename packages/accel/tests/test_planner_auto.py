@@ -122,6 +122,31 @@ def test_offloading_is_chosen_only_for_optimizers_that_it_can_step_with(optimize
     assert any(one.name == "zero:2+offload" for one in found) == there
 
 
+class ByRows(torch.optim.SGD):
+    """Of no library that the planner knows: one learning rate for each row."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.grad is not None
+                parameter.data.sub_(parameter.grad / parameter.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
+
+
+@needs_deepspeed
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("kind", "there"), [(torch.optim.SGD, True), (ByRows, False)])
+def test_flat_pieces_are_chosen_only_for_optimizers_that_can_step_on_them(rank: int, kind: Any, there: bool) -> None:
+    accelerator = Accelerator(cpu=True, strategy=auto(candidates=["zero:1"]))
+    built = model()
+    if there:
+        accelerator.prepare(built, kind(built.parameters(), lr=0.1))
+        assert accelerator.backend.name == "deepspeed"
+    else:
+        with pytest.raises(PlanError, match="no plan to choose from"):
+            accelerator.prepare(built, kind(built.parameters(), lr=0.1))
+    accelerator.free_memory()
+
+
 @pytest.mark.ranks(2)
 def test_nothing_fits_on_every_rank(rank: int) -> None:
     accelerator = Accelerator(cpu=True, strategy=auto(hardware=Hardware.of_cpu(2, 1, 2000)))

@@ -24,8 +24,6 @@ from accel.requeueing import requeue
 from accel_state.errors import ConfigError
 from accel_testing import Finished, run_command
 
-pytestmark = pytest.mark.leaks  # no process, port, shared memory or temporary file stays behind
-
 PROGRAM = Path(__file__).with_name("preempted_training.py")
 
 

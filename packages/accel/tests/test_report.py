@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
-from accel.cli.report import _BROWSERS, draw, screenshot
+from accel.cli.report import _BROWSERS, _SIZE, screenshot
 from accel.report import find_run, page_of, plots_of, read_history
 from accel.report.history import history_of
 from accel.report.plots import curve, number_text, running_median, ticks
@@ -270,7 +270,34 @@ def pixels(path: Path) -> tuple[int, int, set[bytes]]:
     return width, height, {raw[at : at + size] for at in range(1, len(raw) - size, 97)}
 
 
+def test_ranks_are_compared_by_what_each_spent_in_which_phase() -> None:
+    tables = [
+        [{"data": 9.0, "compute": 9.0}] * 3,  # of an earlier process, with three ranks
+        [{"data": 0.5, "compute": 3.0}, {"data": 2.5, "compute": 1.0}],
+        [{"data": 0.25, "compute": 3.0}, {"data": 2.25, "compute": 1.25}],
+    ]
+    lines = [
+        {"kind": "reading", "time": 1.0 + step, "step": step, "values": {"step": step, "shares": {}}, "ranks": table}
+        for step, table in enumerate(tables)
+    ]
+    compared = next(plot for plot in plots_of(history_of(lines)) if plot.name == "ranks")
+    assert compared.title == "ranks compared, seconds"
+    told = re.findall(r"<title>(rank \d: (?:data|compute) [^<]*)", compared.svg)
+    assert told == ["rank 0: data 0.75", "rank 0: compute 6", "rank 1: data 4.75", "rank 1: compute 2.25"]
+
+
+def test_each_picture_has_a_file_of_its_own() -> None:
+    values = {"eval/loss": 1.0, "eval_loss": 2.0, "Eval loss": 3.0, "memory": 4.0}
+    lines = [{"kind": "logged", "time": 1.0 + step, "step": step, "values": values} for step in range(2)]
+    reading = {"step": 1, "memory": 2**20, "shares": {"compute": 1.0}}
+    history = history_of([*lines, {"kind": "reading", "time": 3.0, "step": 1, "values": reading}])
+    plots = plots_of(history)
+    assert [plot.title for plot in plots] == [*values, "memory, MiB", "where the time of rank 0 went"]
+    assert len({plot.name.lower() for plot in plots}) == len(plots)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome: apt install chromium")
+@pytest.mark.parametrize("run", [0.02], indirect=True, ids=["delivered"])
 def test_a_browser_shows_the_page_and_draws_each_plot(run: Path, tmp_path: Path) -> None:
     history = read_history(find_run(run))
     page = tmp_path / "page.html"
@@ -279,7 +306,11 @@ def test_a_browser_shows_the_page_and_draws_each_plot(run: Path, tmp_path: Path)
     width, height, colours = pixels(tmp_path / "page.png")
     assert (width, height) == (1200, 1600)
     assert len(colours) > 20
-    plots = plots_of(history)[:2]
-    drawn = draw(plots, tmp_path / "png")
-    assert [path.stem for path in drawn] == [plot.name for plot in plots]
-    assert all(len(pixels(path)[2]) > 3 for path in drawn)
+    words = [sys.executable, "-m", "accel", "report", run, "-o", tmp_path / "r.html", "--png", tmp_path / "png"]
+    _, *drawn = run_command(words, timeout=300).check().output.splitlines()
+    names = [plot.name for plot in plots_of(history)]
+    assert names == [Path(line).stem for line in drawn]
+    assert set(names) >= {"loss", "lr", "samples_per_second", "tokens_per_second", "mfu", "memory", "goodput", "shares"}
+    pictures = [pixels(Path(line)) for line in drawn]
+    assert {picture[:2] for picture in pictures} == {_SIZE}
+    assert all(len(colours) > 3 for _, _, colours in pictures)

@@ -4,15 +4,16 @@ Each library is imported in a process of its own: they patch what they find. Aim
 way that was tried, so its test shows no more than that it accepts everything.
 """
 
+import io
 import json
 import signal
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -22,19 +23,20 @@ TRAINING = Path(__file__).with_name("tracked_training.py")
 pytestmark = pytest.mark.timeout(1200)
 SCRIPT = """
 import sys
-import numpy as np
 import torch
 from accel import Accelerator
 
 name, folder, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
 accelerator = Accelerator(cpu=True, log_with=name, project_dir=folder)
 accelerator.init_trackers("project", {"lr": 0.1, "net": {"width": 8}}, {name: options})
-image = (np.random.default_rng(0).random((1, 8, 8, 3)) * 255).astype("uint8")
+image = torch.stack(torch.broadcast_tensors(torch.arange(8)[:, None] * 32, torch.arange(8) * 16, torch.tensor(128)), -1)
+image = image[None].to(torch.uint8)  # N x H x W x C
 for step in range(3):
     accelerator.log({"loss": torch.tensor(1 / (step + 1)), "eval_acc": step / 4}, step=step)
-if name == "tensorboard":
-    image = torch.from_numpy(image).permute(0, 3, 1, 2)
-accelerator.log_images({"samples": (image[0], "caption") if name == "aim" else image}, step=2)
+if name == "aim":
+    accelerator.log_images({"samples": (image[0].numpy(), "caption")}, step=2)
+else:
+    accelerator.log_images({"samples": image, "floats": image.flip(1).permute(0, 3, 1, 2) / 255}, step=2)
 accelerator.log_table("table", columns=["a", "b"], data=[[1, 2], [3, 4]], step=2)
 accelerator.log_artifact(__file__)
 lane = accelerator._tracking.lane_of(name)
@@ -43,6 +45,7 @@ assert own is not None
 accelerator.end_training()
 print("STATE", lane.state_dict()["state"], "REFUSED", lane._refused, "PROBLEM", lane.problem)
 assert lane.problem is None, lane.problem
+assert lane._refused == 0
 """
 LOSSES = [1.0, 0.5, 1 / 3]
 POINTS = [(step, pytest.approx(loss)) for step, loss in enumerate(LOSSES)]
@@ -55,6 +58,19 @@ def tracked(name: str, folder: Path, options: str = "{}", **env: str) -> str:
     script.write_text(SCRIPT, encoding="utf-8")
     done = run_command([sys.executable, script, name, folder, options], cwd=folder, env=env, timeout=300)
     return done.check().output
+
+
+def assert_shown(files: Iterable[Path | BinaryIO], off_by: float = 0) -> None:
+    """The files are the script's two pictures, each number right within ``off_by`` on average."""
+    import numpy as np
+    from PIL import Image
+
+    rows, columns = np.mgrid[:8, :8]
+    expected = np.stack([rows * 32, columns * 16, np.full((8, 8), 128)], -1)
+    found = [np.asarray(Image.open(file).convert("RGB")).astype(int) for file in files]
+    assert [picture.shape for picture in found] == [(8, 8, 3)] * 2
+    for picture in (expected, expected[::-1]):
+        assert min(np.abs(picture - other).mean() for other in found) <= off_by
 
 
 def _need(name: str) -> None:
@@ -70,7 +86,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(LOSSES)
     assert [event.step for event in events.Scalars("eval_acc")] == [0, 1, 2]
-    assert [event.step for event in events.Images("samples")] == [2]
+    written = [event for name in ("samples", "floats") for event in events.Images(name)]
+    assert [event.step for event in written] == [2, 2]
+    assert_shown(io.BytesIO(event.encoded_image_string) for event in written)
     assert "_hparams_/session_start_info" in events.summary_metadata
     (written,) = tmp_path.glob("project/*/hparams.yml")
     assert "width: 8" in written.read_text()
@@ -89,6 +107,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.data.params == {"lr": "0.1", "net.width": "8"}
     assert run.info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {"samples", "script.py", "table.json"}
+    assert_shown(tmp_path.rglob("*.png"))
 
 
 def test_wandb(tmp_path: Path) -> None:
@@ -99,7 +118,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert [row["_step"] for row in history if "loss" in row] == [0, 1, 2]
     assert config["lr"] == 0.1
     assert config["net"] == {"width": 8}
-    assert list(tmp_path.glob("wandb/offline-run*/files/media/images/*.png"))
+    assert_shown(tmp_path.glob("wandb/offline-run*/files/media/images/*.png"))
     assert list(tmp_path.glob("wandb/offline-run*/files/media/table/*.json"))
 
 
@@ -143,6 +162,8 @@ def test_comet(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("*.zip")
     with zipfile.ZipFile(archive) as files:
         messages = [json.loads(line) for line in files.read("messages.json").decode().splitlines()]
+        contents = map(files.read, files.namelist())
+        assert_shown(io.BytesIO(content) for content in contents if content.startswith(b"\x89PNG"))
     metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
     losses = [(metric["step"], float(metric["metricValue"])) for metric in metrics if metric["metricName"] == "loss"]
     assert losses == POINTS
@@ -158,6 +179,10 @@ def test_clearml(tmp_path: Path) -> None:
     losses = [(entry["iter"], entry["value"]) for entry in lines if entry.get("metric") == "loss"]
     assert losses == POINTS
     assert {entry["variant"] for entry in lines if entry.get("metric") == "acc"} == {"eval"}
+    task = json.loads(written.with_name("task.json").read_text())
+    assert task["configuration"]["General"]["value"].split() == ["lr", "=", "0.1", "net", "{", "width", "=", "8", "}"]
+    assert [kept["key"] for kept in task["execution"]["artifacts"]] == ["script.py"]
+    assert_shown(tmp_path.rglob("*.jpeg"), off_by=12)
 
 
 def test_dvclive(tmp_path: Path) -> None:
@@ -166,14 +191,14 @@ def test_dvclive(tmp_path: Path) -> None:
     assert [float(row.split()[-1]) for row in rows] == pytest.approx(LOSSES)
     assert [int(row.split()[-2]) for row in rows] == [0, 1, 2]
     assert "width: 8" in (tmp_path / "dvclive" / "params.yaml").read_text()
-    assert list((tmp_path / "dvclive" / "plots" / "images").rglob("*.png"))
+    assert_shown((tmp_path / "dvclive" / "plots" / "images").rglob("*.png"))
 
 
 def test_swanlab(tmp_path: Path) -> None:
     """Scalars are in a binary file of SwanLab's that is not read here; configuration and image are."""
     tracked("swanlab", tmp_path, repr({"mode": "offline", "logdir": str(tmp_path / "sl")}), HOME=str(tmp_path))
     assert any("width" in path.read_text() for path in (tmp_path / "sl").rglob("config.yaml"))
-    assert list((tmp_path / "sl").rglob("*.png"))
+    assert_shown((tmp_path / "sl").rglob("*.png"))
 
 
 def test_trackio(tmp_path: Path) -> None:
@@ -185,7 +210,7 @@ def test_trackio(tmp_path: Path) -> None:
         rows = connection.execute("select step, metrics from metrics order by step, id").fetchall()
     losses = [(step, json.loads(text)["loss"]) for step, text in rows if "loss" in json.loads(text)]
     assert losses == POINTS
-    assert list((tmp_path / "tio").rglob("*.png"))
+    assert_shown((tmp_path / "tio").rglob("*.png"))
 
 
 def test_aim(tmp_path: Path) -> None:

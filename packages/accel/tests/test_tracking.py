@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from accel.tracking import (
     RunLogTracker,
     TrackingError,
     filter_trackers,
+    get_available_trackers,
     register_tracker_class,
 )
 from accel.tracking.base import Continuation
 from accel.tracking.lane import Lane
 from accel.tracking.reducing import reduction_of
 from accel.tracking.spool import Entry, Spool
-from accel.tracking.values import as_json, flatten, numbers, plain, snapshot
+from accel.tracking.values import as_json, flatten, numbers, pictures, plain, snapshot
 from accel_state.errors import ConfigError
 from accel_testing.compare import assert_close_state
 from accel_testing.faults import limited_file_size, small_file_system
@@ -130,6 +133,61 @@ def test_anything_nested_becomes_json_and_what_json_has_comes_back(value: Any) -
 def test_flat_names_lead_back_to_the_values(nested: dict[str, dict[str, int]]) -> None:
     flat = dict(flatten(nested, "|"))
     assert flat == {f"{outer}|{inner}": value for outer, items in nested.items() for inner, value in items.items()}
+
+
+RED = np.zeros((2, 5, 7, 3), dtype="uint8") + np.array([255, 51, 0], dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        RED,
+        RED.transpose(0, 3, 1, 2),
+        torch.from_numpy(RED.transpose(0, 3, 1, 2).copy()) / 255,
+        [RED[0], torch.from_numpy(RED[1])],
+        list(RED.transpose(0, 3, 1, 2) / 255 * 1.0001),
+    ],
+    ids=["last", "first", "floats", "list", "slightly-over-1"],
+)
+def test_images_in_any_form_become_what_every_library_takes(images: Any) -> None:
+    shown = list(pictures(images))
+    assert [picture.dtype for picture in shown] == ["uint8"] * 2
+    assert all(np.array_equal(picture, RED[0]) for picture in shown)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shapes"),
+    [
+        ((4, 9, 8), [(9, 8, 4)]),
+        ((9, 8), [(9, 8)]),
+        ((5, 9, 8), [(9, 8)] * 5),
+        ((2, 1, 9, 8), [(9, 8)] * 2),
+        ((2, 9, 8, 1), [(9, 8)] * 2),
+        ((3, 9, 8), [(9, 8, 3)]),
+        ((9, 8, 4), [(9, 8, 4)]),
+    ],
+)
+def test_one_image_is_told_from_a_batch(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
+    assert [picture.shape for picture in pictures(np.zeros(shape))] == shapes
+
+
+def test_images_of_any_dtype_are_copied_when_they_are_logged(tmp_path: Path) -> None:
+    class Album(Kept):
+        name = "album"
+
+        def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+            self.entries += [(step, {name: list(pictures(images))}) for name, images in values.items()]
+
+    album = Album()
+    accelerator = Accelerator(cpu=True, log_with=[album])
+    accelerator.init_trackers("p", queue=QUICK)
+    batch = torch.ones(1, 3, 4, 4, dtype=torch.bfloat16)
+    accelerator.log_images({"samples": batch}, step=0)
+    batch.zero_()
+    accelerator.end_training()
+    ((step, images),) = album.entries
+    assert step == 0
+    assert (images["samples"][0] == 255).all()
 
 
 def test_numbers_leave_text_out() -> None:
@@ -314,14 +372,20 @@ def test_a_tracker_that_does_not_return_holds_nothing_up() -> None:
         def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
             release.wait()
 
-    lane = Lane(Hanging(), QueueOptions(interval=0.01, patience=0.2, limit=5))
+    tracker = Hanging()
+    lane = Lane(tracker, QueueOptions(interval=0.01, patience=0.2, limit=5))
     started = time.monotonic()
     for step in range(10):
         lane.put(Entry("log", {"loss": 1.0}, step, {}))
     lane.finish()
     assert time.monotonic() - started < 30
     assert isinstance(lane.problem, TimeoutError)
+    assert not tracker.finished
     release.set()
+    until = time.monotonic() + 30
+    while not tracker.finished and time.monotonic() < until:
+        time.sleep(0.01)
+    assert tracker.finished  # late, but its library's threads and files are closed
 
 
 def test_a_spool_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -396,6 +460,7 @@ def test_a_dead_endpoint_does_not_change_the_weights(
 @pytest.mark.fault
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_files_that_cannot_grow_do_not_change_the_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torch.utils.tensorboard")  # imported now, so that it is tried while files cannot grow
     expected = trained(tmp_path / "none", None)
     with limited_file_size(64):
         weights = trained(tmp_path / "full", "tensorboard")
@@ -485,6 +550,78 @@ def test_names_are_checked_when_the_accelerator_is_made(tmp_path: Path) -> None:
         Accelerator(cpu=True, log_with="tensorbord")
     with pytest.raises(ConfigError, match="requires a `logging_dir`"):
         Accelerator(cpu=True, log_with="tensorboard")
+
+
+FOREIGN = """
+from accel.tracking import GeneralTracker
+
+
+class Lines(GeneralTracker):
+    name = "lines"
+    requires_logging_directory = True
+
+    def __init__(self, project, folder, suffix=".txt"):
+        super().__init__()
+        self.file = folder / f"{project}{suffix}"
+
+    @property
+    def tracker(self):
+        return self.file
+
+    def log(self, values, step, **kwargs):
+        with self.file.open("a") as file:
+            file.write(f"{step} {values}\\n")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an installed package that offers trackers; ``lines.py`` is to be written there."""
+    folder = tmp_path / "package"
+    facts = folder / "lines_of_text-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: lines_of_text\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[accel.trackers]\nlines = lines_of_text:Lines\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "lines_of_text", raising=False)
+    return folder
+
+
+def test_a_tracker_of_another_package_is_used_by_its_name(package: Path, tmp_path: Path) -> None:
+    (package / "lines_of_text.py").write_text(FOREIGN)
+    accelerator = Accelerator(cpu=True, log_with="lines", project_dir=tmp_path)
+    accelerator.init_trackers("p", init_kwargs={"lines": {"suffix": ".log"}}, queue=QUICK)
+    for step in range(2):
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.end_training()
+    assert (tmp_path / "p.log").read_text().splitlines() == ["0 {'loss': 1.0}", "1 {'loss': 1.0}"]
+    with pytest.raises(ConfigError, match="did you mean 'lines'"):
+        filter_trackers("lnes")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("raise RuntimeError('broken')", "broken"), ("", "has no attribute 'Lines'")],
+    ids=["raises", "empty"],
+)
+def test_a_package_that_does_not_import_stops_no_run(
+    text: str, words: str, package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (package / "lines_of_text.py").write_text(text)
+    expected = trained(tmp_path / "none", None)
+    assert_close_state(trained(tmp_path / "broken", ["lines"]), expected, rtol=0)
+    assert len(rows_of(tmp_path / "broken")) == 10
+    assert "tracker lines cannot be loaded, so the run does without" in caplog.text
+    assert words in caplog.text
+
+
+def test_all_means_every_library_that_is_there(tmp_path: Path) -> None:
+    own = Kept()
+    chosen = filter_trackers(["all", own], tmp_path)
+    assert chosen[0] is own
+    assert chosen[1:] == get_available_trackers()
+    if find_spec("tensorboard") is not None:
+        assert "tensorboard" in map(str, chosen[1:])
 
 
 def test_making_a_tracker_opens_nothing(tmp_path: Path) -> None:

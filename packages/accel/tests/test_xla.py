@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel_state import Topology
 from accel_testing.equivalence import assert_equivalent
 from accel_testing.models import SyntheticData, TinyMLP
 from accel_testing.program import Program, momentum_sgd
@@ -148,6 +149,31 @@ def test_a_late_compilation_is_reported_with_its_step(on_devices):
     assert "even_batches=True" in said[0]
 
 
+def test_a_late_compilation_in_a_micro_batch_is_reported_too(on_devices):
+    def body():
+        said = records("accel_backends.xla_compilations")
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = TinyMLP(hidden=60)
+        optimizer = adamw(model)
+        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        loader = DataLoader(SyntheticData(96), batch_size=8)
+        model, optimizer, loader, rates = accelerator.prepare(model, optimizer, loader, rates)
+        for number, (x, y) in enumerate(loader):
+            some = slice(None) if number != 8 else slice(4)
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x[some]), y[some]))
+                optimizer.step()
+                rates.step()
+                optimizer.zero_grad()
+        accelerator.end_training()
+        return accelerator.backend.watch.steps, accelerator.backend.watch.late, said
+
+    steps, late, said = on_devices(1, body)
+    assert (steps, late) == (6, 1)
+    assert ["in a micro-batch of optimizer step 5" in one for one in said] == [True]
+
+
 def test_parameters_states_and_rows_of_batches_are_spread_over_the_devices(on_devices):
     def body():
         import torch_xla
@@ -167,7 +193,7 @@ def test_parameters_states_and_rows_of_batches_are_spread_over_the_devices(on_de
     assert all(one.startswith("{devices=[4,1]") for one in batches)
 
 
-def test_a_step_has_run_where_it_ends_and_a_micro_batch_where_the_next_begins(on_devices):
+def test_a_step_has_run_where_it_ends_and_a_micro_batch_at_the_end_of_its_block(on_devices):
     """Nothing is left recorded then, or steps would grow together; and each micro-batch is one computation."""
 
     def body():
@@ -187,24 +213,46 @@ def test_a_step_has_run_where_it_ends_and_a_micro_batch_where_the_next_begins(on
         model = TinyMLP(hidden=36)
         model, optimizer, loader = accelerator.prepare(model, adamw(model), DataLoader(SyntheticData(32), batch_size=8))
         parameters = list(model.parameters())
-        begun, before, after, counts = [], [], [], []
+        ended, before, after, counts = [], [], [], []
         for x, y in loader:
             counts.append(runs())
-            begun.append(recorded([parameter.grad for parameter in parameters]))
             with accelerator.accumulate(model):
                 accelerator.backward(mse_loss(model(x), y))
                 before.append(recorded([parameter.grad for parameter in parameters]))
                 optimizer.step()
                 after.append(recorded(parameters))
                 optimizer.zero_grad()
+            ended.append(recorded([parameter.grad for parameter in parameters]))
         accelerator.end_training()
-        return begun, before, after, [after - before for before, after in pairwise(counts)]
+        return ended, before, after, [after - before for before, after in pairwise(counts)]
 
-    begun, before, after, computations = on_devices(4, body)
+    ended, before, after, computations = on_devices(4, body)
     assert all(before)
     assert computations == [1, 1, 1]
-    assert begun == [0, 0, 0, 0]
+    assert ended == [0, 0, 0, 0]
     assert after == [0, 0, 0, 0]
+
+
+def test_bf16_computes_in_bf16_with_parameters_and_outputs_as_they_were(on_devices):
+    def body():
+        accelerator = Accelerator(mixed_precision="bf16")
+        torch.manual_seed(0)
+        model = TinyMLP(hidden=56)
+        computed = []
+        layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+        layer.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
+        loader = DataLoader(SyntheticData(43), batch_size=8)
+        model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+        for x, y in loader:
+            output = model(x)
+            accelerator.backward(mse_loss(output, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = {output.dtype} | {parameter.dtype for parameter in model.parameters()}
+        accelerator.end_training()
+        return set(computed), kept, accelerator.backend.watch.late
+
+    assert on_devices(4, body) == ({torch.bfloat16}, {torch.float32}, 0)
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -296,16 +344,34 @@ def test_gradients_computed_before_torch_knew_the_devices_are_refused():
         fresh.run(body, group=None, variables=Layout("xla").variables)
 
 
-def test_several_processes_and_machines_are_refused():
-    from accel_backends.xla import XLABackend, check_hosts
-    from accel_precision import PrecisionPolicy
+@pytest.mark.parametrize(
+    ("hosts", "topology", "words"),
+    [
+        (4, Topology(), "one of 4 machines of a pod, and was started alone"),
+        (1, Topology.on_one_node(0, 2), r"2 processes were started on 1 machine\(s\), and XLA's runtime connects 1"),
+        (2, Topology(0, 4, 0, 2, 0, 2), r"4 processes were started on 2 machine\(s\), and XLA's runtime connects 2"),
+        (2, Topology(0, 4, num_nodes=4), "4 processes were started on 4 .* connects 2"),
+    ],
+)
+def test_other_processes_than_one_on_each_machine_are_refused(hosts, topology, words):
+    from accel_backends.xla import check_hosts
     from accel_state import BackendError
 
-    policy = PrecisionPolicy.parse("no", device_type="cpu")
-    assert "runs on 1 process(es)" in XLABackend.capabilities.refusal("xla", policy, "xla", 2)
-    check_hosts(1)
-    with pytest.raises(BackendError, match="one of 4 machines of a pod"):
-        check_hosts(4)
+    check_hosts(1, Topology())
+    check_hosts(2, Topology(1, 2, node_rank=1, num_nodes=2))
+    with pytest.raises(BackendError, match=words):
+        check_hosts(hosts, topology)
+
+
+def test_devices_stand_in_the_order_of_the_processes_that_have_them():
+    """The runtime may count machines in another order than ranks do, and rows of batches are those of ranks."""
+    from accel_backends.xla_mesh import in_rows
+    from accel_state import BackendError
+
+    assert in_rows([[2, 3], [0, 1]], 4) == [2, 3, 0, 1]
+    for wrong in ([[0, 1], [0, 1]], [[0, 1, 2], [3]], [[0, 1], [2, 3]][:1]):
+        with pytest.raises(BackendError, match="expected 4 in all, 0 to 3, equally many on each"):
+            in_rows(wrong, 4)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-true", "fp8"])
@@ -316,6 +382,16 @@ def test_precisions_that_do_not_work_are_refused_by_name(on_devices, precision):
 
         with pytest.raises((AccelError, PrecisionError), match=precision.partition("-")[0]):
             Accelerator(mixed_precision=precision)
+
+    on_devices(1, body)
+
+
+def test_the_backend_says_how_to_get_devices_where_there_are_none(on_devices):
+    def body():
+        from accel_state import BackendError
+
+        with pytest.raises(BackendError, match="needs XLA devices, and this is cpu: set PJRT_DEVICE to TPU"):
+            Accelerator(cpu=True, strategy="xla")
 
     on_devices(1, body)
 

@@ -1,5 +1,6 @@
 """Programs that are started for XLA devices: by the launcher, over a pod's machines, from a notebook, by hand."""
 
+import json
 import os
 import re
 import shlex
@@ -8,10 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from accel import Accelerator, notebook_launcher
 from accel_state import ConfigError
-from accel_testing.launching import run_command
+from accel_testing.launching import free_port, run_command
+from accel_testing.models import SyntheticData, TinyMLP
+from accel_testing.programs import adamw
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),
@@ -69,6 +74,108 @@ def test_a_launch_reaches_the_machine_of_a_pod(tmp_path):
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     done = run_command(command, env={**DEVICES, "PATH": path}, cwd=tmp_path, timeout=300).check()
     assert "xla 2 1 no torch.float32 before" in done.output.splitlines()
+
+
+def test_machines_of_a_pod_are_ranks_that_share_the_samples_the_weights_and_one_checkpoint(tmp_path):
+    """All that a pod's machines do but computing as one, which CPU devices of several processes cannot."""
+    command = [sys.executable, "-m", "accel", "launch", "--tpu", "--main_process_port", str(free_port())]
+    told = {**DEVICES, "CPU_NUM_DEVICES": "1", "TPU_WORKER_HOSTNAMES": "localhost,127.0.0.1"}
+    machines = [told | {"TPU_WORKER_ID": number} for number in ("0", "1")]
+    script = Path(__file__).with_name("pod_stand_in.py")
+    run_command([*command, script, tmp_path], env=machines, cwd=tmp_path, timeout=300).check()
+    first, second = found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["place"] for one in found] == [[0, 2, True], [1, 2, True]]
+    assert first["rows"] == [[0, 1], [4, 5], [8, 9]]
+    assert second["rows"] == [[2, 3], [6, 7], [0, 1]]
+    for one in found:
+        assert "2 processes were started on 2 machine(s), and XLA's runtime connects 1" in one["refusal"]
+        assert one["metrics"] == list(range(10))
+        assert (one["host"], one["first's"], one["objects"], one["trigger"]) == ([[0, 1], [1]], [0], [0, 1], True)
+        assert (one["whole"], one["padded"]) == ([[0, 1, 2, 3], [0, 2, 4, 6]], [4])
+        assert one["mixed"] == [[0, 1, 2], [0, 0, 1]]
+        assert one["loaded"]
+    assert first["drawn"][0] != second["drawn"][0]
+    assert first["drawn"][1] == second["drawn"][1]
+    assert first["weights"] == second["weights"]
+    assert_goes_on(tmp_path / "state", first["weights"])
+
+
+def assert_goes_on(checkpoint, weights):
+    """The checkpoint has each tensor once, and one process on the CPU, which would have trained the same, loads it."""
+    from safetensors import safe_open
+
+    kept = []
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            kept += opened.keys()
+    assert len(kept) == len(set(kept))
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        model(torch.ones(2, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {name: value.tolist() for name, value in model.state_dict().items()}
+    model = torch.nn.Linear(2, 2)
+    loader = DataLoader(torch.arange(10.0), batch_size=2)
+    model, *_ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader)
+    accelerator.load_state(checkpoint)
+    accelerator.end_training()
+    for name, value in model.state_dict().items():
+        assert value.tolist() == weights[name]
+        torch.testing.assert_close(value, torch.tensor(trained[name]), rtol=1e-5, atol=1e-6)
+
+
+SHARDED = """
+import torch
+from torch.utils.data import DataLoader
+from accel import Accelerator
+from accel_testing.models import SyntheticData, TinyMLP
+from accel_testing.programs import adamw
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = TinyMLP(hidden=64)
+model, optimizer, loader = accelerator.prepare(model, adamw(model), DataLoader(SyntheticData(48), batch_size=8))
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+import torch_xla
+
+specs = {torch_xla._XLAC._get_xla_sharding_spec(one) for one in model.parameters()}
+assert all("devices=[" in one and "replicated" not in one for one in specs), specs
+assert accelerator.distributed_type == "XLA" and accelerator.backend.watch.late == 0
+accelerator.save_model(model, "trained")
+accelerator.end_training()
+"""
+
+
+def test_the_usual_flags_of_fsdp_shard_over_the_devices(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "accel", "launch", "--tpu", "--gradient_accumulation_steps", "2"]
+    sharded = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "true", "train.py"]
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    run_command([*command, *sharded], env=devices, cwd=tmp_path, timeout=300).check()
+    torch.manual_seed(0)
+    model = TinyMLP(hidden=64)
+    optimizer, data = adamw(model), SyntheticData(48)
+    for x, y in zip(data.x.split(16), data.y.split(16), strict=True):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "trained" / "model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_notebook_on_a_tpu_trains_in_its_own_process(on_devices):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accel.scheduler import PreparedScheduler as PreparedScheduler
     from accel.state import PartialState as PartialState
     from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_backends import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_backends import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from accel_state import ParallelismConfig as ParallelismConfig
     from accel_state import find_executable_batch_size as find_executable_batch_size
     from accel_state import synchronize_rng_states as synchronize_rng_states
+    from accel_state.imports import is_rich_available as is_rich_available
 
 _EXPORTS = {
     "accel.accelerator": ("Accelerator",),
@@ -50,6 +52,7 @@ _EXPORTS = {
     "accel.state": ("PartialState",),
     "accel_backends": (
         "DDPCommunicationHookType",
+        "DeepSpeedPlugin",
         "DistributedDataParallelKwargs",
         "FullyShardedDataParallelPlugin",
         "TorchDynamoPlugin",
@@ -63,11 +66,15 @@ _EXPORTS = {
         "find_executable_batch_size",
         "synchronize_rng_states",
     ),
+    "accel_state.imports": ("is_rich_available",),
 }
 _PLACE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PLACE_OF["DataLoaderConfiguration"] = "accel_data:LoaderOptions"
 # Reachable as attributes without an import of their own, as users of these names are used to.
-_SUBMODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+_SUBMODULES = (
+    *("data_loader", "launchers", "logging", "optimizer", "parallelism_config"),
+    *("scheduler", "state", "tracking", "utils"),
+)
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
 __getattr__, __dir__ = lazy_names(__name__, {**_PLACE_OF, **{name: f".{name}:" for name in _SUBMODULES}})

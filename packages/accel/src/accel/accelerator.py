@@ -17,6 +17,7 @@ from accel.facets.data import DataFacet
 from accel.facets.exchange import ExchangeFacet
 from accel.facets.gradients import GradientFacet
 from accel.facets.memory import MemoryFacet
+from accel.facets.mesh import MeshFacet
 from accel.facets.observing import ObservingFacet, RunProgress
 from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
@@ -48,6 +49,7 @@ class Accelerator(
     DataFacet,
     GradientFacet,
     SettingsFacet,
+    MeshFacet,
     PreemptionFacet,
     MemoryFacet,
     CheckpointFacet,
@@ -80,7 +82,7 @@ class Accelerator(
             ``AutocastKwargs``, ``InitProcessGroupKwargs``, fp8 recipes.
         dynamo_backend: compile prepared models with this torch.compile backend.
         dynamo_plugin: compilation in detail.
-        parallelism_config: degrees of data, tensor, context and pipeline parallelism.
+        parallelism_config: degrees of data, tensor, context, sequence and pipeline parallelism.
         strategy: name of the backend, or its configuration; None chooses by topology and device, ``"auto"`` when the
             first model is prepared, by what it needs (see ``planner.AutoStrategy``).
         fsdp_plugin: shard parameters, gradients and optimizer states, as these options say.
@@ -338,7 +340,7 @@ class Accelerator(
             if clock.due:
                 accumulation.normalise(window, self._accumulated(), backend)
             return
-        backend.backward(loss, scale=clock.share, **kwargs)
+        backend.backward(loss, scale=clock.scale, **kwargs)
         if clock.due and clock.correction != 1.0:
             accumulation.correct_short_window(clock, self._accumulated(), backend)
 

@@ -68,6 +68,8 @@ class ActiveLoader(Protocol):
     def real_counts(self) -> tuple[int, ...] | None: ...
     @property
     def window(self) -> WindowFacts | None: ...
+    @property
+    def weight(self) -> float: ...
 
 
 class Scaling(Protocol):
@@ -165,6 +167,12 @@ class StepClock:
     def num_steps(self, value: int) -> None:
         self.plugin = dataclasses.replace(self.plugin, num_steps=value)
         self.share = 1.0 / value
+
+    @property
+    def scale(self) -> float:
+        """``share``, times what this rank's part weighs where ranks share the sequences of a batch."""
+        loader = self.active_loader
+        return self.share if loader is None else self.share * loader.weight
 
     @property
     def open(self) -> bool:

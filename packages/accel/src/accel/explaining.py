@@ -221,4 +221,12 @@ def _bytes_of(event: Any) -> int:
     return total
 
 
-_ITEM_SIZES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "unsigned char": 1}
+# As C++ calls them; one of unknown size counts as float.
+_ITEM_SIZES = {
+    **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
+    **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e4m3fnuz", "c10::Float8_e5m2", "c10::Float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short int"), 2),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("double", "long int", "c10::complex<float>"), 8),
+    "c10::complex<double>": 16,
+}

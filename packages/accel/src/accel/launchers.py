@@ -13,7 +13,7 @@ from accel.config.resolve import without_launcher
 from accel.config.setting import nearest
 from accel.notebook.cell import run_in_cell
 from accel.notebook.parcel import pack_call, unpack_results
-from accel.notebook.place import has_tpu
+from accel.notebook.place import has_tpu, place_of, processes_for
 from accel_state.errors import ConfigError, LaunchError
 
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
@@ -48,7 +48,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         function: defined in a cell, or importable; makes its own ``Accelerator``.
         args: its arguments.
         num_processes: on this machine; None: one per accelerator, or one on a machine without any. On a TPU there is
-            one, which drives all cores.
+            one, which drives all cores; on Colab one where there are not two GPUs, whatever is asked for.
         mixed_precision: what an ``Accelerator`` in the function takes unless it is told otherwise.
         use_port: where the machines meet; for one machine a free port is taken unless another than the default is
             given.
@@ -76,7 +76,10 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         raise ConfigError(f"node_rank is {node_rank} of num_nodes {num_nodes}; expected 0 to {max(num_nodes, 1) - 1}")
     if has_tpu(os.environ):
         return [_call_on_tpu(function, args, num_processes, str(mixed_precision).lower())]
-    count = _num_accelerators() if num_processes is None else num_processes
+    place = place_of(os.environ, sys.modules)
+    count = processes_for(num_processes, place, _num_accelerators)
+    if count < (num_processes or 1):
+        print(f"{place} offers no second GPU here: {count} process instead of {num_processes}.")
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     settings: dict[str, object] = {
         "mixed_precision": str(mixed_precision).lower(),
@@ -150,10 +153,10 @@ def _call_on_tpu(
 
 
 def _num_accelerators() -> int:
-    """Accelerators of this machine, counted without using any; 1 where there is none."""
+    """Accelerators of this machine, counted without using any."""
     import torch
 
-    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _endpoint(endpoint: str, address: str, port: str | int) -> tuple[str, int]:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from accel_state import nested
+from accel_state.device import is_whole
+from accel_state.errors import DataError
 from accel_state.session import Session
 
 
@@ -22,7 +24,8 @@ def gather_for_metrics(
     Tensors in any nesting are concatenated along dimension 0. Anything else (or everything, with
     ``use_gather_object``) is sent as objects: a list counts its items as rows, and the result is one list.
     ``real_counts`` None keeps all rows: nothing was repeated, or nobody can know. Ranks that have no batch in this
-    step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others.
+    step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others. Tensors on XLA
+    devices have the rows of all ranks already.
 
     Args:
         shard_of: for each rank the data shard that it reads. Ranks with the same one (they split the model, not the
@@ -30,6 +33,14 @@ def gather_for_metrics(
     """
     leaves = nested.flatten(data)[0]
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if not as_objects and session.world_size > 1 and any(is_whole(leaf) for leaf in leaves):
+
+        def kept(leaf: torch.Tensor) -> Any:
+            if not is_whole(leaf):
+                return gather_for_metrics(session, leaf, real_counts, shard_of=shard_of)
+            return leaf if real_counts is None or leaf.ndim == 0 else _keep_rows(leaf, real_counts)
+
+        return nested.map_leaves(kept, data)
     if shard_of is not None and len(set(shard_of)) < session.world_size:
         speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
         if real_counts is None:
@@ -46,6 +57,24 @@ def gather_for_metrics(
     most = max(real_counts)
     gathered = session.gather(nested.map_leaves(lambda leaf: _pad_rows(leaf, most), data))
     return nested.map_leaves(lambda rows: _keep_rows(rows, real_counts), gathered)
+
+
+def join_parts(data: Any, count: int, group: Any) -> Any:
+    """The parts (samples, tokens, ...) of the ``count`` ranks of ``group``, one after the other; collective.
+
+    Raises:
+        DataError: there is something else, of which nobody can say how the parts make a whole.
+    """
+    from accel_state.collectives import gather
+
+    wrong = [leaf for leaf in nested.flatten(data)[0] if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2]
+    if wrong:
+        shape = f"a tensor of shape {tuple(wrong[0].shape)}" if hasattr(wrong[0], "shape") else type(wrong[0]).__name__
+        raise DataError(
+            f"gather_for_metrics was given {shape}, and {count} ranks have a part of each sequence; expected tensors "
+            "(samples, tokens, ...); nearest: gather or reduce, which take one value of each rank"
+        )
+    return nested.map_leaves(lambda parts: torch.cat(parts.chunk(count), 1), gather(data, group=group))
 
 
 def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
@@ -76,24 +105,21 @@ def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_
     A group of their own would do it in one collective, but making one is a collective of all ranks, and the others
     have left the loop.
     """
-    import torch.distributed as dist
+    from accel_state.peers import resolve
+    from accel_state.pickled import receive_pickled, send_pickled
 
+    group = resolve(session.group)
+    assert group is not None
     count = real_counts[session.rank]
     own = _first(data, count) if as_objects else nested.map_leaves(lambda leaf: _rows(leaf)[:count].cpu(), data)
     root, *others = (rank for rank, rows in enumerate(real_counts) if rows >= 0)
-    places: dict[str, Any] = {"group": session.group, "device": session.device.torch}
-    box: list[Any] = [None]
     if session.rank == root:
-        parts = [own]
+        parts = [own, *(receive_pickled(rank, group) for rank in others)]
         for rank in others:
-            dist.recv_object_list(box, src=rank, **places)
-            parts.append(box[0])
-        for rank in others:
-            dist.send_object_list([parts], dst=rank, **places)
+            send_pickled(parts, rank, group)
     else:
-        dist.send_object_list([own], dst=root, **places)
-        dist.recv_object_list(box, src=root, **places)
-        parts = box[0]
+        send_pickled(own, root, group)
+        parts = receive_pickled(root, group)
     if as_objects:
         return [item for part in parts for item in part]
     return nested.send_to_device(nested.concatenate(parts), session.device.torch)

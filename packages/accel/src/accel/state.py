@@ -10,8 +10,11 @@ from accel_state.enums import DistributedType
 from accel_state.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from accel.facets.settings import SettingsFacet
-    from accel_backends import Backend
+    from accel_backends import Backend, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accel_state import ParallelismConfig
 
 __all__ = [
     "AcceleratorState",
@@ -106,6 +109,35 @@ class AcceleratorState(_ProcessView):
     def mixed_precision(self) -> str:
         """Name of the precision policy."""
         return self._accelerator.mixed_precision
+
+    @property
+    def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
+        """The options of sharding, where models are sharded by torch."""
+        return self._accelerator.fsdp_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Models are sharded by parameters."""
+        return self._accelerator.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
+        """DeepSpeed's options, where it trains."""
+        return self._accelerator.deepspeed_plugin
+
+    @property
+    def deepspeed_plugins(self) -> "Mapping[str, DeepSpeedPlugin]":
+        """DeepSpeed's options by name, where several were given."""
+        return self._accelerator.deepspeed_plugins
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Lets models that are prepared from now on use these options."""
+        self._accelerator.select_deepspeed_plugin(name)
+
+    @property
+    def parallelism_config(self) -> "ParallelismConfig":
+        """Degrees of parallelism."""
+        return self._accelerator.parallelism_config
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 _SHARDS = ("fsdp", "fsdp1")
+_NEAREST: Mapping[tuple[str, ...], str] = {("dp_shard",): "strategy='fsdp'", ("sp",): "strategy='deepspeed'"}
 
 
 def asked_strategy(
@@ -129,6 +130,18 @@ def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoS
     return auto
 
 
+def share_sequences(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
+    """Tells DeepSpeed's options, where it trains, how many ranks share every sequence.
+
+    Raises:
+        ConfigError: they say something else.
+    """
+    if options is not None:
+        wanted = parallelism or ParallelismConfig()
+        handler = wanted.sp_handler
+        options.share_sequences(wanted.size("sp"), None if handler is None else handler.sp_attn_implementation)
+
+
 def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:
     """The degrees of parallelism as the backend carries them out; what was not given is data parallelism.
 
@@ -140,9 +153,9 @@ def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: 
     given = parallelism or ParallelismConfig()
     fitted = given.fitted(topology.world_size)
     able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
-    other = [axis for axis in fitted.active_mesh_dims if axis not in able]
+    other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.shared_degrees)]
     if other:
-        nearest = "strategy='fsdp'" if other == ["dp_shard"] else f"dp_replicate_size={topology.world_size}"
+        nearest = _NEAREST.get(tuple(other), f"dp_replicate_size={topology.world_size}")
         raise ConfigError(
             f"{', '.join(f'{axis}_size={fitted.size(axis)}' for axis in other)}: backend {backend.name!r} cannot do "
             f"that; nearest: {nearest}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel.report.plots import Plot
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_SIZE = (1120, 480)
+_SIZE = (1120, 560)
 
 
 @click.command()
@@ -39,12 +39,12 @@ def report(run: str, *, output: str | None, png: str | None) -> int:
 
 
 def draw(plots: "list[Plot]", folder: Path) -> list[Path]:
-    """Has a browser draw each plot, as it looks on the page.
+    """Has a browser draw each plot, as it looks on the page, with its heading and legend.
 
     Raises:
         ConfigError: there is no browser, or it fails.
     """
-    from accel.report.style import STYLE
+    from accel.report.page import picture_of
 
     browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -54,9 +54,7 @@ def draw(plots: "list[Plot]", folder: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as place:
         for plot in plots:
             page = Path(place) / f"{plot.name}.html"
-            page.write_text(
-                f"<!doctype html><style>{STYLE} body{{background:var(--paper)}}</style>{plot.svg}", encoding="utf-8"
-            )
+            page.write_text(picture_of(plot), encoding="utf-8")
             target = folder.absolute() / f"{plot.name}.png"
             screenshot(browser, page, target, _SIZE)
             pictures.append(target)

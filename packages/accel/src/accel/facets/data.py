@@ -1,9 +1,10 @@
 """An Accelerator's side towards the data: loaders, exact metrics, uneven ends."""
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from accel.preemption import Preemption
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
+    from accel_data.sequences import Part
     from accel_state import DataShard, ParallelismConfig
     from accel_state.session import Session
 
@@ -58,10 +60,15 @@ class DataFacet(ABC):
 
         Tensors (in any nesting) are concatenated along dimension 0; other objects are sent as objects and a list of
         them counts as rows. Inside a prepared loader's loop the result, over a whole epoch, holds every sample of the
-        dataset exactly once, in the order of the samples; outside of a loop everything is kept.
+        dataset exactly once, in the order of the samples; outside of a loop everything is kept. Where ranks share
+        sequences, the parts (samples, tokens, ...) are put together first.
+
+        Raises:
+            DataError: ranks share sequences, and there is something that is not (samples, tokens, ...).
         """
         from accel.metrics import gather_for_metrics
 
+        input_data = self._whole_sequences(input_data)
         loader = self.clock.active_loader
         counts = None if loader is None else loader.real_counts
         return gather_for_metrics(
@@ -69,10 +76,18 @@ class DataFacet(ABC):
         )
 
     def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":
-        """A loader like ``dataloader`` whose next pass starts after ``num_batches`` batches, without reading those."""
+        """A loader like ``dataloader`` that begins after ``num_batches`` batches; ``dataloader`` moves with it."""
         from accel_data import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: "DataLoader[Any]", model: nn.Module) -> Any:
+        """The loader, prepared if it is not: every prepared loader gives this rank its part of each sequence."""
+        return self.prepare_data_loader(dl)
+
+    @abstractmethod
+    def prepare_data_loader(self, data_loader: "DataLoader[Any]") -> Any:
+        """Prepares one loader; one that is prepared comes back as it is."""
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
@@ -98,6 +113,25 @@ class DataFacet(ABC):
         places = (replace(topology, rank=rank) for rank in range(topology.world_size))
         return [self.parallelism_config.data_shard(place).index for place in places]
 
+    def _part_of_sequences(self) -> "Part | None":
+        """What takes this rank's part of the sequences of a batch; None where they are whole."""
+        shared, options = self.parallelism_config.size("sp"), self.parallelism_config.sp_handler
+        if shared == 1 or options is None:
+            return None
+        from accel_data import split_sequences
+
+        index = self.parallelism_config.coordinates(self.session.rank)["sp"]
+        length = None if options.sp_seq_length_is_variable else options.sp_seq_length
+        return partial(split_sequences, index=index, count=shared, expected=length)
+
+    def _whole_sequences(self, data: Any) -> Any:
+        """The parts of all ranks that share sequences, in their order."""
+        if self.backend.sequence_group is None:
+            return data
+        from accel.metrics import join_parts
+
+        return join_parts(data, self.parallelism_config.size("sp"), self.backend.sequence_group)
+
     def _prepare_loader(
         self,
         dataloader: "DataLoader[Any]",
@@ -115,6 +149,7 @@ class DataFacet(ABC):
             observer=SynchronisedStart(self.clock, self.rng_types) if self.rng_types else self.clock,
             session_group=self.session.group,
             slice_fn=slice_fn,
+            part=self._part_of_sequences(),
         )
         if self._preemption is not None:
             loader.gate = self._preemption.reading

@@ -52,7 +52,7 @@ class MemoryFacet(ABC):
             clear_device_cache(garbage_collection=True)
             if self.session.group is not None and self.session.world_size > 1:
                 agree(problem, group=self.session.group)
-                told = torch.tensor(int(fits), device=self.session.device.torch)
+                told = torch.tensor(int(fits), device=self.session.device.own_numbers)
                 fits = bool(reduce(told, "min", group=self.session.group).item())
             if problem is not None:
                 raise problem

@@ -123,6 +123,6 @@ class ProcessFacet(ABC):
 
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger`` since the last check. Collective; lowers the flag."""
-        flag = torch.tensor(int(getattr(self, "_trigger", False)), device=self.device)
+        flag = torch.tensor(int(getattr(self, "_trigger", False)), device=self.session.device.own_numbers)
         self._trigger = False
         return bool(self.session.reduce(flag, reduction="max").item())

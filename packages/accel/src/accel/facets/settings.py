@@ -13,10 +13,10 @@ from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
-    from accel_backends import Backend, DeepSpeedPlugin
+    from accel_backends import Backend, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accel_data import LoaderOptions
     from accel_precision import PrecisionPolicy
-    from accel_state import DistributedType, ParallelismConfig
+    from accel_state import DistributedType, FP8BackendType, ParallelismConfig
     from accel_state.session import Session
 
 
@@ -64,9 +64,37 @@ class SettingsFacet(ABC):
         return self.policy.name
 
     @property
+    def fp8_backend(self) -> "FP8BackendType | str":
+        """What computes in 8 bits: AO, TE, NO, or the name of an installed library that is neither."""
+        from accel_state import FP8BackendType
+
+        library = "" if self.policy.fp8 is None else self.policy.fp8.library
+        known = {"": FP8BackendType.NO, "torchao": FP8BackendType.AO, "transformer_engine": FP8BackendType.TE}
+        return known.get(library, library)
+
+    @property
     def scaler(self) -> Any:
         """The loss scaler, or None where the precision needs none."""
         return self.backend.scaler
+
+    @property
+    def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
+        """The options of sharding, where models are sharded by torch."""
+        from accel_backends import FullyShardedDataParallelPlugin
+
+        config = self.backend.config
+        return config if isinstance(config, FullyShardedDataParallelPlugin) else None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Models are sharded by parameters (``fully_shard``)."""
+        plugin = self.fsdp_plugin
+        return plugin is not None and plugin.fsdp_version == 2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same: what sharding by parameters lets be combined."""
+        return self.is_fsdp2
 
     @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":

@@ -153,7 +153,11 @@ class TrackingFacet(ABC):
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, dict[str, Any]] | None = None
     ) -> None:
-        """Logs batches of images by name, with the trackers that take images."""
+        """Logs batches of images by name, with the trackers that take images.
+
+        A batch is a tensor or array N x H x W x C, N x C x H x W (1, 3 or 4 channels) or N x H x W, of 8-bit numbers or
+        floating ones from 0 to 1, or a list of such and of what a tracker's library takes by itself (PIL's images).
+        """
         if self._tracking is not None:
             copies = {name: _copy(images) for name, images in values.items()}
             self._tracking.call("log_images", copies, step, {}, log_kwargs or {})
@@ -236,5 +240,6 @@ class TrackingFacet(ABC):
 def _copy(images: Any) -> Any:
     """A batch of images as it is now: tensors as arrays on the host."""
     if hasattr(images, "detach"):
-        return images.detach().to("cpu", copy=True).numpy()
+        tensor = images.detach()
+        return (tensor.float() if tensor.is_floating_point() else tensor).to("cpu", copy=True).numpy()
     return [_copy(image) for image in images] if isinstance(images, list) else images

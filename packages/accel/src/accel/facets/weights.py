@@ -41,8 +41,7 @@ class WeightsFacet(ABC):
             return model.state_dict()
         from accel_backends.states import with_aliases
 
-        if self.backend.capabilities.sharded:
-            self.session.live_group()
+        self._need_all_parts()
         state = self.backend.model_state(model) if sharded else self.backend.whole_model_state(model)
         return with_aliases(model, state)
 
@@ -50,8 +49,17 @@ class WeightsFacet(ABC):
         """Inside, parameters are whole on every process, to be looked at or changed by all alike.
 
         Changes last unless ``writeback`` is off. To be entered on all processes.
+
+        Raises:
+            SessionError: the model is sharded, and after ``end_training`` nobody has the other parts.
         """
+        self._need_all_parts()
         return self.backend.whole_parameters(model, writeback=writeback)
+
+    def _need_all_parts(self) -> None:
+        """Refuses what takes other processes' parts of a model, where there is no group to get them from any more."""
+        if self.backend.capabilities.sharded:
+            self.session.live_group()
 
     def save_model(
         self,

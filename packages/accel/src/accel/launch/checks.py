@@ -93,13 +93,16 @@ def _check_strategy(config: AccelConfig) -> None:
 
 def _check_tpu(config: AccelConfig) -> None:
     """On TPUs one process drives all cores of a machine, so there is nothing to count or to choose."""
-    if config.num_processes not in (None, 1):
+    few, many = machine_range(config)
+    if config.tpu_cluster and (config.is_given("num_machines") or config.nnodes is not None):
+        raise LaunchError("tpu_cluster: each machine of a pod knows how many they are; drop num_machines and nnodes")
+    if few < many:
+        raise LaunchError(f"nnodes is {config.nnodes}, but the machines of a TPU pod neither come nor go; say {many}")
+    if config.num_processes not in (None, 1, many):
         raise LaunchError(
             f"num_processes is {config.num_processes} ({config.origin('num_processes')}): one process drives all TPU "
-            "cores of a machine; drop it, or say num_processes 1"
+            f"cores of a machine; drop it, or say num_processes {many}"
         )
-    if machine_range(config)[1] > 1:
-        raise LaunchError("tpu: training over several machines is not supported; drop num_machines and nnodes")
     if config.gpu_ids not in (None, "all"):
         raise LaunchError(f"tpu uses all cores of a machine, and gpu_ids is {config.gpu_ids!r}; drop gpu_ids")
     if config.downcast_bf16 and config.mixed_precision != "bf16":

@@ -40,6 +40,10 @@ def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str])
     """
     from accel.launch.host import check_program
 
+    if config.tpu and not config.tpu_cluster:
+        from accel.launch.pod import on_pod
+
+        config = on_pod(config, env)
     check_settings(config)
     check_program(config, program)
     if config.tpu:

@@ -36,10 +36,13 @@ class PodPlan:
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain data."""
-        return {"argv": list(self.argv), "workers": self.worker.split(","), "on_each": self.there.to_json()}
+        on_each = {**self.there.to_json(), "place": "that of one machine; among several, each finds its own"}
+        return {"argv": list(self.argv), "workers": self.worker.split(","), "on_each": on_each}
 
     def __str__(self) -> str:
-        return f"# here\n{shlex.join(self.argv)}\n\n# on each machine of the pod ({self.worker})\n{self.there}"
+        place = "its place there is that of one machine; among several, each finds its own"
+        here = f"# here\n{shlex.join(self.argv)}"
+        return f"{here}\n\n# on each machine of the pod ({self.worker}); {place}\n{self.there}"
 
 
 def settled(config: AccelConfig) -> AccelConfig:

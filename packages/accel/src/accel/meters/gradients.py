@@ -1,72 +1,101 @@
 """The gradients of the step that was taken last: looked at only if something was wrong with it."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, final
 
 import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_state.session import Session
 
 
 @final
 class StepGradients:
     """Keeps the gradients that an optimizer steps with until the step is over, to compare their norms with others.
 
-    Loops clear gradients before anybody has looked at the loss. Nothing is computed or copied when a step is taken: the
-    tensors are held on to, and let go of when the step has been looked at, or when the next one is taken.
+    Loops and engines clear gradients before anybody has looked at the loss. Nothing is computed or copied when a step
+    is taken: the tensors are held on to, and let go of when the step has been looked at, or when the next one is taken.
+
+    Where each rank holds other parts (``spread``), what is found out is summed over ranks, who then look together.
 
     Args:
-        names: the parameters that are looked at, by name. Of sharded ones, what is here counts.
+        backend: which says what this rank steps with.
+        session: of the ranks.
+        names: the parameters that are looked at, by name.
         optimizers: those of torch's kind tell when they step.
     """
 
-    def __init__(self, names: Mapping[str, torch.Tensor], optimizers: Iterable[object]) -> None:
+    def __init__(
+        self,
+        backend: "Backend",
+        session: "Session",
+        *,
+        names: Mapping[str, torch.Tensor],
+        optimizers: Iterable[object],
+    ) -> None:
+        self._backend = backend
+        self._session = session
         self._parameters = dict(names)
         self._held: dict[int, torch.Tensor] = {}
-        self._usual: dict[str, torch.Tensor] = {}
+        self._usual: torch.Tensor | None = None
+        self.spread = backend.degrees[1] > 1
         self._handles = [
-            optimizer.register_step_pre_hook(self._keep)
+            backend.watch_gradients(optimizer, self._held.update)
             for optimizer in optimizers
-            if isinstance(optimizer, torch.optim.Optimizer)
+            if isinstance(optimizer, Optimizer)
         ]
-
-    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._held[id(parameter)] = parameter.grad
 
     def forget(self) -> None:
         """The step is over."""
         self._held.clear()
 
     def note(self) -> None:
-        """What is there now is usual; nothing waits for a device."""
-        self._usual = self._norms() or self._usual
+        """What there is now is usual; nothing waits for a device, and no rank for another."""
+        squares = self._squares()
+        self._usual = self._usual if squares is None else squares
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Inside, parameters whose gradients were cleared have them again."""
-        cleared = [one for one in self._parameters.values() if one.grad is None and id(one) in self._held]
-        for parameter in cleared:
-            parameter.grad = self._held[id(parameter)]
-        try:
-            yield
-        finally:
-            for parameter in cleared:
-                parameter.grad = None
+    def nonfinite(self) -> str:
+        """The parameters whose gradients hold nan or inf, the first ten; waits for devices. Collective if spread."""
+        from accel_backends.clip import listed
+
+        found = self._found()
+        good = dict(zip(found, self._backend.finite(list(found.values())), strict=True))
+        bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
+        return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
 
     def grown(self, count: int = 3) -> str:
-        """The parameters whose gradients' norms grew most since ``note``, and how many times; waits for devices."""
-        usual = self._usual
-        norms = {name: float(norm) for name, norm in self._norms().items() if name in usual}
-        times = {name: norm / max(float(usual[name]), 1e-30) for name, norm in norms.items()}
+        """The parameters whose gradients' norms grew most since ``note``, and how many times. Collective if spread."""
+        nothing = torch.zeros(len(self._parameters))
+        squares = self._squares()
+        both = [nothing if one is None else one.to("cpu") for one in (self._usual, squares)]
+        usual, now = self._summed(torch.stack(both)).nan_to_num(torch.inf, torch.inf).sqrt()
+        times = {
+            name: after / before if before else torch.inf
+            for name, before, after in zip(self._parameters, usual.tolist(), now.tolist(), strict=True)
+            if after and usual.any()
+        }
         worst = sorted(times, key=lambda name: -times[name])[:count]
         return ", ".join(f"{name} (x {times[name]:.3g})" for name in worst)
 
-    def _norms(self) -> dict[str, torch.Tensor]:
-        with self.put_back():
-            found = {name: _local(one.grad) for name, one in self._parameters.items() if one.grad is not None}
-        return dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
+    def _found(self) -> dict[str, torch.Tensor]:
+        """This rank's parts, by name."""
+        here = {name: self._held.get(id(one), one.grad) for name, one in self._parameters.items()}
+        return {name: _local(one) for name, one in here.items() if one is not None}
+
+    def _squares(self) -> torch.Tensor | None:
+        """The squared norm of this rank's part of each parameter's gradient; None if there are no gradients."""
+        found = self._found()
+        if not found:
+            return None
+        norms = dict(zip(found, torch._foreach_norm([one.float() for one in found.values()]), strict=True))
+        device = next(iter(norms.values())).device
+        nothing = torch.zeros((), device=device)
+        return torch.stack([norms[n].to(device) if n in norms else nothing for n in self._parameters]).square()
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        return self._session.reduce(values.to(self._session.device.torch)).to("cpu") if self.spread else values.cpu()
 
     def remove(self) -> None:
         """Stops looking."""

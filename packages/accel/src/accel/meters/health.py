@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, final
 
+Kind = Literal["nonfinite", "spike"]
+KINDS: tuple[Kind, ...] = ("nonfinite", "spike")
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Trouble:
         rank: whose loss it is.
     """
 
-    kind: Literal["nonfinite", "spike"]
+    kind: Kind
     step: int
     loss: float
     usual: float
@@ -57,7 +60,7 @@ class LossWatch:
         self._in_row: list[float] = []
         self._times = times
 
-    def check(self, loss: float) -> tuple[Literal["nonfinite", "spike"], float] | None:
+    def check(self, loss: float) -> tuple[Kind, float] | None:
         """What is wrong with this loss, with the usual one; None if nothing is."""
         recent = self._recent
         usual = median(recent) if recent else math.nan

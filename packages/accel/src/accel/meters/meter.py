@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from accel.meters.gradients import StepGradients
-from accel.meters.health import LossWatch, Trouble, worst_of_others
+from accel.meters.health import KINDS, Kind, LossWatch, Trouble, worst_of_others
 from accel.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel.meters.stragglers import Straggler, find_stragglers
 
@@ -82,9 +82,9 @@ class Meter:
         self._loss_watch = watch_loss
         self.clock = PhaseClock()
         self._waits = GradientWait(self.clock, accelerator._models)
+        watched = [optimizer.optimizer for optimizer in accelerator._optimizers] if watch_loss is not None else ()
         self._gradients = StepGradients(
-            _parameters_of(accelerator),
-            [optimizer.optimizer for optimizer in accelerator._optimizers] if watch_loss is not None else (),
+            accelerator.backend, accelerator.session, names=_parameters_of(accelerator), optimizers=watched
         )
         self._ranks = accelerator.session.world_size
         self.steps = accelerator._progress_of_run.steps
@@ -162,22 +162,35 @@ class Meter:
 
     def _look_at(self, loss: float, watch: LossWatch) -> None:
         found = watch.check(loss)
+        kinds = self._kinds(found)
+        if not kinds and self.steps % self._every == 0:
+            self._gradients.note()
+        looks = {"nonfinite": self._gradients.nonfinite, "spike": self._gradients.grown}
+        named = {kind: looks[kind]() for kind in kinds}
         if found is None:
-            if self.steps % self._every == 0:
-                self._gradients.note()
             return
         kind, usual = found
-        accelerator = self._accelerator
-        if kind == "nonfinite":
-            with self._gradients.put_back():
-                parameters = accelerator.backend.nonfinite_gradients(accelerator._models)
-        else:
-            parameters = self._gradients.grown()
+        parameters = named[kind]
         epoch, samples = (None, None) if self._place is None else (self._place[0], self._place[1:])
-        rank = accelerator.session.rank
+        rank = self._accelerator.session.rank
         trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples, rank)
         self._untold.append(trouble)
         self._tell(trouble)
+
+    def _kinds(self, found: "tuple[Kind, float] | None") -> "list[Kind]":
+        """What any rank has found that parts of gradients are to be looked at for; of whole ones, what this rank has.
+
+        Where parts are spread, one small exchange each step.
+        """
+        own = [kind for kind in KINDS if found is not None and found[0] == kind]
+        if not self._gradients.spread:
+            return own
+        import torch
+
+        flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._accelerator.device)
+        return [
+            kind for kind, any_of in zip(KINDS, self._accelerator.session.reduce(flags).tolist(), strict=True) if any_of
+        ]
 
     def _tell(self, trouble: Trouble) -> None:
         self.troubles.append(trouble)
@@ -222,7 +235,8 @@ class Meter:
         import torch
 
         session = self._accelerator.session
-        own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=self._accelerator.device)
+        device = session.device.own_numbers
+        own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=device)
         rows = session.gather(own).tolist()
         if any(row[-1] for row in rows[1:]):
             everyones = session.gather_object(untold)

@@ -147,6 +147,7 @@ def _decided(
     from accel.planner.memory import plan_all
     from accel.planner.optimizers import optimizer_facts
     from accel.planner.profiling import profile_model
+    from accel_backends.elementwise import steps_by_element
 
     if len(models) != 1:
         raise ConfigError(
@@ -175,6 +176,8 @@ def _decided(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
     )
     found = able(hardware, profile.blocks, strategy.candidates, optimizer=facts.name)
+    if any(one.kind == "zero" for one in found) and not all(map(steps_by_element, optimizers)):
+        found = [one for one in found if one.kind != "zero"]
     if strategy.among is not None:
         found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Literal, final
 
 from accel_backends.deepspeed_optimizers import ON_HOST
-from accel_backends.fsdp_check import BEYOND_ELEMENTS
+from accel_backends.elementwise import BEYOND_ELEMENTS
 from accel_state.errors import ConfigError
 
 Kind = Literal["whole", "sharded", "zero", "compiled"]
@@ -111,7 +111,7 @@ def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Can
 
 
 def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
-    unfit = frozenset(BEYOND_ELEMENTS[2])
+    unfit = frozenset(BEYOND_ELEMENTS["fsdp"])
     if ranks == 1:
         yield Candidate("single", "single", "whole")
         yield Candidate("fsdp:full_shard", "fsdp", "sharded", {"sharding_strategy": "FULL_SHARD"}, unfit=unfit)
@@ -123,8 +123,11 @@ def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
             options = {"sharding_strategy": strategy}
             name = f"fsdp:{strategy.lower()}"
             yield Candidate(name, "fsdp", "sharded", options, keeps=keeps, replicas=replicas, unfit=unfit)
+    unfit = frozenset(BEYOND_ELEMENTS["deepspeed"])
     for stage in (1, 2, 3):
-        yield Candidate(f"zero:{stage}", "deepspeed", "zero", {"zero_stage": stage}, stage=stage, needs="deepspeed")
+        yield Candidate(
+            f"zero:{stage}", "deepspeed", "zero", {"zero_stage": stage}, stage=stage, needs="deepspeed", unfit=unfit
+        )
 
 
 def _offloads(base: Candidate) -> bool:

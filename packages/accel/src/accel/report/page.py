@@ -24,8 +24,8 @@ _EVENT_LIMIT = 200
 def page_of(history: History, plots: Sequence[Plot] | None = None) -> str:
     """A whole report. ``plots`` are those of ``plots_of``, where they have been made already."""
     plots = plots_of(history) if plots is None else plots
-    curves = [plot for plot in plots if plot.name not in ("shares", "ranks")]
-    times = [plot for plot in plots if plot.name in ("shares", "ranks")]
+    curves = [plot for plot in plots if not plot.phases]
+    times = [plot for plot in plots if plot.phases]
     sections = [
         _section("Curves", _figures(curves)) if curves else "",
         _section("Where the time went", _legend() + _figures(times)) if times else "",
@@ -40,6 +40,15 @@ def page_of(history: History, plots: Sequence[Plot] | None = None) -> str:
         f"<title>{escape(history.name)}</title><style>{STYLE}</style></head><body><main>"
         f"{_head(history)}{''.join(sections)}"
         "<footer>written by <code>accel report</code> from the run's own log</footer></main></body></html>"
+    )
+
+
+def picture_of(plot: Plot) -> str:
+    """A page with one plot alone, its heading and what its colours mean: a picture that says what it shows."""
+    legend = _legend() if plot.phases else ""
+    return (
+        f'<!doctype html><meta charset="utf-8"><style>{STYLE} body{{background:var(--paper)}} '
+        f"figure{{border:0}}</style>{_figure(plot, legend)}"
     )
 
 
@@ -83,14 +92,12 @@ def _lost_text(history: History) -> str:
 
 
 def _figures(plots: Iterable[Plot]) -> str:
-    return (
-        '<div class="figures">'
-        + "".join(
-            f'<figure id="{escape(plot.name)}"><figcaption>{escape(plot.title)}</figcaption>{plot.svg}</figure>'
-            for plot in plots
-        )
-        + "</div>"
-    )
+    return f'<div class="figures">{"".join(map(_figure, plots))}</div>'
+
+
+def _figure(plot: Plot, legend: str = "") -> str:
+    caption = f"<figcaption>{escape(plot.title)}</figcaption>"
+    return f'<figure id="{escape(plot.name)}">{caption}{legend}{plot.svg}</figure>'
 
 
 def _legend() -> str:

@@ -1,8 +1,8 @@
 """Curves and bars as SVG that needs nothing else, in both of a page's colour schemes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import final
 
@@ -19,22 +19,35 @@ PHASE_COLOURS = ("var(--c2)", "var(--c1)", "var(--c3)", "var(--c4)")
 @final
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture with its heading; ``name`` is its file's."""
+    """A picture with its heading; ``name`` is its file's, ``phases`` says that its colours are those of phases."""
 
     name: str
     title: str
     svg: str
+    phases: bool = False
 
 
 def plots_of(history: History) -> list[Plot]:
-    """Every picture of a report, those first that most people look for."""
+    """Every picture of a report, those first that most people look for; each with a file name of its own."""
+    taken: set[str] = set()
     plots = []
+    for plot in _drawn(history):
+        name, number = plot.name, 1
+        while name.casefold() in taken:
+            number += 1
+            name = f"{plot.name}-{number}"
+        taken.add(name.casefold())
+        plots.append(replace(plot, name=name))
+    return plots
+
+
+def _drawn(history: History) -> Iterator[Plot]:
     restarts = [float(step) for step in history.restarts]
     first = [name for name in ("loss", "train/loss", "train_loss", "lr") if name in history.curves]
     names = [*first, *(name for name in history.curves if name not in first and not name.startswith("meter/"))]
     for name in names:
         drawn = curve(history.curves[name], lost=history.lost.get(name, ()), marks=restarts, label=name)
-        plots.append(Plot(_file_name(name), name, drawn))
+        yield Plot(_file_name(name), name, drawn)
     readings = history.readings
     restarts = _first_readings(history)
     for key, title in (
@@ -47,15 +60,14 @@ def plots_of(history: History) -> list[Plot]:
         scale = 2**20 if key == "memory" else 1
         points = [(float(one["step"]), one[key] / scale) for one in readings if isinstance(one.get(key), int | float)]
         if points:
-            plots.append(Plot(key, title, curve(points, marks=restarts, label=title, floor=True)))
+            yield Plot(key, title, curve(points, marks=restarts, label=title, floor=True))
     if readings:
         bars = [(f"{one['step']}", one["shares"]) for one in _thinned(readings, 60)]
-        plots.append(Plot("shares", "where the time of rank 0 went", stacked(bars, "step")))
+        yield Plot("shares", "where the time of rank 0 went", stacked(bars, "step"), phases=True)
         totals = rank_totals(history)
         if len(totals) > 1:
             spent = [(f"rank {rank}", row) for rank, row in enumerate(totals)]
-            plots.append(Plot("ranks", "ranks compared, seconds", stacked(spent, "", normed=False)))
-    return plots
+            yield Plot("ranks", "ranks compared, seconds", stacked(spent, "", normed=False), phases=True)
 
 
 def rank_totals(history: History) -> list[dict[str, float]]:

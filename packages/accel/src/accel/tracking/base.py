@@ -87,7 +87,7 @@ class GeneralTracker:
         """Records numbers, text or nested dicts of them at a step. Default: not recorded."""
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Records batches of images, as arrays N x H x W x C or N x C x H x W. Default: not recorded."""
+        """Records batches of images, in any form that ``values.pictures`` takes. Default: not recorded."""
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         """Records a table given by ``columns`` and ``data``, or by ``dataframe``. Default: not recorded."""

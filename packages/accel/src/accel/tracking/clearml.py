@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_json, flatten
+from accel.tracking.values import as_json, flatten, pictures
 
 _SERIES = ("eval", "test", "train")
 _DEFAULT = "train"
@@ -86,7 +86,9 @@ class ClearMLTracker(GeneralTracker):
         logger = self.task.get_logger()
         for name, images in values.items():
             title, series = title_and_series(name)
-            logger.report_image(title=title, series=series, iteration=step, image=images, **kwargs)
+            for number, image in enumerate(pictures(images)):
+                place = f"{series} {number}" if number else series  # one picture to a name, step and series
+                logger.report_image(title=title, series=place, iteration=step, image=image, **kwargs)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         columns, data, frame = (kwargs.pop(key, None) for key in ("columns", "data", "dataframe"))

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 from accel.tracking.runs import RunTracker
-from accel.tracking.values import as_array, as_json
+from accel.tracking.values import as_json, image_of, pictures
 
 
 @final
@@ -44,8 +44,11 @@ class CometMLTracker(RunTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            for image in images:
-                self.run.log_image(as_array(image), name=name, step=step, **kwargs)
+            for image in pictures(images):
+                # Comet needs Matplotlib for an array, stretches it, and only prints what it cannot take.
+                picture = image_of(image) if hasattr(image, "ndim") else image
+                if self.run.log_image(picture, name=name, step=step, **kwargs) is None:
+                    raise ValueError(f"Comet does not take the image {name!r} of step {step}; its own message says why")
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         data = kwargs.get("data") if kwargs.get("dataframe") is None else kwargs["dataframe"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_array, as_json, flatten
+from accel.tracking.values import as_json, flatten, pictures
 
 
 @final
@@ -55,9 +55,9 @@ class DVCLiveTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            for number, image in enumerate(images):
+            for number, image in enumerate(pictures(images)):
                 place = f"{name}_{0 if step is None else step}_{number}.png"
-                self.live.log_image(place, as_array(image), **kwargs)
+                self.live.log_image(place, image, **kwargs)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None, step: int | None = None) -> None:
         self.live.log_artifact(local_path, name=artifact_path)

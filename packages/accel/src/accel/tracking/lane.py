@@ -182,11 +182,13 @@ class Lane:
             if self._left_behind() or self._work():
                 break
             time.sleep(min(self.options.interval, self.options.pause))
-        if self._started.is_set() and not self._left_behind():
+        # Late or not, what was started is closed, unless a later thread works with it by now.
+        if self._started.is_set() and self._thread in (None, threading.current_thread()):
             try:
                 self.tracker.finish()
             except Exception as error:
-                self._trouble(error)
+                if not self._left_behind():
+                    self._trouble(error)
 
     def _left_behind(self) -> bool:
         """Nobody waits for this thread any more, and what it was to deliver is in the spool, where it has to stay."""

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_array, as_json, flatten, numbers
+from accel.tracking.values import as_json, flatten, numbers, pictures
 
 _LOG = logging.getLogger("accel.tracking")
 _PARAMETERS_AT_ONCE = 100
@@ -119,9 +119,9 @@ class MLflowTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            for number, image in enumerate(images):
+            for number, image in enumerate(pictures(images)):
                 place = f"{name}/{0 if step is None else step}_{number}.png"
-                self._client.log_image(self.run_id, as_array(image), artifact_file=place, **kwargs)
+                self._client.log_image(self.run_id, image, artifact_file=place, **kwargs)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         data = kwargs.get("dataframe")

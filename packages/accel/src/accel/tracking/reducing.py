@@ -44,10 +44,10 @@ def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session)
     import torch
 
     kinds = {name: reduction_of(name, reductions) for name in values}
-    chosen = [name for name, kind in kinds.items() if kind != "last"]
+    chosen = [name for name, kind in kinds.items() if kind != "last" and not _is_global(values[name])]
     if not chosen or session.world_size == 1:
         return dict(values)
-    device = session.device.torch
+    device = session.device.own_numbers
     wide = torch.float32 if device.type == "mps" else torch.float64
     result = dict(values)
     for family, operation in ((("mean", "sum"), "sum"), (("max", "min"), "max")):
@@ -60,6 +60,14 @@ def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session)
         for position, name in enumerate(names):
             result[name] = total[position] / session.world_size if kinds[name] == "mean" else total[position]
     return result
+
+
+def _is_global(value: Any) -> bool:
+    import torch
+
+    from accel_state.device import is_whole
+
+    return isinstance(value, torch.Tensor) and is_whole(value)
 
 
 def _scalar(value: Any, dtype: Any, device: Any) -> Any:

@@ -99,7 +99,7 @@ def filter_trackers(
 ) -> list[LoggerType | str | GeneralTracker]:
     """What of ``log_with`` can be used: names once each, objects as they are; ``"all"`` is every installed one.
 
-    A known tracker that is not installed is left out.
+    A known tracker that is not installed is left out, and so is, with a warning, one whose package does not import.
 
     Raises:
         ConfigError: an unknown name, or a tracker that needs a folder where none is known.
@@ -116,7 +116,13 @@ def filter_trackers(
         if not is_installed(name):
             _LOG.debug("the tracker %s was asked for, and its library is not installed", name)
             continue
-        needs_folder = name != OWN and load_tracker(name).requires_logging_directory
+        try:
+            needs_folder = name != OWN and load_tracker(name).requires_logging_directory
+        except (ConfigError, TrackingError):
+            raise
+        except Exception as error:
+            _LOG.warning("tracker %s cannot be loaded, so the run does without: %s", name, error)
+            continue
         if needs_folder and logging_dir is None:
             raise ConfigError(
                 f"Logging with `{name}` requires a `logging_dir` to be passed in: give Accelerator project_dir=..., or "

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, final
 
 from accel.tracking.runs import RunTracker
-from accel.tracking.values import as_array
+from accel.tracking.values import pictures
 
 
 @final
@@ -16,7 +16,7 @@ class SwanLabTracker(RunTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            self.run.log({name: [self._library.Image(as_array(image), **kwargs) for image in images]}, step=step)
+            self.run.log({name: [self._library.Image(image, **kwargs) for image in pictures(images)]}, step=step)
 
     def finish(self) -> None:
         finish = getattr(self.run, "finish", None) or self._library.finish

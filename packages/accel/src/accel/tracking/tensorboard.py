@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel.tracking.base import Continuation, GeneralTracker
-from accel.tracking.values import as_json, flatten
+from accel.tracking.values import as_json, flatten, pictures
 
 
 @final
@@ -76,8 +76,14 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        import numpy
+
         for name, images in values.items():
-            self.writer.add_images(name, images, global_step=step, **kwargs)
+            if "dataformats" in kwargs:
+                self.writer.add_images(name, images, global_step=step, **kwargs)
+            else:
+                arrays = [numpy.atleast_3d(numpy.asarray(picture)) for picture in pictures(images)]
+                self.writer.add_images(name, numpy.stack(arrays), global_step=step, dataformats="NHWC", **kwargs)
 
     def flush(self) -> None:
         self.writer.flush()

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, ClassVar, final
 
 from accel.tracking.runs import RunTracker
-from accel.tracking.values import as_array
+from accel.tracking.values import pictures
 
 _QUEUES = ("_queued_logs", "_sending_batch")
 _PATIENCE = 5.0
@@ -40,8 +40,8 @@ class TrackioTracker(RunTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            for image in images:
-                self.run.log({name: self._library.Image(as_array(image), **kwargs)}, step=step)
+            for image in pictures(images):
+                self.run.log({name: self._library.Image(image, **kwargs)}, step=step)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         frame = kwargs.get("dataframe")

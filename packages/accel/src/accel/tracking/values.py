@@ -1,7 +1,7 @@
 """What is logged, made plain: tensors become numbers, nested names become flat ones."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -80,9 +80,49 @@ def as_json(value: Any) -> Any:
     return str(value)
 
 
-def as_array(image: Any) -> Any:
-    """A tensor as an array on the host; whatever else shows an image stays itself."""
-    return image.detach().cpu().numpy() if hasattr(image, "detach") else image
+def pictures(images: Any) -> Iterator[Any]:
+    """Each of some images as every library takes it: 8-bit H x W x C or H x W; what is no array stays itself.
+
+    ``images`` are a list, an array or tensor N x H x W x C, N x C x H x W or N x H x W, or a single image. Channels are
+    1, 3 or 4. Floating numbers are taken to be from 0 to 1.
+    """
+    if hasattr(images, "ndim"):
+        one = images.ndim == 2 or (images.ndim == 3 and _channels_first(images.shape) is not None)
+        images = [images] if one else images
+    elif not isinstance(images, list | tuple):
+        images = [images]
+    yield from map(_as_picture, images)
+
+
+def _channels_first(shape: Sequence[int]) -> bool | None:
+    """Whether the last three sizes are C x H x W (True) or H x W x C (False); None: there are no channels.
+
+    Where either could be, they come last.
+    """
+    known = (1, 3, 4)
+    if shape[-1] in known:
+        return False
+    return True if shape[-3] in known else None
+
+
+def _as_picture(image: Any) -> Any:
+    array = image.detach().cpu().numpy() if hasattr(image, "detach") else image
+    if not hasattr(array, "ndim"):
+        return array
+    if array.ndim == 3 and _channels_first(array.shape):
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.dtype.kind == "f":
+        array = (array * 255).round().clip(0, 255)
+    return array.astype("uint8")
+
+
+def image_of(picture: Any) -> Any:
+    """An array of ``pictures`` as Pillow's image, which needs Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(picture)
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, final
 
 from accel.tracking.runs import RunTracker
-from accel.tracking.values import as_array, as_json
+from accel.tracking.values import as_json, pictures
 
 
 @final
@@ -23,7 +23,7 @@ class WandBTracker(RunTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            self.run.log({name: [self._library.Image(as_array(image), **kwargs) for image in images]}, step=step)
+            self.run.log({name: [self._library.Image(image, **kwargs) for image in pictures(images)]}, step=step)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
         options = {key: kwargs.pop(key) for key in ("columns", "data", "dataframe") if key in kwargs}

@@ -56,12 +56,14 @@ if TYPE_CHECKING:
     from accel.utils.dataclasses import CustomDtype as CustomDtype
     from accel.utils.dataclasses import DataLoaderConfiguration as DataLoaderConfiguration
     from accel.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.utils.dataclasses import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from accel.utils.dataclasses import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel.utils.dataclasses import DistributedType as DistributedType
     from accel.utils.dataclasses import DynamoBackend as DynamoBackend
     from accel.utils.dataclasses import FP8BackendType as FP8BackendType
     from accel.utils.dataclasses import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.utils.dataclasses import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.dataclasses import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel.utils.dataclasses import GradScalerKwargs as GradScalerKwargs
     from accel.utils.dataclasses import InitProcessGroupKwargs as InitProcessGroupKwargs
@@ -78,6 +80,10 @@ if TYPE_CHECKING:
     from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
     from accel.utils.dataclasses import TorchDynamoPlugin as TorchDynamoPlugin
     from accel.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from accel.utils.deepspeed import DummyOptim as DummyOptim
+    from accel.utils.deepspeed import DummyScheduler as DummyScheduler
+    from accel.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
     from accel.utils.environment import CPUInformation as CPUInformation
     from accel.utils.environment import are_libraries_initialized as are_libraries_initialized
     from accel.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
@@ -251,12 +257,14 @@ _EXPORTS = {
         "CustomDtype",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",
+        "DeepSpeedPlugin",
         "DeepSpeedSequenceParallelConfig",
         "DistributedDataParallelKwargs",
         "DistributedType",
         "DynamoBackend",
         "FP8BackendType",
         "FP8RecipeKwargs",
+        "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
@@ -273,6 +281,12 @@ _EXPORTS = {
         "TorchContextParallelConfig",
         "TorchDynamoPlugin",
         "TorchTensorParallelConfig",
+    ),
+    "accel.utils.deepspeed": (
+        "DummyOptim",
+        "DummyScheduler",
+        "HfDeepSpeedConfig",
+        "map_pytorch_optim_to_deepspeed",
     ),
     "accel.utils.environment": (
         "CPUInformation",

@@ -6,6 +6,8 @@ from accel.handlers import ProjectConfiguration as ProjectConfiguration
 from accel.profiling import ProfileKwargs as ProfileKwargs
 from accel_backends.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_backends.deepspeed_config import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_backends.fsdp_config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_data.options import LoaderOptions as LoaderOptions
 from accel_precision.options import AutocastKwargs as AutocastKwargs
