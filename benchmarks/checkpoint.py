@@ -193,8 +193,8 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
     return interleave(variants, rounds, before=before)
 
 
-def slowing(folder: Path, state: Tensors, *, every: int = 50, rows: int = 64, rounds: int) -> Rounds:
-    """Fifty steps without saving, and with one save in the background of what they train.
+def slowing(folder: Path, state: Tensors, *, every: int = 50, rows: int = 256, rounds: int) -> Rounds:
+    """Fifty steps of few rows (tokens) without saving, and with one save in the background of what they train.
 
     A step multiplies ``rows`` rows with each matrix three times, forwards and backwards. What the save takes beyond its
     stall, it takes from the steps.
@@ -255,7 +255,7 @@ def measure(folder: str, *, size: int, peers: bool, rounds: int) -> list[dict[st
         "load from disk": ("read", partial(loading, cold=True), 1.3),
     }
     memory = remembering(place, state)
-    slowed = slowing(place, state, rounds=max(1, rounds // 4))  # of many steps each
+    slowed = slowing(place, state, rounds=max(1, rounds // 2))  # of many steps each
     row = {"what": "50 steps and a save", "ranks": ranks, "mib": bytes_of(state) / MIB, "base": "50 steps"}
     row |= {"base_ms": statistics.median(slowed["base"]) * 1e3, "goal": 1.05, "accel": ratio(slowed, "accel", "base")}
     rows = [row]

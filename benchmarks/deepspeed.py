@@ -1,21 +1,25 @@
-"""What a step through an Accelerator costs beyond the same step by DeepSpeed's own calls, interleaved, by stage.
+"""What a step through an Accelerator costs beyond the same step by DeepSpeed's own calls, in pairs, by stage.
 
-Both loops run in one process, each with an engine of its own, in turn. ``raw`` is forward, ``engine.backward`` and
-``engine.step``; ``accel`` the ordinary loop with accumulate, backward, clip_grad_norm_, step and zero_grad. With
-``clip`` the raw engine clips by its configuration, which computes the norm it needs anyhow. By default processor time
-counts, which others on the machine change little; a rank that waits for another burns none.
+Both loops run in one process, each with an engine of its own, a few steps in turn. ``raw`` is forward,
+``engine.backward`` and ``engine.step``; ``accel`` the ordinary loop with accumulate, backward, clip_grad_norm_, step
+and zero_grad. With ``clip`` the raw engine clips by its configuration, which computes the norm it needs anyhow.
+
+Each pair of blocks gives a ratio; shown are the median of the ratios and an interval in which the true one lies with
+95 %. Where in memory an engine lies is part of it: ``--control`` shows by what two raw ones differ. ``wall`` is what
+the slowest rank takes, ``cpu`` the processor time of all ranks together, which others on the machine change less.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness import CLOCKS, Report, interleave, parser, ratio
+from benchmarks.harness import CLOCKS, Blocks, Report, paired, parser
 
-STAGES, WIDTH, BATCH = (0, 1, 2, 3), 384, 32
+STAGES, WIDTH, BATCH, STEPS = (0, 1, 2, 3), 512, 128, 3
+OF_CLOCK = ("percent", "interval")
 
 
 def make_model() -> nn.Module:
@@ -77,8 +81,10 @@ def accel_step(accelerator: Any, batch: torch.Tensor, *, clip: bool, offload: bo
     return step
 
 
-def measure(stage: int, *, clip: bool, offload: bool, rounds: int, steps: int, clock: str) -> dict[str, Any]:
-    """One row, as one rank sees it."""
+def measure(stage: int, *, clip: bool, offload: bool, pairs: int, steps: int, control: bool) -> list[Blocks]:
+    """Blocks of steps by the clock on the wall and in processor time, as one rank sees them."""
+    import torch.distributed as dist
+
     from accel import Accelerator
 
     torch.set_num_threads(1)
@@ -86,41 +92,59 @@ def measure(stage: int, *, clip: bool, offload: bool, rounds: int, steps: int, c
     config = settings(stage, clip=clip, offload=offload)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=config)
     ours = accel_step(accelerator, batch, clip=clip, offload=offload)
-    loops = {"accel": ours, "raw": raw_step(config, batch, offload=offload)}
+    if control:
+        ours = raw_step(config, batch, offload=offload)
+    raw = raw_step(config, batch, offload=offload)
 
-    def run(step: Callable[[], None]) -> Callable[[], None]:
-        def many() -> None:
+    def block(step: Callable[[], None]) -> Callable[[], None]:
+        def several() -> None:
             for _ in range(steps):
                 step()
 
-        return many
+        return several
 
-    times = interleave({name: run(step) for name, step in loops.items()}, rounds, warmup=2, clock=CLOCKS[clock])
-    raw = statistics.median(times["raw"]) / steps * 1e3
-    beyond = (ratio(times, "accel", "raw") - 1) * 100
+    before = dist.barrier if dist.is_initialized() else None
+    found = paired(block(ours), block(raw), pairs, clocks=list(CLOCKS.values()), before=before)
     accelerator.free_memory()
     accelerator.end_training()
-    return {"stage": stage, "clip": clip, "offload": offload, "raw_ms": raw, "overhead_percent": beyond}
+    return found
+
+
+def row(ranks: Sequence[Sequence[Blocks]], steps: int) -> dict[str, Any]:
+    """The slowest rank's wall time of every block, and the processor time of all ranks together."""
+    joined = {}
+    for place, (clock, join) in enumerate(zip(CLOCKS, (max, sum), strict=True)):
+        firsts, seconds = ([join(block) for block in zip(*lists, strict=True)] for lists in _sides(ranks, place))
+        joined[clock] = Blocks(firsts, seconds)
+    result: dict[str, Any] = {"raw_ms": statistics.median(joined["wall"].second) / steps * 1e3}
+    for clock, blocks in joined.items():
+        result[f"{clock}_percent"], low, high = blocks.excess()
+        result[f"{clock}_interval"] = f"{low:.1f} to {high:.1f}"
+    return result
+
+
+def _sides(ranks: Sequence[Sequence[Blocks]], place: int) -> tuple[list[list[float]], list[list[float]]]:
+    return [one[place].first for one in ranks], [one[place].second for one in ranks]
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="number of processes")
-    options.add_argument("--clock", choices=CLOCKS, default="cpu", help="what is measured")
+    options.add_argument("--stages", type=int, nargs="*", default=STAGES, help="of ZeRO")
     options.add_argument("--offload", action="store_true", help="also with the optimizer on the host")
+    options.add_argument("--control", action="store_true", help="DeepSpeed's own calls on both sides")
     args = options.parse_args()
-    rounds, steps = (2, 2) if args.quick else (args.rounds, 10)
-    columns = ["stage", "clip", "offload", "raw_ms", "overhead_percent"]
+    pairs, steps = (3, 1) if args.quick else (4 * args.rounds, STEPS)
+    columns = ["stage", "clip", "offload", "raw_ms", *(f"{clock}_{what}" for clock in CLOCKS for what in OF_CLOCK)]
     report = Report("A step through an Accelerator beyond DeepSpeed's own calls (goal: 2 % of a step of 5 ms)", columns)
     from accel_testing import RankPool
 
-    cases = [(stage, clip, False) for stage in STAGES for clip in (False, True)]
-    cases += [(stage, True, True) for stage in STAGES[1:] if args.offload]
+    cases = [(stage, clip, False) for stage in args.stages for clip in (False, True)]
+    cases += [(stage, True, True) for stage in args.stages if stage and args.offload]
     with RankPool(args.ranks, timeout=900) as pool:
         for stage, clip, offload in cases:
-            how = {"rounds": rounds, "steps": steps, "clock": args.clock}
-            rows = pool.run(measure, stage, clip=clip, offload=offload, **how)
-            report.add(**max(rows, key=lambda row: row["overhead_percent"]))
+            ranks = pool.run(measure, stage, clip=clip, offload=offload, pairs=pairs, steps=steps, control=args.control)
+            report.add(stage=stage, clip=clip, offload=offload, **row(ranks, steps))
     report.show(args.json)
 
 

@@ -62,7 +62,10 @@ def main() -> None:
         script = Path(folder) / "empty.py"
         script.write_text("")
         launches = {
-            "torchrun": command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)),
+            "torchrun": command(
+                *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+                *("--log_dir", folder, str(script)),  # else it leaves one of its own
+            ),
             "accel launch": command("-m", "accel", "launch", "--cpu", "--num_processes", "2", str(script)),
         }
         goals = {"accel launch": 200.0}

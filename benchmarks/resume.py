@@ -1,25 +1,25 @@
 """The first batch after resuming far inside an epoch, against a raw DataLoader whose sampler starts there.
 
 Both loaders exist already and the raw one knows its whole order: what is measured is the way from the position to the
-batch, and nothing else to blur it.
+batch, and nothing else to blur it. They take turns of some milliseconds; ``accel_cpu`` is the ratio of processor times.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from benchmarks.harness import CLOCKS, Report, extra_memory, interleave, parser, ratio
+from benchmarks.harness import Report, Rounds, extra_memory, interleave, parser, ratio
 from benchmarks.loaders import Images, Rows, accel, accelerate, fabric, nth
 
 BATCH = 32
 FAR = 10**9
-COLUMNS = ["what", "at_batch", "raw_us", "accel_us", "accel_ratio", "goal", "extra_mb"]
+COLUMNS = ["what", "at_batch", "raw_us", "accel_us", "accel_ratio", "accel_cpu", "goal", "extra_mb"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Run:
     peers: bool
     rounds: int
     repeat: int
-    clock: str
 
 
 class StartAt(Sampler[int]):
@@ -82,20 +81,25 @@ def first(loader: Any) -> Any:
 
 def timed(run: Run, variants: dict[str, Callable[[], object]], *, slow: set[str]) -> dict[str, Any]:
     """The cells of one row. What is ``slow``, because it reads or walks its way, runs just once."""
+    fast = [name for name in variants if name not in slow]
+    busy: Rounds = {name: [] for name in fast}
 
-    def repeated(variant: Callable[[], object]) -> Callable[[], None]:
+    def repeated(name: str) -> Callable[[], None]:
         def many() -> None:
+            started = time.process_time()
             for _ in range(run.repeat):
-                variant()
+                variants[name]()
+            busy[name].append(time.process_time() - started)
 
         return many
 
-    fast = {name: repeated(variant) for name, variant in variants.items() if name not in slow}
-    times = interleave(fast, run.rounds, clock=CLOCKS[run.clock])
+    times = interleave({name: repeated(name) for name in fast}, run.rounds)
+    busy = {name: seconds[-run.rounds :] for name, seconds in busy.items()}  # without those to warm up
     row: dict[str, Any] = {f"{name}_us": statistics.median(times[name]) / run.repeat * 1e6 for name in fast}
     row |= {f"{name}_ratio": ratio(times, name, "raw") for name in fast if name != "raw"}
+    row |= {f"{name}_cpu": ratio(busy, name, "raw") for name in fast if name != "raw"}
     if slow:
-        times = interleave({name: variants[name] for name in sorted(slow)}, 1, warmup=0, clock=CLOCKS[run.clock])
+        times = interleave({name: variants[name] for name in sorted(slow)}, 1, warmup=0)
         medians = {name: statistics.median(times[name]) * 1e6 for name in slow}
         row |= {f"{name}_us": median for name, median in medians.items()}
         row |= {f"{name}_ratio": median / row["raw_us"] for name, median in medians.items()}
@@ -135,6 +139,8 @@ def map_style(
     if run.peers:
         peers = skippers(dataset, shuffle=shuffle, workers=workers)
         variants |= {name: partial(go, at) for name, go in peers.items() if kind is Rows or name != "fabric"}
+    if workers:  # processor time is this process's: what starting workers takes is in the time on the clock
+        run = replace(run, repeat=max(run.repeat // 10, 1))
     return timed(run, variants, slow=set(variants) - {"raw", "accel"})
 
 
@@ -203,10 +209,10 @@ KINDS: dict[str, tuple[Callable[..., dict[str, Any]], float | None]] = {
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, not of its workers")
+    options.set_defaults(rounds=60)
     args = options.parse_args()
     places = (10, 1_000) if args.quick else (10, 1_000, 10_000, 100_000)
-    run = Run(args.peers, 2 if args.quick else args.rounds, 2 if args.quick else 20, args.clock)
+    run = Run(args.peers, 2 if args.quick else args.rounds, 2 if args.quick else 20)
     size = (places[-1] + 200) * BATCH
     peers = ["accelerate_ratio", "fabric_ratio"] if args.peers else []
     report = Report("First batch after resuming, as a ratio to a sampler or stream that starts there", COLUMNS + peers)

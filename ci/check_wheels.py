@@ -1,6 +1,6 @@
 """Builds every member's wheel and imports each in a bare environment holding only what it declares.
 
-The data layer also trains in such environments, in loops that are not ours.
+The layers for data and checkpoints also train in such environments, in loops that are not ours.
 
 Members are installed by path, never by name (see check_origin.py). Third-party requirements (torch and the like) are
 taken from the environment this script runs in, through a ``.pth`` file that lists the files of exactly the declared
@@ -20,6 +20,12 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 Members = dict[str, tuple[Path, dict[str, object]]]
 """By distribution name: its folder and the ``[project]`` table of its pyproject."""
+OTHER_LOOPS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+    ("accel-data", ("torch",), None),
+    ("accel-data", ("fabric",), "lightning-fabric"),
+    ("accel-ckpt", (), None),
+)
+"""Members with a script that trains with them alone: its arguments, and the library that it needs besides."""
 
 
 def projects() -> Members:
@@ -90,10 +96,10 @@ def check_import(name: str, table: Members, scratch: Path) -> None:
 
 
 def check_other_loops(table: Members, scratch: Path) -> None:
-    """The data layer alone, on one process and two, in a plain loop of torch's and in one of Lightning Fabric's."""
-    for kind, beside in {"torch": None, "fabric": "lightning-fabric"}.items():
-        python = bare("accel-data", table, scratch / kind, beside=beside)
-        run(python, str(ROOT / "packages" / "accel-data" / "tests" / "other_loops.py"), kind)
+    """Layers alone, on one process and two, in plain loops of torch's and in one of Lightning Fabric's."""
+    for number, (name, arguments, beside) in enumerate(OTHER_LOOPS):
+        python = bare(name, table, scratch / f"loop{number}", beside=beside)
+        run(python, str(ROOT / "packages" / name / "tests" / "other_loops.py"), *arguments)
 
 
 def build(folders: list[Path], wheels: Path) -> None:

@@ -39,10 +39,10 @@ def main() -> int:
     except PackageNotFoundError as error:
         print(f"nothing to build: {error} is not installed")
         return 0
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
-    from accel_backends.deepspeed_library import build_operation, compiler_problem
+    from accel_backends.deepspeed_library import build_operation, compiler_problem, own_ninja
 
-    problem = compiler_problem()
+    with own_ninja():
+        problem = compiler_problem()
     if problem is not None:
         print(f"nothing is built: {problem}")
         return 0

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = {
     "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
-    "deepspeed": ([], {"raw_ms", "overhead_percent"}),
+    "deepspeed": (["--stages", "1"], {"raw_ms", "wall_percent", "cpu_percent"}),
     "dispatch": ([], {"work_us", "raw_adds_us", "goal", "accel"}),
     "fsdp": ([], {"raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"}),
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),

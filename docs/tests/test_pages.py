@@ -99,7 +99,7 @@ def test_commands_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
         else:
-            run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment()).check()
+            run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment(), timeout=240).check()
 
 
 def train_script(folder: Path) -> Path:
@@ -112,7 +112,7 @@ def train_script(folder: Path) -> Path:
     "command",
     [
         ["-m", "accel", "launch", "--num_processes", "2", "train.py"],
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--log_dir", "logs", "train.py"],
         ["train.py"],
     ],
     ids=["accel-launch", "torchrun", "python"],
