@@ -309,9 +309,11 @@ class DeadlyInside(Deadly):
 def test_a_worker_that_dies_during_the_step_is_told_to_the_other_ranks(rank, world_size, tmp_path):
     loader = DataLoader(DeadlyInside(rank, tmp_path), batch_size=3, num_workers=1, prefetch_factor=8)
     loader = prepare_loader(loader, DataShard(rank, world_size))
-    over, deadline = tmp_path / "over", time.monotonic() + 120
+    reading, over, deadline = tmp_path / "reading", tmp_path / "over", time.monotonic() + 120
 
     def step():
+        while not reading.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         (tmp_path / "inside").touch()
         while time.monotonic() < deadline:
             time.sleep(0.01)
@@ -321,12 +323,13 @@ def test_a_worker_that_dies_during_the_step_is_told_to_the_other_ranks(rank, wor
             deque((step() for _ in loader), maxlen=0)
         over.touch()
     else:
-        reading = iter(loader)
-        next(reading)
+        batches = iter(loader)
+        next(batches)
+        reading.touch()
         while not over.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(DataError, match=r"rank 0 could not read its next batch: DataError: 1 of .* workers died"):
-            list(reading)
+            list(batches)
 
 
 class UnequalParts(IterableDataset):
