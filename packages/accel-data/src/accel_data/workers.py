@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _PATIENCE = 0.5
-_ATTEMPTS = 3
 """Seconds: a dying process closes its connections a little before it is dead."""
+_ATTEMPTS = 3
+"""How often torch's handler may break in, for each worker, before it is heard."""
 
 
 def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
