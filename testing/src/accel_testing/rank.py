@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from typing import Any, TextIO
 
 from accel_testing import leaks
 from accel_testing.environment import seat_variables
+from accel_testing.groups import enter_group, forget_groups, leave_group
 from accel_testing.rewriting import import_source, rewriting_config
 from accel_testing.signals import DUMP_STACKS
 from accel_testing.wire import Answer, Call, Closed, Job, TestCall, pack, unpack
@@ -68,9 +68,10 @@ def _serve(connection: Connection) -> None:
             except (EOFError, ConnectionResetError):
                 return
             found = leaks.settled_differences(before, group_expected=job.backend is not None)
-            _leave_group()
+            leave_group()
         _flush()
         connection.send(Closed(tuple(found)))
+        forget_groups()
         # What lives now (modules, mostly) is not walked again by the next collection.
         gc.freeze()
 
@@ -83,7 +84,7 @@ def _answer(job: Job) -> Answer:
     try:
         sys.path[:] = job.search_path
         module = import_source(job.source) if job.source else None
-        _enter_group(job)
+        enter_group(job)
         start = module.__file__ if module else None
         result = _call(job, module)
         return Answer("passed", value=pack(result))
@@ -91,7 +92,7 @@ def _answer(job: Job) -> Answer:
         answer = judge(error) or report_failure(error, style=style, start=start)
         if job.backend is not None:
             # The others may be waiting for this rank in a collective: closing its connections lets them go.
-            _leave_group()
+            leave_group()
         del error
         return answer
     finally:
@@ -141,30 +142,6 @@ def _call_xunit(method: Any, function: Any) -> None:
         method(function)
     else:
         method()
-
-
-def _enter_group(job: Job) -> None:
-    if job.backend is None:
-        return
-    import torch.distributed as dist
-
-    # Longer than the test may take: a hang is reported by the pool, with stacks, not by one collective's timeout.
-    dist.init_process_group(
-        job.backend,
-        init_method=job.init_method,
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=2 * job.timeout + 60),
-    )
-    # A rank that fails at once would be gone while another still connects to it, which would wait for ever.
-    dist.barrier()
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager
