@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import socket
+import stat
 import sys
 import threading
 import time
@@ -24,7 +26,6 @@ _KEPT_FOLDERS = ("accel-ranks-",)  # the pool's, which the first test that needs
 # multiprocessing's. Who reads with workers ends those that are not done with a signal, so they cannot remove theirs;
 # the folder of all programs, where it lies, goes with the session.
 _KEPT_BY_PROGRAMS = ("pymp-",)
-_LISTENING = "0A"  # the state of a TCP socket in /proc/net/tcp, see proc(5)
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
 _BEFORE_COLLECTING = 0.2
@@ -177,18 +178,29 @@ def _processes() -> dict[str, str]:
 
 
 def _ports() -> dict[str, str]:
-    """Ports on which this process listens. Those of programs are gone with them; those of ranks belong to the pool."""
-    if not offspring.is_marking():
+    """Ports on which this process listens. Those of programs are gone with them; those of ranks belong to the pool.
+
+    Each socket is asked itself: the kernel's table of all connections takes many milliseconds to read.
+    """
+    if not offspring.is_marking() or not os.path.isdir("/proc/self/fd"):
         return {}
-    sockets = set()
-    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+    ports = {}
+    for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            sockets.add(os.readlink(f"/proc/self/fd/{entry}"))
-    if not any(name.startswith("socket:") for name in sockets):
-        return {}
-    lines = [line.split() for table in ("tcp", "tcp6") for line in _read(Path(f"/proc/self/net/{table}")).splitlines()]
-    mine = (words for words in lines if len(words) > 9 and words[3] == _LISTENING and f"socket:[{words[9]}]" in sockets)
-    return {str(int(words[1].rpartition(":")[2], 16)): "listening" for words in mine}
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode) and (port := _port_of(int(entry))):
+                ports[str(port)] = "listening"
+    return ports
+
+
+def _port_of(descriptor: int) -> int | None:
+    """The port on which a socket listens; None for one that does not, or not on a port."""
+    with socket.socket(fileno=os.dup(descriptor)) as same:
+        if same.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        if not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        port: int = same.getsockname()[1]
+        return port
 
 
 @cache
