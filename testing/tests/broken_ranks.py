@@ -38,14 +38,20 @@ def test_exception_wakes_who_waits(rank: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=1.0)
+# Time enough for ranks that have this module already, as those of the test before.
+@pytest.mark.ranks(2, timeout=2.0)
 def test_hang(rank: int) -> None:
     if rank == 1:
         time.sleep(60)  # the line that hangs
     dist.all_reduce(torch.ones(2))
 
 
-@pytest.mark.ranks(2, timeout=1.0)
+@pytest.mark.ranks(2)
+def test_ranks_live_again(rank: int) -> None:
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=2.0)
 def test_stopped(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,11 +70,6 @@ def test_exits(rank: int) -> None:
     if rank == 0:
         print("last words")
         os._exit(17)
-
-
-@pytest.mark.ranks(2)
-def test_ranks_live_again(rank: int) -> None:
-    dist.barrier()
 
 
 @pytest.mark.ranks(2)

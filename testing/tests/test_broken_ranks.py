@@ -66,13 +66,15 @@ def test_exception_of_first_failing_rank_is_shown(run: str) -> None:
 def test_hang_names_rank_and_line(run: str) -> None:
     text = section(run, "test_hang")
     line = BROKEN.read_text().split("# the line that hangs")[0].count("\n") + 1
-    assert f"rank 1 did not answer in 1 s; it stands at {BROKEN}:{line} in test_hang" in text
+    assert re.search(
+        rf"rank 1 did not answer in \d+ s; it stands at {re.escape(str(BROKEN))}:{line} in test_hang", text
+    )
     assert "inside all_reduce" in text
     assert "--- stacks of rank 0 ---" in text
 
 
 def test_stopped_rank_is_recognised(run: str) -> None:
-    assert "rank 1 did not answer in 1 s (the process is stopped" in section(run, "test_stopped")
+    assert re.search(r"rank 1 did not answer in \d+ s \(the process is stopped", section(run, "test_stopped"))
 
 
 def test_dead_rank_is_named_with_its_signal(run: str) -> None:

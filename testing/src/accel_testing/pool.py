@@ -168,7 +168,7 @@ class RankPool:
             self.close()
         self.prepare()
         assert self._nursery is not None
-        if any(rank.exit_status(0.0) is not None for rank in self._ranks):
+        if any(rank.is_gone() for rank in self._ranks):
             self._discard()
         while len(self._ranks) < size:
             self._ranks.append(self._nursery.bear())

@@ -169,6 +169,10 @@ class Rank:
         except (EOFError, ConnectionResetError):
             return None
 
+    def is_gone(self) -> bool:
+        """Whether it has ended between two jobs: its connection, on which it says nothing then, is closed first."""
+        return self.connection.poll() or self.exit_status(0.0) is not None
+
     def exit_status(self, timeout: float) -> int | None:
         """How the process ended, None while it lives."""
         return self._nursery.exit_status(self.pid, timeout)
