@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from accel_testing.signals import describe_exit
 
 # Every descendant inherits it, whatever session or group it moves to, so it finds orphans.
 _MARK = "ACCEL_TESTING_RUN"
+_FIRST_PORT = 10_000
+_FIRST_GIVEN_PORT = 32_768  # on Linux (ip_local_port_range); elsewhere it is higher
 
 
 @final
@@ -145,11 +148,15 @@ def launch(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago; no more can be promised."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that was free a moment ago, below those that the system itself gives to connections and listeners.
+
+    So it stays free unless somebody asks for this very number, which is drawn at random.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_FIRST_GIVEN_PORT - _FIRST_PORT)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(
