@@ -44,7 +44,7 @@ dist.destroy_process_group()
 SLEEP = """
 import os, sys, time
 open(f"ready_{os.environ['RANK']}", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -54,7 +54,7 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def launch(
-    folder: Path, *argv: str, script: str = SHOW, env: Mapping[str, str] | None = None, timeout: float = 60
+    folder: Path, *argv: str, script: str = SHOW, env: Mapping[str, str] | None = None, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(script)
     return subprocess.run(
@@ -80,6 +80,15 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+def wait_for(file: Path, process: subprocess.Popen[str] | None = None) -> None:
+    """Waits until the file is there; the process that is to make it must not have ended."""
+    deadline = time.monotonic() + 200
+    while not file.exists():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"nobody made {file}"
+        time.sleep(0.01)
+
+
 @contextmanager
 def started(
     folder: Path, *argv: str, script: str = SLEEP, ranks: int = 2, terminal: int | None = None
@@ -97,11 +106,8 @@ def started(
         preexec_fn=hear_signals if terminal is None else take_terminal,
     )
     try:
-        deadline = time.monotonic() + 60
-        while any(not (folder / f"ready_{rank}").exists() for rank in range(ranks)):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        for rank in range(ranks):
+            wait_for(folder / f"ready_{rank}", process)
         yield process
     finally:
         left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -117,7 +123,7 @@ def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "accel-guard" not in child.cmdline()]
 
 
-def survivors(children: list[psutil.Process], seconds: float = 30.0) -> list[psutil.Process]:
+def survivors(children: list[psutil.Process], seconds: float = 60.0) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(children, timeout=seconds)
     return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
@@ -163,7 +169,7 @@ def test_scripts_modules_and_commands_are_run(count: str, argv: list[str], seen:
 def test_one_process_is_the_launcher_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; print(os.getpid())")
     process = subprocess.Popen([*LAUNCH, "--cpu", "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert int(process.communicate(timeout=30)[0]) == process.pid
+    assert int(process.communicate(timeout=200)[0]) == process.pid
 
 
 def test_classes_of_the_script_can_be_pickled_and_spawned(tmp_path: Path) -> None:
@@ -224,12 +230,10 @@ def test_the_environment_of_a_dry_run_is_the_one_that_a_run_has(tmp_path: Path) 
 )
 def test_bad_input_is_refused_within_seconds(argv: list[str], words: str, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("sede: 3\n")
-    begin = time.monotonic()
-    done = launch(tmp_path, *argv)
+    done = launch(tmp_path, *argv, timeout=60)
     assert done.returncode not in (0, None)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - begin < 30
 
 
 def test_more_processes_than_accelerators_are_refused(tmp_path: Path) -> None:
@@ -264,7 +268,7 @@ if os.environ["RANK"] == "1":
         atexit.register(wait_for_error_of, 0)
     raise ValueError("the cause")
 if sys.argv[1] == "waits":
-    time.sleep(60)
+    time.sleep(600)
 wait_for_error_of(1)
 raise RuntimeError("a consequence")
 """
@@ -294,7 +298,7 @@ def test_the_first_traceback_is_printed_last_and_once(other: str, tmp_path: Path
     ],
 )
 def test_every_kind_of_end_is_passed_on(code: str, status: int, words: str, tmp_path: Path) -> None:
-    script = f"import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\n{code}\n"
+    script = f"import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(600)\n{code}\n"
     done = launch(tmp_path, "--num_processes", "2", "script.py", script=script)
     assert done.returncode == status
     assert words in done.stderr
@@ -304,11 +308,11 @@ def test_a_rank_that_fails_and_then_hangs_does_not_hold_the_others(tmp_path: Pat
     script = """
 import os, threading, time
 if os.environ["RANK"] == "1":
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    threading.Thread(target=time.sleep, args=(600,)).start()
     raise ValueError("the cause")
-time.sleep(60)
+time.sleep(600)
 """
-    done = launch(tmp_path, "--num_processes", "2", "--grace_period", "1s", "script.py", script=script, timeout=20)
+    done = launch(tmp_path, "--num_processes", "2", "--grace_period", "1s", "script.py", script=script)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: the cause")
 
@@ -352,7 +356,7 @@ def test_processes_go_on_when_nobody_reads_their_output_any_more(tmp_path: Path)
     assert process.stdout is not None
     process.stdout.read(100)
     process.stdout.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=200) == 0
     assert {path.name for path in tmp_path.glob("done_*")} == {"done_0", "done_1"}
 
 
@@ -367,7 +371,7 @@ def restarted(folder: Path, count: int, *argv: str) -> None:
         *("--num_processes", "2", "--max_restarts", str(count), *argv, "script.py"),
         script=ALL_REDUCE,
         env={"FAILURES": str(count)},
-        timeout=60 + 20 * count,
+        timeout=200 + 40 * count,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"attempt {attempt} sum 3.0" for attempt in range(count + 1)]
@@ -434,7 +438,7 @@ def told(number, frame):
     helper.kill()
     os.write(1, f"rank {os.environ['RANK']} heard {signal.Signals(number).name}\\n".encode())
     sys.exit(0)
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 signal.signal(signal.SIGUSR1, told)
 open(f"ready_{os.environ['RANK']}", "w").close()
 helper.wait()
@@ -452,24 +456,23 @@ def test_a_signal_that_means_something_to_the_processes_alone_is_passed_on_to_th
 
 
 STUBBORN = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.signal(signal.SIGTERM, lambda *_: open(f"heard_{os.environ['RANK']}", "w").close())
 """
 
 
 @pytest.mark.parametrize("impatient", [False, True])
 def test_processes_that_ignore_signals_are_killed_with_their_children(impatient: bool, tmp_path: Path) -> None:
-    argv = ["--num_processes", "2", "--grace_period", "30s" if impatient else "0.5", "script.py"]
+    argv = ["--num_processes", "2", "--grace_period", "300s" if impatient else "0.5", "script.py"]
     with started(tmp_path, *argv, script=STUBBORN + SLEEP) as process:
         children = processes_of(process)
-        begin = time.monotonic()
         process.terminate()
         if impatient:
-            time.sleep(0.3)
+            wait_for(tmp_path / "heard_1")  # signals that come together are one
             process.terminate()
-        process.communicate(timeout=20)
-        assert time.monotonic() - begin < 30
+        process.communicate(timeout=60)
     assert process.returncode == 143
     assert len(children) == 4
     assert survivors(children) == []
@@ -480,7 +483,7 @@ def test_the_death_of_the_launcher_ends_its_processes(tmp_path: Path) -> None:
     with started(tmp_path, "--num_processes", "2", "script.py") as process:
         children = processes_of(process)
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert len(children) == 2
     assert survivors(children) == []
 
@@ -491,11 +494,11 @@ def test_a_killed_launcher_leaves_no_folder_and_no_children_of_its_processes(tmp
         children = processes_of(process)
         folders = list(tmp_path.glob("accel_launch_*"))
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert len(children) == 4
     assert len(folders) == 1
-    assert survivors(children, seconds=30) == []
-    deadline = time.monotonic() + 30
+    assert survivors(children) == []
+    deadline = time.monotonic() + 60
     while folders[0].exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -504,7 +507,7 @@ def test_a_killed_launcher_leaves_no_folder_and_no_children_of_its_processes(tmp
 def test_what_a_failed_rank_left_running_is_ended(tmp_path: Path) -> None:
     script = """
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 os._exit(3)
 """
@@ -553,7 +556,7 @@ def test_a_failure_on_one_machine_ends_the_job_on_the_other(tmp_path: Path) -> N
     script = """
 import os, time
 if os.environ["RANK"] == "1": raise ValueError("the cause")
-time.sleep(60)
+time.sleep(600)
 """
     with machines(tmp_path, script=script) as made:
         (_, zero), (_, one) = [process.communicate(timeout=200) for process in made]

@@ -18,6 +18,7 @@ from accel_state.errors import LaunchError
 from accel_testing.launching import free_port
 
 # Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
+# With a file ``hold``, one machine alone waits for another to join it, and two stay at five.
 COUNT = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -35,7 +36,7 @@ while step < 10 or (os.environ.get("WAIT") and world != int(os.environ["WAIT"]))
         with open("staged", "w") as file: file.write(str(step))
         os.replace("staged", "count")
     time.sleep(0.05)
-    while os.path.exists("hold") and world == 2 and step == 5: time.sleep(0.05)
+    while os.path.exists("hold") and (world == 1 or step == 5): time.sleep(0.05)
 dist.barrier()
 print(f"rank {rank} of {world} counted to {step}", flush=True)
 dist.destroy_process_group()
@@ -55,7 +56,7 @@ def elastic(folder: Path, port: int, **env: str) -> Iterator[Callable[..., subpr
     (folder / "count.py").write_text(COUNT)
     argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--nnodes", "1:4", "--num_processes", "4"]
     argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "3"]
-    argv += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"]
+    argv += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"]
     argv += ["--grace_period", "2"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "TORCHELASTIC"))}
     made: list[subprocess.Popen[str]] = []
@@ -163,7 +164,7 @@ for features, target in data:
             file.write(repr((accelerator.num_processes, sum(weights, []))))
         with open("staged", "w") as file: file.write(f"run/step_{step}")
         os.replace("staged", "run/latest")
-    while os.path.exists("hold") and accelerator.num_processes == 2 and step == 5:
+    while os.path.exists("hold") and (accelerator.num_processes == 1 or step == 5):
         time.sleep(0.05)
 accelerator.end_training()
 """
