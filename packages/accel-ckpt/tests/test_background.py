@@ -42,7 +42,7 @@ def test_only_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     gate, original = threading.Event(), backgrounds.Attempt.finish
 
     def slow(self: object, *args: object, **kwargs: object) -> None:
-        gate.wait(10)
+        gate.wait(60)
         original(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(backgrounds.Attempt, "finish", slow)
@@ -85,7 +85,7 @@ def _failing_save(saver: AsyncSaver, path: Path) -> backgrounds.SaveHandle:
     backgrounds.Attempt.finish = spoil  # type: ignore[method-assign]
     try:
         handle = saver.save(path, {"n": 3})
-        handle._over.wait(10)
+        handle._over.wait(60)
     finally:
         backgrounds.Attempt.finish = original  # type: ignore[method-assign]
     return handle

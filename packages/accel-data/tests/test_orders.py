@@ -318,11 +318,11 @@ from accel_data import prepare_loader
 from accel_state.parallelism import DataShard
 
 next(iter(prepare_loader(DataLoader(range(2_000_000), shuffle=True, batch_size=32), DataShard(0, 1))))
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 loader = prepare_loader(DataLoader(range(2_000_000_000), shuffle=True, batch_size=32), DataShard(0, 1))
 loader.load_state_dict({**loader.state_dict(), "samples": 1_000_000_000})
 next(iter(loader))
-print((time.perf_counter() - start) * 1e3, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((time.process_time() - start) * 1e3, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
@@ -330,7 +330,7 @@ def test_seeking_to_sample_a_billion_takes_milliseconds_and_no_memory():
     output = subprocess.run([sys.executable, "-c", SEEK], capture_output=True, text=True, check=True).stdout
     milliseconds, megabytes = map(float, output.split())
     assert megabytes < 50
-    # 10 ms is what it must take; a busy machine may pause any process for longer than that.
+    # 10 ms is what it must take on a machine of its own; of processor time, so that others' work does not count.
     assert milliseconds < 100
 
 

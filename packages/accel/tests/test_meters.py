@@ -81,19 +81,21 @@ def test_a_slow_data_path_is_attributed_to_its_rank_and_the_shares_fill_the_time
     loader = DataLoader(Slow(12, 0.2 if rank == 1 else 0.0), batch_size=1)
     model, loader = accelerator.prepare(nn.Linear(4, 1), loader)
     meter = accelerator.meter(every=6)
-    started = time.perf_counter()
+    first = time.perf_counter()
     meter.clock.read()
+    started = time.perf_counter()
     before = dict(meter.clock.seconds)
     for batch in meter.watch(loader):
         loss = model(batch).square().mean()
         accelerator.backward(loss)
         meter.step(loss)
-    wall = time.perf_counter() - started
+    ended = time.perf_counter()
     seconds = meter.clock.read()
-    assert sum(seconds.values()) - sum(before.values()) == pytest.approx(wall, rel=0.03)
+    wall = sum(seconds.values()) - sum(before.values())
+    assert ended - started - 1e-3 <= wall <= time.perf_counter() - first + 1e-3
     straggler = meter.stragglers[0]  # the worst; beside others at work on this machine there may be more
     assert (straggler.rank, straggler.phase) == (1, "data")
-    assert 0.18 < straggler.seconds - straggler.usual < 0.6
+    assert 0.18 < straggler.seconds - straggler.usual < 2.0  # a machine that is busy with others makes it more
     assert "rank 1 takes" in str(straggler)
     assert meter.last is not None
     assert sum(meter.last.shares.values()) == pytest.approx(1.0)
