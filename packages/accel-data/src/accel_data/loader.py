@@ -353,7 +353,7 @@ def _tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
         if watch is not None and has_dead_workers(run):
             watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
     elif isinstance(error, Exception) and not isinstance(error, AccelError):
-        death = death_of_workers(run) if isinstance(error, OSError | EOFError | RuntimeError) else None
+        death = death_of_workers(run, error) if isinstance(error, OSError | EOFError | RuntimeError) else None
         if watch is not None:
             watch.tell(death or error)
         if death is not None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _PATIENCE = 0.5
-"""Seconds: a dying process closes its connections a little before it is dead."""
+"""Seconds for a worker that may be dying to be dead."""
+_PATIENCE_AFTER_LOSS = 10.0
+"""The same where a connection was lost: a process that dies closes its own a little before it is dead."""
 _ATTEMPTS = 3
 """How often torch's handler may break in, for each worker, before it is heard."""
 
@@ -40,19 +42,25 @@ def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
     return other
 
 
-def death_of_workers(run: Pass) -> DataError | None:
+def death_of_workers(run: Pass, error: BaseException | None = None) -> DataError | None:
     """What to raise when workers that read for ``run`` have died; None when all live, or there are none.
 
-    A dead worker shows itself as whatever its parent was just doing: a lost connection, an end of file, a timeout.
-    The workers that are left are stopped, for there is nobody to read them on.
+    A dead worker shows itself as whatever its parent was just doing: a lost connection, an end of file, a timeout;
+    ``error`` is that, if it was an error. The workers that are left are stopped, for there is nobody to read them on.
     """
     batches: Any = run.readers
+    patience = _PATIENCE_AFTER_LOSS if _is_loss(error) else _PATIENCE
     for _ in range(_ATTEMPTS * len(getattr(batches, "_workers", None) or ())):
         # torch's handler of SIGCHLD raises wherever the program is, for each worker that dies, and again where any
         # other child ends before it has been asked how.
         with suppress(RuntimeError):
-            return _death(batches, run.step(run.delivered).cursor)
-    return _death(batches, run.step(run.delivered).cursor)
+            return _death(batches, run.step(run.delivered).cursor, patience)
+    return _death(batches, run.step(run.delivered).cursor, patience)
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Whether a connection to a worker was lost; what a worker itself has met comes with a text of torch's."""
+    return isinstance(error, EOFError | ConnectionError) and "in DataLoader worker process" not in str(error)
 
 
 def has_dead_workers(run: Pass) -> bool:
@@ -69,12 +77,12 @@ def _dead(batches: Any) -> list[Any]:
     return [worker for worker, reads in ended if reads or worker.exitcode]
 
 
-def _death(batches: Any, position: Cursor) -> DataError | None:
+def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
     workers = getattr(batches, "_workers", None) or []
-    closing = wait([worker.sentinel for worker in workers], _PATIENCE) if workers else []
+    closing = wait([worker.sentinel for worker in workers], patience) if workers else []
     for worker in workers:
         if worker.sentinel in closing:
-            worker.join(_PATIENCE)
+            worker.join(patience)
     dead = _dead(batches)
     if not dead:
         return None
