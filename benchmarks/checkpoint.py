@@ -193,8 +193,8 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
     return interleave(variants, rounds, before=before)
 
 
-def slowing(folder: Path, state: Tensors, *, every: int = 50, rows: int = 256, rounds: int) -> Rounds:
-    """Fifty steps of few rows (tokens) without saving, and with one save in the background of what they train.
+def slowing(folder: Path, state: Tensors, *, every: int, rows: int = 256, rounds: int) -> Rounds:
+    """Steps, ``every`` of few rows (tokens), without saving, and with one save in the background of what they train.
 
     A step multiplies ``rows`` rows with each matrix three times, forwards and backwards. What the save takes beyond its
     stall, it takes from the steps.
@@ -242,8 +242,8 @@ def remembering(folder: Path, state: Tensors) -> dict[str, float | None]:
     return {what: None if extra is None else extra / part for what, extra in found.items()}
 
 
-def measure(folder: str, *, size: int, peers: bool, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one number of processes, as rank 0 sees them."""
+def measure(folder: str, *, size: int, peers: bool, rounds: int, every: int) -> list[dict[str, Any]]:
+    """The rows of one number of processes, as rank 0 sees them; ``every`` so many steps there is a save."""
     warnings.simplefilter("ignore")  # DCP's, about its own deprecated parts
     ranks = dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -255,8 +255,8 @@ def measure(folder: str, *, size: int, peers: bool, rounds: int) -> list[dict[st
         "load from disk": ("read", partial(loading, cold=True), 1.3),
     }
     memory = remembering(place, state)
-    slowed = slowing(place, state, rounds=max(1, rounds // 2))  # of many steps each
-    row = {"what": "50 steps and a save", "ranks": ranks, "mib": bytes_of(state) / MIB, "base": "50 steps"}
+    slowed = slowing(place, state, every=every, rounds=max(1, rounds // 2))  # of many steps each
+    row = {"what": f"{every} steps and a save", "ranks": ranks, "mib": bytes_of(state) / MIB, "base": f"{every} steps"}
     row |= {"base_ms": statistics.median(slowed["base"]) * 1e3, "goal": 1.05, "accel": ratio(slowed, "accel", "base")}
     rows = [row]
     for what, (base, run, goal) in kinds.items():
@@ -281,10 +281,10 @@ def main() -> None:
     report.columns = [*columns, *(("dcp", "torch_save") if args.peers else ())]
     from accel_testing import RankPool
 
-    rounds, size = (1, 4 * MIB) if args.quick else (args.rounds, args.mib * MIB)
+    rounds, every, size = (1, 5, 4 * MIB) if args.quick else (args.rounds, 50, args.mib * MIB)
     for ranks in args.ranks:
         with RankPool(ranks, timeout=1800) as pool, tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            for row in pool.run(measure, folder, size=size, peers=args.peers, rounds=rounds)[0]:
+            for row in pool.run(measure, folder, size=size, peers=args.peers, rounds=rounds, every=every)[0]:
                 report.add(**row)
     report.show(args.json)
 

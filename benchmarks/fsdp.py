@@ -172,6 +172,8 @@ def measure_memory(case: Case, name: str) -> int:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="number of processes to measure with")
+    names = [case.name for case in CASES]
+    options.add_argument("--cases", nargs="*", choices=names, default=names, help="what a step does besides the plain")
     args = options.parse_args()
     rounds, steps = (2, 1) if args.quick else (args.rounds, 4)
     columns = ["case", "raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"]
@@ -179,7 +181,7 @@ def main() -> None:
     from accel_testing import RankPool
 
     with RankPool(args.ranks, timeout=900, preload=["torch._dynamo"]) as pool:
-        for case in CASES:
+        for case in [one for one in CASES if one.name in args.cases]:
             rows = pool.run(measure_time, case, rounds=rounds, steps=steps)
             row = {key: rows[0][key] for key in ("case", "raw_ms")}
             for key in ("wall_ratio", "cpu_ratio", "+-"):

@@ -15,7 +15,7 @@ RUNS = {
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
     "deepspeed": (["--stages", "1"], {"raw_ms", "wall_percent", "cpu_percent"}),
     "dispatch": ([], {"work_us", "raw_adds_us", "goal", "accel"}),
-    "fsdp": ([], {"raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"}),
+    "fsdp": (["--cases", "clip"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"}),
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
