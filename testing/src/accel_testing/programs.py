@@ -31,10 +31,10 @@ def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def token_batches(length: int = 4) -> list[Tensor]:
+def token_batches(length: int = 4, *, steps: int = STEPS) -> list[Tensor]:
     """Global batches of tokens, (samples, length) each."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCABULARY, (SAMPLES, length), generator=generator) for _ in range(STEPS)]
+    return [torch.randint(0, VOCABULARY, (SAMPLES, length), generator=generator) for _ in range(steps)]
 
 
 def language_program(
@@ -42,9 +42,10 @@ def language_program(
     *,
     length: int = 4,
     scheduler: Callable[[Optimizer], Any] | None = None,
+    steps: int = STEPS,
 ) -> Program:
-    """The program: a transformer of two blocks, ``STEPS`` clipped steps."""
-    model, batches = make_model("transformer"), token_batches(length)
+    """The program: a transformer of two blocks, so many clipped steps."""
+    model, batches = make_model("transformer"), token_batches(length, steps=steps)
     return Program(model, language_loss, batches, optimizer, scheduler=scheduler, clip=0.5)
 
 
