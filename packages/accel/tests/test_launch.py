@@ -379,7 +379,7 @@ def restarted(folder: Path, count: int, *argv: str) -> None:
 
 
 def test_a_killed_rank_leads_to_a_restart_that_works(tmp_path: Path) -> None:
-    restarted(tmp_path, 2)
+    restarted(tmp_path, 1)
 
 
 def test_restarts_work_on_one_port_too(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import runpy
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from accel.notices import notice_at
 from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice
 from accel.requeueing import requeue
 from accel_state.errors import ConfigError
-from accel_testing import Finished, run_command
+from accel_testing import Finished, RankPool, run_command
 
 PROGRAM = Path(__file__).with_name("preempted_training.py")
 
@@ -79,11 +80,19 @@ def resumed_at(run: Finished) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> dict[str, Any]:
+    """What the program ends with on two ranks that nobody disturbs; ranks of the pool have all imported already."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    launched(folder).check()
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    rank_pool.run(run_program, folder, variables={"TORCHELASTIC_RESTART_COUNT": "0"}, timeout=240)
+    return result(folder)
+
+
+def run_program(folder: Path) -> None:
+    before, sys.argv = sys.argv, [str(PROGRAM), str(folder)]
+    try:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    finally:
+        sys.argv = before
 
 
 def result(folder: Path) -> dict[str, Any]:
