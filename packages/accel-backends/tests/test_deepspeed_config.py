@@ -205,15 +205,34 @@ def test_what_deepspeed_would_make_groups_of_is_taken_out() -> None:
         settled({"sequence_parallel_size": 2, "data_parallel_size": 4})
 
 
-def test_plugins_of_one_run_share_sequences_alike() -> None:
+def test_plugins_of_one_run_share_alike() -> None:
     plugins = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"zero_stage": 3}})
-    plugins.share_sequences(2, "sdpa")
+    plugins.share(sequences=2, layers=1, attention="sdpa")
     assert [(one.sequence_parallel_size, one.sequence_attention) for one in plugins.plugins.values()] == [
         (2, "sdpa"),
         (2, "sdpa"),
     ]
     with pytest.raises(ConfigError, match="parallelism_config has sp_size=4, and"):
-        plugins.share_sequences(4)
+        plugins.share(sequences=4, layers=1)
     other = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"sequence_parallel_size": 4}})
     with pytest.raises(ConfigError, match="one run has one"):
         other.implied()
+    layers = DeepSpeedPlugin.several({"a": {"tensor_parallel": {"autotp_size": 2}}, "b": {}})
+    layers.share(sequences=1, layers=2)
+    assert [one.tensor_parallel_size for one in layers.plugins.values()] == [2, 2]
+    assert layers.implied()["parallelism_config_tp_size"].value == 2
+    with pytest.raises(ConfigError, match=r"parallelism_config has tp_size=1, and .*autotp_size = 2"):
+        layers.share(sequences=1, layers=1)
+
+
+def test_what_is_told_of_shared_layers_goes_to_the_engine() -> None:
+    """DeepSpeed itself works out a batch, of which it has two ideas; logits stay whole unless that is asked for."""
+    run = Run(PrecisionPolicy.parse("no", device_type="cpu"), 2, share_layers=2, batch_sizes=(3,))
+    config, origins = settle({"tensor_parallel": {"autotp_size": 2}}, run)
+    assert "train_batch_size" not in config
+    assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+    assert origins["tensor_parallel.vocab_parallel_lm_head"] == "logits stay whole"
+    asked = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    assert settle({"tensor_parallel": asked}, run)[0]["tensor_parallel"] == asked
+    with pytest.raises(ConfigError, match="spread parameters over groups that know nothing of each other"):
+        settle({"tensor_parallel": asked, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, run)

@@ -161,7 +161,6 @@ def test_gradients_travel_in_the_type_that_is_asked_for(rank_pool: RankPool, sta
     ("options", "words"),
     [
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "nearest: zero_hpz_partition_size"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "nearest: zero_stage=3"),
     ],
 )
 def test_what_deepspeed_cannot_do_here_is_refused(rank: int, options: dict[str, Any], words: str) -> None:
@@ -169,6 +168,39 @@ def test_what_deepspeed_cannot_do_here_is_refused(rank: int, options: dict[str, 
     model = nn.Linear(4, 2)
     with pytest.raises(ConfigError, match=words):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.ranks(1)
+def test_experts_that_deepspeed_would_pack_are_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"expert_parallel\.enabled .*AutoEP gives each rank other experts"):
+        Accelerator(cpu=True, deepspeed_plugin={"expert_parallel": {"enabled": True, "autoep_size": 2}})
+
+
+class Wide(nn.Module):
+    """Half of it in float64, made from numbers in float64 that are no parameters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        places = torch.arange(4, dtype=torch.float64) / 3
+        self.narrow = nn.Linear(4, 4)
+        self.start = nn.Parameter(places.float())
+        self.wide = nn.Linear(4, 2, dtype=dtype)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_built_in_float64_is_not_rounded_silently(rank: int) -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": 3})
+    words = r"Linear\.weight is built in float64 within building"
+    with pytest.raises(PrepareError, match=words), accelerator.backend.building():
+        Wide(torch.float64)
+    words = r"Linear\.bias is built in float64 within building"
+    with pytest.raises(PrepareError, match=words), accelerator.backend.building():
+        nn.Linear(2, 2).register_parameter("bias", nn.Parameter(torch.randn(2, dtype=torch.float64) * 2))
+    with accelerator.backend.building():
+        model = Wide(torch.float32)
+    assert model.wide.weight.ds_shape == (2, 4)
+    assert Wide(torch.float64).wide.weight.dtype == torch.float64
+    accelerator.end_training()
 
 
 @pytest.mark.ranks(1)

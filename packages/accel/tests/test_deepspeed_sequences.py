@@ -199,7 +199,7 @@ def test_what_would_attend_to_a_part_only_is_refused(rank: int) -> None:
     ("options", "size", "words"),
     [
         ({"sequence_parallel_size": 2}, 1, "parallelism_config has sp_size=1, and .* sequence_parallel_size = 2"),
-        ({"zero_stage": "auto"}, 2, "the planner knows nothing of shared sequences"),
+        ({"zero_stage": "auto"}, 2, "the planner chooses when a model is prepared"),
         (None, 2, "sp_size=2: backend 'ddp' cannot do that; nearest: strategy='deepspeed'"),
     ],
 )

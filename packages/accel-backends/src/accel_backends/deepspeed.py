@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import nn
@@ -17,12 +17,14 @@ from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
 from accel_backends.compile import TorchDynamoPlugin, compile_regions
 from accel_backends.config import BackendConfig
+from accel_backends.deepspeed_agreement import LAYERS, SEQUENCES
 from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
 from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_engine import Prepared, run_backward
 from accel_backends.deepspeed_engines import Engines
 from accel_backends.deepspeed_held import held_by
 from accel_backends.deepspeed_inference import start_inference
+from accel_backends.deepspeed_layers import Layers
 from accel_backends.deepspeed_library import (
     close_communication,
     library,
@@ -39,7 +41,10 @@ from accel_backends.names import innermost, named_parameters
 from accel_backends.watching import Keep
 from accel_precision.options import GradScalerKwargs
 from accel_precision.scaler import LossScaler
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @final
@@ -65,6 +70,12 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         self._options = cast(DeepSpeedConfig, self.config)
         self._engines = Engines()
         self._sequences = Sequences(self.session, self._options.sequence_parallel_size)
+        self._layers = Layers(self.session, self._options.tensor_parallel_size)
+        if self._sequences.size > 1 and self._layers.size > 1:
+            raise ConfigError(
+                f"{SEQUENCES}={self._sequences.size} and {LAYERS}={self._layers.size}: neighbours share sequences or "
+                "layers, not both; leave one of them out"
+            )
         self._mesh = None
         self._owns_group = False
 
@@ -82,6 +93,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         """Refuses pieces that contradict each other or the configuration, see ``deepspeed_optimizers``."""
         for model in bundle.models:
             self._sequences.check(model)
+            self._layers.check(innermost(model))
         if bundle.training:
             check_bundle_pieces(self._options, bundle)
 
@@ -142,8 +154,16 @@ class DeepSpeedBackend(ZeroSpread, Backend):
 
     @property
     def gradient_average(self) -> int:
-        """All ranks of the session."""
-        return self.session.world_size
+        """All ranks of the session; of those that share layers one counts."""
+        return self.session.world_size // self._layers.size
+
+    @property
+    def gradient_group(self) -> "ProcessGroup | None":
+        """All ranks of the session; where layers are shared, those with the same parts. Collective when first read."""
+        if self._layers.size == 1:
+            return super().gradient_group
+        self._open_communication()
+        return self._layers.data_group
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """Backward of the engines that the loss went through; of ``kwargs`` they take ``retain_graph``.
@@ -376,3 +396,4 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         self._owns_group |= open_group_of_one(self.session)
         use_device(self.session)
         open_communication(self.session, self)
+        self._layers.open()

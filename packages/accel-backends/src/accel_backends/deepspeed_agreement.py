@@ -8,6 +8,15 @@ from accel_backends.deepspeed_json import AUTO, find, put
 from accel_state.errors import ConfigError
 
 SEQUENCES = "sequence_parallel_size"
+TENSOR = "tensor_parallel"
+LAYERS = f"{TENSOR}.autotp_size"
+# Why the planner cannot choose a stage where ranks share something.
+_UNPLANNED = {
+    "sp": "the planner chooses when a model is prepared, and its attention and its loaders need the groups of ranks "
+    "that share sequences before",
+    "tp": "the planner looks at whole layers, and only DeepSpeed knows, when it has cut a model, what a rank keeps of "
+    "them",
+}
 
 
 class Options(Protocol):
@@ -22,6 +31,8 @@ class Options(Protocol):
     def deepspeed_config(self) -> dict[str, Any]: ...
     @property
     def sequence_parallel_size(self) -> int: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
 
 
 def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
@@ -44,7 +55,7 @@ def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
 
 
 def _implied(options: Options) -> dict[str, Implied]:
-    """What these options say themselves: accumulation, precision, and how many ranks share sequences."""
+    """What these options say themselves: accumulation, precision, how many ranks share sequences, and layers."""
     found: dict[str, Implied] = {}
     origin = options.origins["gradient_accumulation_steps"]
     if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
@@ -65,6 +76,8 @@ def _implied(options: Options) -> dict[str, Implied]:
             found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
     if find(document, SEQUENCES, AUTO) != AUTO:
         found["parallelism_config_sp_size"] = Implied(options.sequence_parallel_size, f"{where} {SEQUENCES}")
+    if find(document, LAYERS, AUTO) != AUTO:
+        found["parallelism_config_tp_size"] = Implied(options.tensor_parallel_size, f"{where} {LAYERS}")
     return found
 
 
@@ -74,20 +87,30 @@ def share_sequences(options: Options, size: int) -> None:
     Raises:
         ConfigError: the options say something else, or let the planner choose.
     """
-    document, own = options.deepspeed_config, options.sequence_parallel_size
-    if find(document, SEQUENCES, AUTO) != AUTO and own != size:
+    _share(options, size, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
+
+
+def share_layers(options: Options, size: int) -> None:
+    """Lets ``size`` ranks share every layer.
+
+    Raises:
+        ConfigError: the options say something else, or let the planner choose.
+    """
+    _share(options, size, options.tensor_parallel_size, axis="tp", key=LAYERS)
+
+
+def _share(options: Options, size: int, own: int, *, axis: str, key: str) -> None:
+    document = options.deepspeed_config
+    if find(document, key, AUTO) != AUTO and own != size:
         raise ConfigError(
-            f"parallelism_config has sp_size={size}, and {_where(options)} says {SEQUENCES} = {own}; make them agree"
+            f"parallelism_config has {axis}_size={size}, and {_where(options)} says {key} = {own}; make them agree"
         )
     if size == 1:
         return
     if options.chooses_stage:
-        raise ConfigError(
-            f"zero_stage='auto' beside {SEQUENCES}={size}: the planner knows nothing of shared sequences; nearest: "
-            "zero_stage=3"
-        )
-    put(document, SEQUENCES, size)
-    options.origins.setdefault(SEQUENCES, "parallelism_config sp_size")
+        raise ConfigError(f"zero_stage='auto' beside {key}={size}: {_UNPLANNED[axis]}; nearest: zero_stage=3")
+    put(document, key, size)
+    options.origins.setdefault(key, f"parallelism_config {axis}_size")
 
 
 def _where(options: Options) -> str:

@@ -11,10 +11,20 @@ from torch.optim import Optimizer
 
 from accel_backends.bundle import Bundle
 from accel_backends.deepspeed_activations import guard_checkpointing
+from accel_backends.deepspeed_alike import FirstGradients
+from accel_backends.deepspeed_building import partitioned
 from accel_backends.deepspeed_config import DeepSpeedConfig
+from accel_backends.deepspeed_cuts import is_cut
 from accel_backends.deepspeed_dummies import DummyOptim, DummyScheduler
-from accel_backends.deepspeed_engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
+from accel_backends.deepspeed_engine import (
+    Prepared,
+    forget_first_step,
+    keep_values,
+    start_engine,
+    take_engine,
+)
 from accel_backends.deepspeed_json import ZERO, find
+from accel_backends.deepspeed_layers import Layers, kinds_of, settle_cuts
 from accel_backends.deepspeed_library import DISK, build_operation
 from accel_backends.deepspeed_moe import check_experts, expert_groups, mark_leaf_modules
 from accel_backends.deepspeed_optimizers import (
@@ -49,6 +59,7 @@ class Owner(Protocol):
     device: torch.device
     scaler_options: GradScalerKwargs | None
     _options: DeepSpeedConfig
+    _layers: Layers
 
     def _layout(self, prepared: Prepared) -> Any: ...
 
@@ -73,7 +84,7 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
         check_values(model)
     check_experts(model, stage)
     for optimizer in bundle.optimizers:
-        check_whole(optimizer, stage)
+        check_whole(optimizer, stage, cut=options.tensor_parallel_size > 1)
     scalars = [name for name, parameter in named_parameters(model).items() if parameter.dim() == 0]
     if scalars:
         raise PrepareError(
@@ -128,9 +139,14 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     groups = () if given is None else group_names(optimizer or given, parameters)
     if bundle.placed[0] and not _partitioned(parameters):
         model.to(owner.device)
+    owner._layers.gather_in(model)
+    kinds = kinds_of(innermost(model))
     engine = start_engine(session, model, optimizer, config if given is not None else _without_training(config))
     made = engine.lr_scheduler
+    handles = settle_cuts(engine, kinds) if owner._layers.size > 1 else []
     prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
+    prepared.handles += handles
+    prepared.first = _first_gradients(owner, prepared)
     prepared.saves_16bit = bool(options.zero3_save_16bit_model)
     if prepared.parts is not None:
         forget_first_step(prepared)
@@ -148,11 +164,9 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
 @contextmanager
 def zero3_init(owner: Owner) -> Iterator[None]:
     """Within it, modules are partitioned as soon as they are built; collective."""
-    from deepspeed.runtime.zero import Init
-
-    run = Run(owner.policy, _data_ranks(owner), device_type=owner.device.type)
+    run = Run(owner.policy, _data_ranks(owner), device_type=owner.device.type, share_layers=owner._layers.size)
     config, _ = settle(owner._options.deepspeed_config, run)
-    with Init(config_dict_or_path=config):
+    with partitioned(owner.session, config):
         yield
 
 
@@ -174,12 +188,22 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         own_optimizer=optimizer is not None and dummy is None,
         scaler=owner.scaler_options,
         device_type=owner.device.type,
+        share_layers=owner._layers.size,
     )
 
 
 def _data_ranks(owner: Owner) -> int:
-    """Over how many ranks batches are spread: those that share sequences have the same."""
-    return owner.session.world_size // owner._options.sequence_parallel_size
+    """Over how many ranks batches are spread: those that share sequences or layers have the same."""
+    return owner.session.world_size // (owner._options.sequence_parallel_size * owner._layers.size)
+
+
+def _first_gradients(owner: Owner, prepared: Prepared) -> FirstGradients | None:
+    """What compares them, where ranks share layers."""
+    group = owner._layers.group
+    if group is None or prepared.gradients is None:
+        return None
+    whole = {name: one for name, one in named_parameters(prepared.engine).items() if not is_cut(one)}
+    return FirstGradients(whole, group, owner.session.group)
 
 
 def _hidden_size(model: nn.Module) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, final
 
 from accel_backends.config import BackendConfig, Implied
-from accel_backends.deepspeed_agreement import SEQUENCES, implied_by, share_sequences
+from accel_backends.deepspeed_agreement import LAYERS, SEQUENCES, implied_by, share_layers, share_sequences
 from accel_backends.deepspeed_json import (
     AUTO,
     TOP_KEYS,
@@ -19,7 +19,7 @@ from accel_backends.deepspeed_json import (
     put,
 )
 from accel_backends.deepspeed_values import read
-from accel_backends.fsdp_values import as_flag
+from accel_backends.fsdp_values import as_flag, as_number
 from accel_state.errors import ConfigError
 
 PREFIX = "ACCELERATE_DEEPSPEED_"
@@ -252,14 +252,23 @@ class DeepSpeedConfig(BackendConfig):
         found = find(self.deepspeed_config, SEQUENCES)
         return 1 if _unset(found) else int(found)
 
-    def share_sequences(self, size: int, attention: str | None = None) -> None:
-        """Lets as many ranks share every sequence as ``parallelism_config`` says, with this attention of Transformers.
+    @property
+    def tensor_parallel_size(self) -> int:
+        """How many ranks share every layer."""
+        found = find(self.deepspeed_config, LAYERS)
+        return 1 if _unset(found) else max(1, as_number(LAYERS, found))
+
+    def share(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
+        """Lets as many ranks share each sequence, and each layer, as ``parallelism_config`` says.
+
+        ``attention`` is that of Transformers which computes where sequences are shared.
 
         Raises:
             ConfigError: these options, or others of the run, say something else; or the planner is to choose.
         """
         for plugin in self.plugins.values() or (self,):
-            share_sequences(plugin, size)
+            share_sequences(plugin, sequences)
+            share_layers(plugin, layers)
             plugin.sequence_attention = attention
 
     @property

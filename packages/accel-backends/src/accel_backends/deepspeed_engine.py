@@ -9,11 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_backends.deepspeed_alike import FirstGradients
+from accel_backends.deepspeed_cuts import shape_of
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
 from accel_backends.deepspeed_json import ZERO, find
 from accel_backends.deepspeed_library import library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
-from accel_backends.deepspeed_states import put_whole, shape_of
+from accel_backends.deepspeed_states import put_whole
 from accel_backends.names import WRAPS, named_parameters
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import BackendError, PrepareError
@@ -38,6 +40,7 @@ class Prepared:
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model.
         outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
+        first: what looks at the gradients of the first backward; None: nothing does, or did already.
     """
 
     engine: Any
@@ -49,11 +52,20 @@ class Prepared:
     saves_16bit: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    first: FirstGradients | None = None
+
+    def compare_first(self) -> None:
+        """After the first backward, compares gradients over the ranks that share layers; collective."""
+        if self.first is not None:
+            first, self.first = self.first, None
+            first.check(self.engine.device)
 
     def release(self) -> None:
         """Takes the engine apart; the user's module stays."""
         for handle in self.handles:
             handle.remove()
+        if self.first is not None:
+            self.first.remove()
         self.engine.destroy()
         self.engine.__dict__.pop(WRAPS, None)
 
@@ -67,7 +79,7 @@ def start_engine(
         PrepareError: DeepSpeed refuses, in its words.
     """
     deepspeed = library(session.device.type)
-    _count_alike(session)
+    count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         with local_rank(session):
@@ -103,7 +115,7 @@ def _to_disk(model: nn.Module, config: Mapping[str, Any]) -> None:
         Init(module=model, config_dict_or_path=dict(config))
 
 
-def _count_alike(session: "Session") -> None:
+def count_alike(session: "Session") -> None:
     """Lets all ranks give the next module, and the next parameter, the same number.
 
     Stage 3 numbers both over all engines of a process and compares the numbers between ranks, which differ if one of
@@ -192,6 +204,7 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
     if not others:
         scaled = first.gradients.scaled(loss)
         first.gradients.backward(lambda: first.engine.backward(scaled, retain_graph, False))
+        first.compare_first()
         return
     if any(one.engine.fp16_enabled() for one in engines):
         raise BackendError(
@@ -221,6 +234,7 @@ def _through(others: list[Prepared], run: Callable[[], None]) -> None:
             engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     one.gradients.backward(inside)
+    one.compare_first()
 
 
 @final

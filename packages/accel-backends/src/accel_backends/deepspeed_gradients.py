@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_cuts import is_cut, local_shape_of, part_of_whole, shape_of, whole_of_cut
 from accel_backends.watching import Keep
 from accel_state.errors import BackendError
 
@@ -136,7 +137,7 @@ class Gradients(ABC):
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue
-            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shape = shape_of(parameter)
             device, dtype = self.engine.device, self.dtype
             mine = shares.get(name)
             total = (
@@ -144,7 +145,8 @@ class Gradients(ABC):
             )
             if name in brought and dist.get_world_size() > 1:
                 dist.all_reduce(total)
-            self.begin(parameter, total.div_(dist.get_world_size()))
+            mine = part_of_whole(parameter, total.div_(dist.get_world_size()))
+            self.begin(parameter, mine.view(local_shape_of(parameter)))
         self.begun()
         self.filled = True
 
@@ -172,14 +174,14 @@ class Gradients(ABC):
         from deepspeed.utils import safe_get_full_grad
 
         found: torch.Tensor = safe_get_full_grad(parameter)
-        return found.detach().clone()
+        return whole_of_cut(parameter, found.detach().clone())
 
     def begun(self) -> None:
         """All parameters have been given to ``begin``. Default: nothing is left to do."""
 
     @abstractmethod
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Takes a whole gradient, the same on all ranks, as the first of a window."""
+        """Takes a gradient of all that the rank computes with, averaged over ranks, as the first of a window."""
 
     @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
@@ -267,7 +269,7 @@ class WholeGradients(Gradients):
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """The parameters' own: this rank's share until they are reduced, the average after."""
-        return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+        return {name: whole_of_cut(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """The parameter holds it."""
@@ -286,9 +288,23 @@ class WholeGradients(Gradients):
         return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
 
     def scaled_norm(self) -> Any:
-        """Of all gradients, which every rank holds."""
-        norm = nn.utils.get_total_norm([tensor.float() for tensor in self.pending()])
+        """Of all gradients, which every rank holds, or a part where ranks share layers."""
+        norm = self._norm_of_all()
         return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, -1.0))
+
+    def _norm_of_all(self) -> torch.Tensor:
+        found = [one for one in self.parameters.values() if one.grad is not None]
+        if self.engine.autotp_size() <= 1:
+            return nn.utils.get_total_norm([one.grad.float() for one in found if one.grad is not None])
+        import torch.distributed as dist
+        from deepspeed.utils import groups
+
+        group = groups.get_tensor_model_parallel_group()
+        counted = [one for one in found if is_cut(one) or group.rank() == 0]
+        norm = nn.utils.get_total_norm([one.grad.float() for one in counted if one.grad is not None])
+        square = norm.to(self.engine.device).square()
+        dist.all_reduce(square, group=group)
+        return square.sqrt()
 
     def discard(self) -> None:
         """Clears the parameters' gradients."""

@@ -157,16 +157,41 @@ OFFLOAD_OPTIMIZER_KEYS = frozenset(
     ]
 )
 OFFLOAD_PARAM_KEYS = frozenset(["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"])
+TENSOR_KEYS = frozenset(
+    [
+        "autotp_size",
+        "dtype",
+        "injection_policy_tuple",
+        "keep_module_on_host",
+        "kernel_inject",
+        "partition_config",
+        "preset_model",
+        "replace_with_kernel_inject",
+        "tensor_parallel",
+        "tp",
+        "tp_overlap_comm",
+        "vocab_parallel_ce_backend",
+        "vocab_parallel_lm_head",
+    ]
+)
 _SECTIONS = {
     "": TOP_KEYS,
     ZERO: ZERO_KEYS,
     f"{ZERO}.offload_optimizer": OFFLOAD_OPTIMIZER_KEYS,
     f"{ZERO}.offload_param": OFFLOAD_PARAM_KEYS,
+    "tensor_parallel": TENSOR_KEYS,
 }
 _GONE = {
     "mics_shard_size": "MiCS was removed from DeepSpeed; nearest: zero_hpz_partition_size (ZeRO++), or strategy 'fsdp' "
     "with sharding_strategy HYBRID_SHARD",
     "mics_hierarchical_params_gather": "MiCS was removed from DeepSpeed; nearest: zero_hpz_partition_size (ZeRO++)",
+}
+
+
+# Sections that replace modules by others, of whose parameters no state, norm or gradient here knows.
+_UNKNOWN_PARTS = {
+    "expert_parallel": "AutoEP gives each rank other experts, packed into weights of other names; nearest: experts as "
+    "ordinary modules at stage 3, their class in transformer_moe_cls_names, or deepspeed.moe at stages 0 to 2",
 }
 
 
@@ -201,11 +226,14 @@ def read_document(source: object) -> tuple[dict[str, Any], str]:
 
 
 def check_keys(document: Mapping[str, Any], origin: str) -> None:
-    """Refuses keys that DeepSpeed would ignore or does not have any more.
+    """Refuses keys that DeepSpeed would ignore or does not have any more, and what it does that cannot be followed.
 
     Raises:
         ConfigError: the first such key, where it stands, and the nearest known.
     """
+    for section, reason in _UNKNOWN_PARTS.items():
+        if find(document, f"{section}.enabled", False):
+            raise ConfigError(f"{section}.enabled ({origin}): {reason}")
     for section, known in _SECTIONS.items():
         found = find(document, section) if section else document
         if not isinstance(found, Mapping):

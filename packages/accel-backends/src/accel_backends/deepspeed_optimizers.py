@@ -67,8 +67,10 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
         check_host(config, optimizer)
 
 
-def check_whole(optimizer: Optimizer, stage: int) -> None:
+def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
     """Refuses an optimizer that looks at whole parameters where each rank has pieces, or one that needs a closure.
+
+    ``cut``: ranks share layers, so that no rank has whole parameters at any stage.
 
     Raises:
         PrepareError: with what works.
@@ -79,11 +81,17 @@ def check_whole(optimizer: Optimizer, stage: int) -> None:
             f"{kind} evaluates a closure several times in a step, and a DeepSpeed engine steps once with the gradients "
             "that it has; nearest: strategy='fsdp' or 'ddp'"
         )
-    if stage > 0 and not isinstance(optimizer, DummyOptim) and not steps_by_element(optimizer):
+    if not (stage or cut) or isinstance(optimizer, DummyOptim) or steps_by_element(optimizer):
+        return
+    if cut:
         raise PrepareError(
-            f"{kind} looks at whole parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
-            "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
+            f"{kind} looks at whole parameters, and every rank that shares layers has a part of them; nearest: AdamW, "
+            "or layers that are not shared"
         )
+    raise PrepareError(
+        f"{kind} looks at whole parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
+        "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
+    )
 
 
 def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -35,7 +35,13 @@ class Part:
 
 
 class Parts(ABC):
-    """Finds the parts of an engine's parameters."""
+    """Finds the parts of an engine's parameters.
+
+    Attributes:
+        spread: whether ranks hold different parts, and not all the same.
+    """
+
+    spread: ClassVar[bool] = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -60,6 +66,10 @@ class Parts(ABC):
     def flats(self) -> list[torch.Tensor]:
         """The optimizer's tensors."""
 
+    def group_numbers(self) -> dict[int, int]:
+        """The number of the group of each of the optimizer's tensors, by its id. Default: one tensor for each group."""
+        return {id(flat): index for index, flat in enumerate(self.flats())}
+
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates the parameter at all (on whatever rank)."""
@@ -74,8 +84,37 @@ class Parts(ABC):
 
 
 @final
+class OwnParts(Parts):
+    """Stage 0 in fp32: the optimizer updates the parameters themselves, as the rank has them."""
+
+    spread: ClassVar[bool] = False
+
+    def part(self, parameter: nn.Parameter) -> Part:
+        """All of it."""
+        return Part(0, parameter.numel(), parameter, 0)
+
+    def flats(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def group_numbers(self) -> dict[int, int]:
+        """Of each parameter."""
+        groups = enumerate(self.optimizer.param_groups)
+        return {id(parameter): index for index, group in groups for parameter in group["params"]}
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether it is in a group."""
+        return id(parameter) in self.group_numbers()
+
+    def refresh(self) -> None:
+        """They are the weights that the model computes with."""
+
+
+@final
 class CopiedParts(Parts):
     """Stage 0 in 16 bits: every rank has fp32 copies of all parameters, one by one or flattened by group."""
+
+    spread: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -96,6 +135,13 @@ class CopiedParts(Parts):
     def flats(self) -> list[torch.Tensor]:
         """The copies."""
         return list({id(part.flat): part.flat for part in self._found.values() if part.flat is not None}.values())
+
+    def group_numbers(self) -> dict[int, int]:
+        """Of each copy, or of each group's flattened ones."""
+        copies = getattr(self.optimizer, "fp32_groups", None)
+        if copies is None:
+            return super().group_numbers()
+        return {id(flat): index for index, group in enumerate(copies) for flat in group}
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether there is a copy."""
@@ -185,6 +231,10 @@ class ShardedParts(Parts):
         """This rank's pieces, of as many parameters together as DeepSpeed updates at once."""
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
+    def group_numbers(self) -> dict[int, int]:
+        """Several of them may be of one group."""
+        return {id(flat): self.optimizer.sub_group_to_group_id[index] for index, flat in enumerate(self.flats())}
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether DeepSpeed updates it."""
         return hasattr(parameter, "ds_id") and self.optimizer.get_param_id(parameter) in self.optimizer.grad_position
@@ -210,14 +260,14 @@ class ShardedParts(Parts):
 
 
 def parts_of(engine: Any) -> Parts | None:
-    """The parts of an engine's parameters; None where its optimizer updates the parameters themselves (stage 0, fp32).
+    """The parts of an engine's parameters; None where its optimizer updates whole ones themselves (stage 0, fp32).
 
     Raises:
         BackendError: an optimizer that keeps them in a way that is not known here.
     """
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:
-        return None
+        return OwnParts(engine) if engine.autotp_size() > 1 else None
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return ShardedParts(engine)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):

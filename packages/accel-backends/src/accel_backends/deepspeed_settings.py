@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from accel_backends.deepspeed_agreement import LAYERS, TENSOR
 from accel_backends.deepspeed_json import AUTO, ZERO, find, leaves, put
 from accel_precision.options import GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy, dtype_name
@@ -33,6 +34,7 @@ class Run:
         own_optimizer: the user gave an optimizer of their own.
         scaler: options of the loss scale, if the user gave any.
         device_type: of the devices that it trains on.
+        share_layers: number of ranks that share layers, and samples with them.
     """
 
     policy: PrecisionPolicy
@@ -46,6 +48,7 @@ class Run:
     own_optimizer: bool = True
     scaler: GradScalerKwargs | None = None
     device_type: str = "cpu"
+    share_layers: int = 1
 
 
 # What of ZeRO++ packs numbers on the device, for which DeepSpeed has code for GPUs alone.
@@ -64,10 +67,22 @@ def check_abilities(config: Mapping[str, Any], run: Run) -> None:
             f"{ZERO}.{packing[0]}: DeepSpeed packs numbers on GPUs only; nearest: zero_hpz_partition_size, the part of "
             "ZeRO++ that does without"
         )
-    if int(find(config, "tensor_parallel.autotp_size", 1) or 1) > 1:
+    if run.share_layers > 1:
+        _check_shared_layers(config, run)
+
+
+def _check_shared_layers(config: Mapping[str, Any], run: Run) -> None:
+    """Refuses what cannot be beside AutoTP."""
+    halves = run.policy.compute is not None and dtype_name(run.policy.compute) in ("bf16", "fp16")
+    if int(find(config, f"{ZERO}.stage", 0)) == 0 and halves:
         raise ConfigError(
-            "tensor_parallel.autotp_size: each rank would hold other columns of a weight under the same name, which no "
-            "state or norm here takes into account; nearest: zero_stage=3, which spreads weights as well"
+            f"{LAYERS}={run.share_layers} at stage 0 in {run.policy.name}: DeepSpeed measures one rank's part of the "
+            "gradients there, and clips by that; nearest: zero_stage=1"
+        )
+    if int(find(config, f"{ZERO}.zero_hpz_partition_size", 1)) > 1:
+        raise ConfigError(
+            f"{LAYERS}={run.share_layers} and {ZERO}.zero_hpz_partition_size spread parameters over groups that know "
+            "nothing of each other; leave one of them out"
         )
 
 
@@ -92,6 +107,8 @@ def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[
     _batches(config, run, origins)
     _shares(config, run, fill)
     _precision(config, run, fill)
+    if run.share_layers > 1:
+        fill(f"{TENSOR}.vocab_parallel_lm_head", False, "logits stay whole", absent=True)
     _sizes(config, run, fill)
     _dummies(config, run, fill)
     fill("gradient_clipping", 0.0, "clip_grad_norm_ decides", absent=True)
@@ -128,6 +145,8 @@ def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
             f"make {micro * steps * run.world_size}; give it as {AUTO!r}, or make them multiply"
         )
     config.update({_MICRO: micro, _TOTAL: micro * run.world_size, _STEPS: 1})
+    if run.share_layers > 1:
+        del config[_TOTAL]  # DeepSpeed multiplies it out by all ranks here, and by those with other samples there
     origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
 
 

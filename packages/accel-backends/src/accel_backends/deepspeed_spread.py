@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from accel_backends.deepspeed_layers import Layers
 from accel_backends.deepspeed_sequence import SequenceAttention, Sequences
 from accel_backends.spreading import Attention, BackendSpread
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class ZeroSpread(BackendSpread):
-    """The part of the backend that says it: ZeRO over all ranks, and sequences over neighbours."""
+    """The part of the backend that says it: ZeRO over all ranks, and sequences or layers over neighbours."""
 
     _options: "DeepSpeedConfig"
     _sequences: Sequences
+    _layers: Layers
     _mesh: "DeviceMesh | None"
 
     @abstractmethod
@@ -27,14 +29,19 @@ class ZeroSpread(BackendSpread):
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """One replica over all ranks from stage 1 on; of those that share sequences one counts."""
-        world = self.session.world_size // self._sequences.size
-        return (world, 1) if self._options.zero_stage == 0 else (1, world)
+        """One replica over all ranks from stage 1 on, or where layers are shared; those that share anything are one."""
+        world = self.session.world_size // (self._sequences.size * self._layers.size)
+        return (world, 1) if self._options.zero_stage == 0 and self._layers.size == 1 else (1, world)
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Sequences, with ``sequence_parallel_size``."""
-        return {"sp": self._sequences.size}
+        """Sequences, with ``sequence_parallel_size``, and layers, with ``autotp_size``."""
+        return {"sp": self._sequences.size, "tp": self._layers.size}
+
+    @property
+    def random_rank(self) -> int:
+        """The first of those that share layers."""
+        return self._layers.first
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":

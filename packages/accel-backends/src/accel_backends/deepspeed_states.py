@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_cuts import local_shape_of, part_of_whole, shape_of, whole_of_cut
 from accel_backends.deepspeed_optimizers import is_host
 from accel_backends.deepspeed_parts import Part, Parts
 from accel_backends.fsdp_states import gathered, is_dtensor
@@ -58,12 +59,6 @@ class Layout:
         return made
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a parameter, also where only a part of it is here."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 # ----------------------------------------------------------------------------------------------------- one tensor
 
 
@@ -71,19 +66,24 @@ def whole_of(parts: Parts, parameter: nn.Parameter, key: str | None = None) -> t
     """A parameter's fp32 weight, or one of its optimizer states, whole on every rank; collective."""
     import torch.distributed as dist
 
-    shape = shape_of(parameter)
+    shape = local_shape_of(parameter)
     with parts.held(parameter) as part:
         dtype = torch.float32 if part.flat is None else _source(parts, part, key).dtype
         whole = torch.zeros(shape.numel(), dtype=dtype, device=parts.engine.device)
         if part.size and part.flat is not None:
             whole.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
-    if dist.get_world_size(parts.group(parameter)) > 1 and shape.numel() and _spread(parts):
+    if dist.get_world_size(parts.group(parameter)) > 1 and shape.numel() and parts.spread:
         dist.all_reduce(whole, group=parts.group(parameter))
-    return whole.view(shape)
+    return whole_of_cut(parameter, whole.view(shape))
 
 
 def put_whole(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
     """Writes this rank's part of a weight or a state that every rank has whole."""
+    put_part(parts, parameter, part_of_whole(parameter, value), key)
+
+
+def put_part(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    """Writes what the rank's optimizer has of a weight or a state, of which ``value`` is all that it computes with."""
     with parts.held(parameter, changed=True) as part:
         if part.size and part.flat is not None:
             target = part.of(_source(parts, part, key))
@@ -96,11 +96,6 @@ def _source(parts: Parts, part: Part, key: str | None) -> torch.Tensor:
         return part.flat
     found: torch.Tensor = parts.state[part.flat][key]
     return found
-
-
-def _spread(parts: Parts) -> bool:
-    """Whether ranks hold different parts, and not all the same."""
-    return not hasattr(parts.optimizer, "fp32_groups") and not hasattr(parts.optimizer, "fp32_groups_flat")
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -121,11 +116,12 @@ def model_state(engine: Any, parts: Parts | None, layout: Layout) -> dict[str, A
 def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
     """A parameter whole, in the dtype that the model computes with; collective at stage 3."""
     if not hasattr(parameter, "ds_id"):
-        return parameter.detach()
+        return whole_of_cut(parameter, parameter.detach())
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
-        return parameter.detach().clone()
+        part = parameter.detach().clone()
+    return whole_of_cut(parameter, part)
 
 
 def load_model_state(engine: Any, parts: Parts | None, state: Mapping[str, Any]) -> None:
@@ -145,6 +141,7 @@ def load_model_state(engine: Any, parts: Parts | None, state: Mapping[str, Any])
 
 
 def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    value = part_of_whole(parameter, value).view(local_shape_of(parameter))
     if not hasattr(parameter, "ds_id"):
         with torch.no_grad():
             parameter.copy_(value)
@@ -262,9 +259,10 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
         return
     tensors = _saved_tensors(saved, parameters)
     plain = is_host(engine.basic_optimizer)
+    numbers = parts.group_numbers()
     for group, names in enumerate(layout.groups):
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
-        for flat in _flats_of(parts, [parameters[name] for name in names], group):
+        for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
                 own = parts.state[flat]
                 before = dict(own)  # what lives on a disk is known there by the tensor
@@ -313,28 +311,13 @@ def _numbers(parts: Parts) -> dict[int, dict[str, Any]]:
     """The other values by number of the group: counts of steps."""
     found: dict[int, dict[str, Any]] = {}
     keys = _tensor_keys(parts)
-    groups = _group_numbers(parts)
+    groups = parts.group_numbers()
     for flat in parts.flats():
         own = parts.state.get(flat)
         if own:
             number = groups[id(flat)]
             found.setdefault(number, {key: value for key, value in own.items() if key not in keys})
     return found
-
-
-def _group_numbers(parts: Parts) -> dict[int, int]:
-    """The group that each of the optimizer's tensors belongs to, by its id."""
-    optimizer = parts.optimizer
-    if hasattr(optimizer, "sub_group_to_group_id"):
-        return {id(flat): optimizer.sub_group_to_group_id[index] for index, flat in enumerate(parts.flats())}
-    if hasattr(optimizer, "fp32_groups"):
-        return {id(flat): index for index, group in enumerate(optimizer.fp32_groups) for flat in group}
-    return {id(flat): index for index, flat in enumerate(parts.flats())}
-
-
-def _flats_of(parts: Parts, parameters: Sequence[nn.Parameter], group: int) -> list[torch.Tensor]:
-    numbers = _group_numbers(parts)
-    return [flat for flat in parts.flats() if numbers[id(flat)] == group]
 
 
 def _group_of(layout: Layout, name: str) -> int:

@@ -5,8 +5,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from accel_backends.deepspeed_cuts import is_cut, part_of_whole, whole_of_cut
 from accel_backends.deepspeed_engine import Prepared
-from accel_backends.deepspeed_states import put_whole
+from accel_backends.deepspeed_states import put_part
 from accel_backends.names import named_parameters
 
 
@@ -27,7 +28,7 @@ def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
         gathering = nullcontext()
     with gathering, torch.no_grad():
         before = [parameter.detach().clone() for parameter in parameters]
-        with torch.enable_grad():
+        with _put_together(parameters), torch.enable_grad():
             yield
         if writeback:
             _carry_over(prepared, parameters, before)
@@ -36,10 +37,24 @@ def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
                 parameter.copy_(value)
 
 
+@contextmanager
+def _put_together(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Within it, parameters of which each rank computes with a part are whole; each part is written back."""
+    cut = [(parameter, parameter.data) for parameter in parameters if is_cut(parameter)]
+    for parameter, part in cut:
+        parameter.data = whole_of_cut(parameter, part)
+    try:
+        yield
+    finally:
+        for parameter, part in cut:
+            part.copy_(part_of_whole(parameter, parameter.data).view(part.shape))
+            parameter.data = part
+
+
 def _carry_over(prepared: Prepared, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
     parts = prepared.parts
     if parts is None:
         return
     for parameter, value in zip(parameters, before, strict=True):
         if parts.holds(parameter) and not torch.equal(parameter.detach(), value):
-            put_whole(parts, parameter, parameter.detach().float())
+            put_part(parts, parameter, parameter.detach().float())

@@ -31,6 +31,11 @@ class BackendSpread(ABC):
         return {}
 
     @property
+    def random_rank(self) -> int:
+        """The rank whose random numbers this rank draws, because both drop out of the same. Default: its own."""
+        return self.session.rank
+
+    @property
     def sequence_group(self) -> "ProcessGroup | None":
         """The ranks that share this rank's sequences, in their order; collective when first read. Default: none do."""
         return None

@@ -134,10 +134,14 @@ def restore_local(
     models: Sequence[nn.Module],
     clock: StepClock,
 ) -> None:
-    """Random state of this rank, or one derived from the run's; gradients of a window that was open."""
+    """Random state, and gradients of a window that was open.
+
+    The state is this rank's, or that of the first rank which drops out of the same; where none was saved, one derived
+    from the run's seed.
+    """
     from accel_state import rng
 
-    rank = session.rank
+    rank = backend.random_rank
     own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
     if own is not None:
         if "numpy" in own and find_spec("numpy") is not None:
@@ -158,7 +162,7 @@ def restore_local(
             models,
             lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
             saved_ranks=checkpoint.world_size,
-            rank=rank,
+            rank=session.rank,
             world_size=session.world_size,
         )
 

@@ -12,7 +12,7 @@ from accel.config import AccelConfig, resolve_config
 from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options, named_backend
 from accel.handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.planner.auto import AutoStrategy, Undecided, waiting
-from accel.strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting, share_sequences
+from accel.strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting, tell_shares
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_precision import PrecisionPolicy
@@ -90,7 +90,7 @@ def open_parts(
         if fsdp is None and call["backend"] is None:
             fsdp = fsdp_options(config)
         parallelism = parallelism or degrees_of(config)
-        share_sequences(engine, parallelism)
+        tell_shares(engine, parallelism)
         variables = {**os.environ, **config.variables()}
         asked = (
             (None if open_engine else engine)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 _SHARDS = ("fsdp", "fsdp1")
-_NEAREST: Mapping[tuple[str, ...], str] = {("dp_shard",): "strategy='fsdp'", ("sp",): "strategy='deepspeed'"}
+_NEAREST: Mapping[tuple[str, ...], str] = {
+    ("dp_shard",): "strategy='fsdp'",
+    ("sp",): "strategy='deepspeed'",
+    ("tp",): "strategy='deepspeed'",
+}
 
 
 def asked_strategy(
@@ -130,8 +134,8 @@ def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoS
     return auto
 
 
-def share_sequences(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
-    """Tells DeepSpeed's options, where it trains, how many ranks share every sequence.
+def tell_shares(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
+    """Tells DeepSpeed's options, where it trains, how many ranks share every sequence, and every layer.
 
     Raises:
         ConfigError: they say something else.
@@ -139,7 +143,8 @@ def share_sequences(options: "DeepSpeedConfig | None", parallelism: ParallelismC
     if options is not None:
         wanted = parallelism or ParallelismConfig()
         handler = wanted.sp_handler
-        options.share_sequences(wanted.size("sp"), None if handler is None else handler.sp_attn_implementation)
+        attention = None if handler is None else handler.sp_attn_implementation
+        options.share(sequences=wanted.size("sp"), layers=wanted.size("tp"), attention=attention)
 
 
 def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:
@@ -151,6 +156,8 @@ def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: 
     """
     replicas, shards = backend.degrees
     given = parallelism or ParallelismConfig()
+    if given.data_parallel_size == 1 and given.size("tp") == backend.shared_degrees.get("tp", 1) > 1:
+        given = dataclasses.replace(given, dp_shard_size=shards)  # the backend's own groups: the rest reads other data
     fitted = given.fitted(topology.world_size)
     able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
     other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.shared_degrees)]

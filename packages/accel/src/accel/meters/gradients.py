@@ -40,7 +40,7 @@ class StepGradients:
         self._parameters = dict(names)
         self._held: dict[int, torch.Tensor] = {}
         self._usual: torch.Tensor | None = None
-        self.spread = backend.degrees[1] > 1
+        self.spread = backend.degrees[1] > 1 or backend.shared_degrees.get("tp", 1) > 1
         self._handles = [
             backend.watch_gradients(optimizer, self._held.update)
             for optimizer in optimizers

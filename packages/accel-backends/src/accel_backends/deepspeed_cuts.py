@@ -1,0 +1,83 @@
+"""What a rank has of each parameter where ranks share layers, and whole ones of that."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+# Where DeepSpeed notes how AutoTP has cut a parameter.
+NOTE = "ds_autotp_universal_checkpoint_meta"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One parameter of which each rank of a group has other rows, columns or blocks.
+
+    Attributes:
+        shape: of the whole.
+        map: DeepSpeed's ``ParamAffineMap``: which blocks of the whole each rank has.
+        group: the ranks that share layers.
+    """
+
+    shape: torch.Size
+    map: Any
+    group: Any
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of which every rank has a part, on every rank; collective over the group."""
+        import torch.distributed as dist
+
+        found = torch.zeros(self.shape.numel(), dtype=part.dtype, device=part.device)
+        mine = part.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        for piece in self.map.pieces_by_rank[self.group.rank()]:
+            piece.source_view(found).copy_(piece.dest_view(mine))
+        dist.all_reduce(found, group=self.group)
+        return found.view(self.shape)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole that every rank has, flat."""
+        mine: torch.Tensor = self.map.extract(whole.detach().contiguous(), self.group.rank())
+        return mine.view(-1)
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether each rank of those that share layers has another part of a parameter."""
+    note = getattr(parameter, NOTE, None)
+    return note is not None and not note["replicated"]
+
+
+def cut_of(parameter: torch.Tensor) -> Cut | None:
+    """How a parameter is cut; None: every rank has all that ZeRO does not spread."""
+    if not is_cut(parameter):
+        return None
+    from deepspeed.checkpoint.affine import ParamAffineMap
+    from deepspeed.utils import groups
+
+    note = getattr(parameter, NOTE)
+    described = ParamAffineMap.from_dict(note["conversion"]["affine_map"])
+    return Cut(torch.Size(note["original_shape"]), described, groups.get_tensor_model_parallel_group())
+
+
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, also where only a part of it is here."""
+    cut = cut_of(parameter)
+    return local_shape_of(parameter) if cut is None else cut.shape
+
+
+def local_shape_of(parameter: torch.Tensor) -> torch.Size:
+    """The shape of what this rank computes with, also where ZeRO has spread it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def whole_of_cut(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A value of a parameter, or a state of it, whole on every rank, from this rank's part; collective if it is cut."""
+    cut = cut_of(parameter)
+    return part if cut is None else cut.whole(part)
+
+
+def part_of_whole(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole value of a parameter, or of a state of it, flat."""
+    cut = cut_of(parameter)
+    return whole.reshape(-1) if cut is None else cut.part(whole)
