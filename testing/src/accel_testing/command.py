@@ -2,11 +2,15 @@
 
 import json
 import math
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from accel_testing.equivalence import Report, run_check
 from accel_testing.errors import RankError
+from accel_testing.layouts import expand
+
+if TYPE_CHECKING:
+    from accel_testing.equivalence import Report
 
 
 @click.command()
@@ -26,6 +30,9 @@ def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: boo
     saying which tensor left first, at which step and by how much.
     """
     try:
+        expand(layouts, precisions.split(","))  # help and mistakes come without torch, which takes seconds to import
+        from accel_testing.equivalence import run_check
+
         report = run_check(target, layouts, precisions=precisions.split(","), cpu=not gpu)
     except (ValueError, RankError) as error:
         raise click.UsageError(str(error)) from error
@@ -33,7 +40,7 @@ def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: boo
     return 0 if report.ok else 1
 
 
-def as_data(report: Report) -> dict[str, object]:
+def as_data(report: "Report") -> dict[str, object]:
     """The report as JSON can hold it; a distance that is no number is null."""
     return {
         "ok": report.ok,

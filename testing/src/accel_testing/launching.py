@@ -88,7 +88,7 @@ class Finished:
 def run_command(
     command: Sequence[str | os.PathLike[str]],
     *,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     interrupt_after: float | None = None,
@@ -113,7 +113,7 @@ def run_script(
     script: str | os.PathLike[str],
     *arguments: str,
     ranks: int = 1,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
@@ -138,7 +138,7 @@ def launch(
     script: str | os.PathLike[str],
     *arguments: str,
     options: Sequence[str] = (),
-    timeout: float = 90.0,
+    timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
