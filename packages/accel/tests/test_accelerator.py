@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import weakref
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -175,11 +177,21 @@ def test_twenty_prepare_and_free_cycles_leave_no_reference_behind() -> None:
     assert [reference() for reference in left] == [None] * 80
 
 
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "ddp": ({"strategy": "ddp"}, 20),
+    "fsdp": ({"strategy": "fsdp"}, 20),
+    "deepspeed-2": ({"deepspeed_plugin": {"zero_stage": 2}}, 3),
+    "deepspeed-3": ({"deepspeed_plugin": {"zero_stage": 3}}, 3),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_twenty_cycles_of_ranks_leave_no_reference_behind(strategy: str) -> None:
-    accelerator, left = Accelerator(cpu=True, strategy=strategy), []
-    for _ in range(20):
+@pytest.mark.parametrize(("options", "cycles"), WAYS.values(), ids=WAYS)
+def test_cycles_of_ranks_leave_no_reference_behind(options: dict[str, Any], cycles: int) -> None:
+    if "deepspeed_plugin" in options and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    accelerator, left = Accelerator(cpu=True, **options), []
+    for _ in range(cycles):
         prepared = accelerator.prepare(*parts())
         train(accelerator, *prepared)
         model, optimizer, loader, scheduler = prepared
@@ -188,7 +200,8 @@ def test_twenty_cycles_of_ranks_leave_no_reference_behind(strategy: str) -> None
         del prepared, inner
         model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
     gc.collect()
-    assert [reference() for reference in left] == [None] * 100
+    assert [reference() for reference in left] == [None] * 5 * cycles
+    accelerator.end_training()
 
 
 def test_a_freed_accelerator_goes_away_without_the_collector() -> None:

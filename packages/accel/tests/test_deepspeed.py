@@ -56,6 +56,30 @@ def test_a_script_of_the_user_is_checked_in_stages(tmp_path: Path) -> None:
     assert "deepspeed:2/fp32/zero_stage=3" in done.output
 
 
+AS_IT_IS = """
+import torch
+from torch import nn
+from accel import Accelerator
+
+accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": 3})
+model, optimizer = accelerator.prepare(model := nn.Linear(4, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained", accelerator.num_processes)
+accelerator.end_training()
+"""
+
+
+def test_stage_3_trains_in_a_program_that_is_run_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(AS_IT_IS)
+    done = run_command([sys.executable, str(script)])
+    assert done.status == 0, done.output
+    assert "trained 1" in done.output
+
+
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -13,7 +13,7 @@ from accel_backends.deepspeed_alike import FirstGradients
 from accel_backends.deepspeed_cuts import shape_of
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
 from accel_backends.deepspeed_json import ZERO, find
-from accel_backends.deepspeed_library import library, local_rank
+from accel_backends.deepspeed_library import forget_module, library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
 from accel_backends.deepspeed_states import put_whole
 from accel_backends.names import WRAPS, named_parameters
@@ -67,6 +67,7 @@ class Prepared:
         if self.first is not None:
             self.first.remove()
         self.engine.destroy()
+        forget_module(self.engine.module)
         self.engine.__dict__.pop(WRAPS, None)
 
 

@@ -6,8 +6,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from inspect import getclosurevars
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,23 @@ def open_communication(session: "Session", user: object) -> None:
             )
         state.cdb.accel_world = world
         state.cdb.accel_users = WeakSet()
+        state.cdb.accel_undo = _tell_local_rank(session)
     state.cdb.accel_users.add(user)
+
+
+def _tell_local_rank(session: "Session") -> ExitStack:
+    """Lets stage 3, which compares its first forwards between ranks, know the local rank; closed, it is as before.
+
+    It reads the rank from a variable that is there with some launchers only, and never in a program run as it is.
+    """
+    from deepspeed.runtime.zero import utils
+
+    undo = ExitStack()
+    for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
+        compare = getattr(utils, name)
+        undo.callback(setattr, utils, name, compare)
+        setattr(utils, name, local_rank(session)(compare))
+    return undo
 
 
 def close_communication(user: object) -> None:
@@ -127,6 +144,19 @@ def close_communication(user: object) -> None:
         _forget_communication()
 
 
+def forget_module(module: object) -> None:
+    """Lets go of a model of stage 3, which DeepSpeed keeps for the life of the process, and by it all of its engine.
+
+    A list begins with each model and is never shortened, and a cache holds what each of its layers releases in a step.
+    """
+    stage3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if stage3 is None:
+        return
+    stage3.FWD_MODULE_STACK[:] = [one for one in stage3.FWD_MODULE_STACK if one is not module]
+    releasing = stage3.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    getclosurevars(releasing).nonlocals["func"].cache_clear()
+
+
 def _forget_communication() -> None:
     """Drops the process group, the groups that DeepSpeed made of it, and what stage 3 left in torch."""
     from deepspeed.comm import comm as state
@@ -135,6 +165,7 @@ def _forget_communication() -> None:
     from torch.nn import functional
 
     groups._release_process_group_references(None)
+    getattr(state.cdb, "accel_undo", ExitStack()).close()
     state.cdb = None
     # Graphs of ranks that had an engine of stage 3, and of those that had none, would be reduced in another order.
     if functional.linear is stage3.zero3_linear_wrap:
