@@ -145,7 +145,7 @@ def talk(folder: Path, answers: list[tuple[str, str]]) -> tuple[int, str]:
                 text, left, position = left[new], left[new + 1 :], len(seen)
                 keys = next((keys for start, keys in answers if text.startswith(start)), "\r")
                 os.write(control, keys.encode())
-        return process.wait(timeout=30), seen
+        return process.wait(timeout=120), seen
     finally:
         process.kill()
         process.wait()

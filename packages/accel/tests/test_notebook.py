@@ -301,5 +301,5 @@ def test_processes_end_with_the_interpreter_that_started_them(tmp_path: Path) ->
     assert len(family) >= 3
     started.send_signal(signal.SIGKILL)
     started.wait()
-    _, left = psutil.wait_procs(family, timeout=30)
+    _, left = psutil.wait_procs(family, timeout=120)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
