@@ -475,6 +475,21 @@ def test_a_model_that_was_cut_is_not_prepared_again(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_engines_of_one_process_share_layers_among_as_many_ranks(rank: int) -> None:
+    """DeepSpeed's groups are those of the process; they go with the Accelerator that has them."""
+    first = opened(Plan(1, 2))
+    made(first, Plan())
+    second = opened(Plan(1))
+    with pytest.raises(BackendError, match="engines of this process share layers among 2 ranks"):
+        made(second, Plan())
+    first.end_training()
+    second.end_training()
+    third = opened(Plan(1))
+    made(third, Plan())
+    third.end_training()
+
+
+@pytest.mark.ranks(2)
 def test_what_deepspeed_would_do_wrongly_beside_it_is_refused(rank: int) -> None:
     accelerator = opened(Plan(0, 2, precision="bf16"))
     model = Net()
