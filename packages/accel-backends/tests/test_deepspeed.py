@@ -263,14 +263,15 @@ def test_a_scheduler_of_the_user_drives_the_optimizer_of_the_engine(rank: int, w
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_has_stepped_goes_on(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_that_has_stepped_goes_on(rank: int, world_size: int, stage: int) -> None:
     reference, model = make_net(), make_net()
     plain, given = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (reference, model))
     for net, optimizer in ((reference, plain), (model, given)):
         sum(loss_of(net, r, 0) for r in range(2)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with opened(zero_stage=2) as backend:
+    with opened(zero_stage=stage) as backend:
         engine, optimizer, _ = prepared(backend, model, given)
         backend.backward(loss_of(engine, rank, 1))
         backend.step(optimizer)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends import deepspeed_states, states
 from accel_backends.bundle import Bundle
 from accel_backends.deepspeed_activations import guard_checkpointing
 from accel_backends.deepspeed_alike import FirstGradients
@@ -37,7 +38,6 @@ from accel_backends.deepspeed_optimizers import (
     wants_host,
 )
 from accel_backends.deepspeed_settings import Run, settle
-from accel_backends.deepspeed_states import load_optimizer_state
 from accel_backends.names import innermost, named_parameters
 from accel_backends.states import GROUPS, PARAMS, STATE
 from accel_precision.options import GradScalerKwargs
@@ -152,8 +152,8 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         forget_first_step(prepared)
         keep_values(prepared, values, session)
         prepared.parts.refresh()
-        if started:
-            _load_started(owner, prepared, started)
+    if started:
+        _load_started(owner, prepared, started)
     if given is None:
         return prepared, bundle
     assert prepared.optimizer is not None
@@ -254,9 +254,12 @@ def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -
 def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
     """Hands the state of an optimizer that has stepped before over to the engine."""
     assert prepared.optimizer is not None
-    assert prepared.parts is not None
     groups = [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
         for group, names in zip(prepared.optimizer.param_groups, prepared.groups, strict=True)
     ]
-    load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), {STATE: started, GROUPS: groups})
+    state = {STATE: started, GROUPS: groups}
+    if prepared.parts is None:
+        states.load_optimizer_state(prepared.optimizer, [prepared.engine], state)
+    else:
+        deepspeed_states.load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), state)
