@@ -6,6 +6,7 @@ LONGEST = (
     "packages/accel/tests/test_preemption.py",
     "packages/accel/tests/test_launch_elastic.py",
     "packages/accel/tests/test_launch_clusters.py",
+    "packages/accel/tests/test_planner_measured.py",
     "benchmarks/",
     "examples/tests/test_demo.py",
 )

@@ -37,7 +37,7 @@ def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
     [
         ("mlp", "ddp", "no", "AdamW"),
         ("gpt", "fsdp:full_shard+ckpt", "no", "SGD"),
-        ("llama", "fsdp:full_shard", "bf16", "AdamW"),
+        ("gpt", "fsdp:full_shard", "bf16", "AdamW"),
     ],
 )
 def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precision: str, optimizer: str) -> None:
