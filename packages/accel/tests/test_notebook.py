@@ -283,9 +283,11 @@ def test_a_notebook_trains_on_two_processes_and_can_be_interrupted(tmp_path: Pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-def test_processes_end_with_the_interpreter_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hang_ups", ["SIG_DFL", "SIG_IGN"])
+def test_processes_end_with_the_interpreter_that_started_them(tmp_path: Path, hang_ups: str) -> None:
     script = (
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
+        f"signal.signal(signal.SIGHUP, signal.{hang_ups})\n"
         "from accel import debug_launcher\n"
         "def waits(folder):\n"
         "    open(os.path.join(folder, 'ready_' + os.environ['RANK']), 'w').close()\n"
