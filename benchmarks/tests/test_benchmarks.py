@@ -27,9 +27,9 @@ RUNS = {
 }
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, timeout: float = 120) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -47,8 +47,19 @@ def test_a_quick_run_reports_finite_numbers(name, tmp_path):
     if name in ELSEWHERE:
         pytest.importorskip(ELSEWHERE[name])
     options, columns = RUNS[name]
-    file = tmp_path / "rows.json"
-    run(name, "--quick", "--json", str(file), *options)
+    check(tmp_path, columns, name, "--quick", *options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name, (options, _) in RUNS.items() if options])
+def test_a_quick_run_of_all_cases_reports_finite_numbers(name, tmp_path):
+    check(tmp_path, RUNS[name][1], name, "--quick", timeout=840)
+
+
+def check(folder: Path, columns: set[str], *arguments: str, timeout: float = 120) -> None:
+    file = folder / "rows.json"
+    run(*arguments, "--json", str(file), timeout=timeout)
     rows = json.loads(file.read_text())["rows"]
     numbers = [(key, value) for row in rows for key, value in row.items() if isinstance(value, float | int)]
     assert {key for key, _ in numbers} >= columns
