@@ -62,6 +62,16 @@ class Mixture(nn.Module):
         return output
 
 
+def step_both(accelerator: Accelerator, trained: tuple[Any, Any], plain: tuple[Any, Any], both: torch.Tensor) -> None:
+    """A step of what is trained on this rank's half of the samples, and of what one process trains on all of them."""
+    half = both.chunk(2)[accelerator.process_index]
+    accelerator.backward((trained[0](half) - 1).pow(2).mean())
+    (plain[0](both) - 1).pow(2).mean().backward()
+    for _, optimizer in (trained, plain):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ep_size", [1, 2], ids=["replicated", "one each"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -74,12 +84,7 @@ def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tm
     plain = torch.optim.SGD(reference.parameters(), lr=0.2)
     for step in range(4):
         both = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        accelerator.backward((engine(both.chunk(2)[rank]) - 1).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        (reference(both) - 1).pow(2).mean().backward()
-        plain.step()
-        plain.zero_grad()
+        step_both(accelerator, (engine, optimizer), (reference, plain), both)
     assert torch.allclose(model.first.weight, reference[0].weight, atol=1e-6)
     mine = model.moe.deepspeed_moe.experts.deepspeed_experts
     for place, expert in enumerate(mine):
@@ -130,12 +135,7 @@ def test_ordinary_experts_train_at_stage_3_as_in_one_process(rank: int) -> None:
     for step in range(4):
         tokens = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(step)) + 0.5
         both = torch.cat([tokens[:4], -tokens[4:]])
-        accelerator.backward((engine(both.chunk(2)[rank]) - 1).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        (reference(both) - 1).pow(2).mean().backward()
-        plain.step()
-        plain.zero_grad()
+        step_both(accelerator, (engine, optimizer), (reference, plain), both)
     state = accelerator.backend.whole_model_state(engine, main_only=False)
     for name, value in reference.named_parameters():
         assert torch.allclose(state[name], value, atol=1e-5), name

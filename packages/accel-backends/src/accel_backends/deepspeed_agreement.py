@@ -81,6 +81,24 @@ def _implied(options: Options) -> dict[str, Implied]:
     return found
 
 
+def check_groups(world_size: int, size: int, key: str) -> None:
+    """Refuses groups of ``size`` ranks, which ``key`` asks for, where those of the run do not divide into them.
+
+    Raises:
+        ConfigError: names the nearest size that does.
+    """
+    if world_size % size:
+        raise ConfigError(
+            f"{key}={size}: {world_size} processes do not divide into groups of {size}; nearest: "
+            f"{largest_divisor(world_size, size)}"
+        )
+
+
+def largest_divisor(total: int, most: int) -> int:
+    """The largest divisor of ``total`` that is ``most`` or less."""
+    return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
+
+
 def share_sequences(options: Options, size: int) -> None:
     """Lets ``size`` ranks share every sequence.
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_backends.deepspeed_agreement import LAYERS
+from accel_backends.deepspeed_agreement import LAYERS, check_groups, largest_divisor
 from accel_backends.deepspeed_cuts import NOTE, is_cut
 from accel_backends.names import innermost, named_parameters
-from accel_state.errors import BackendError, ConfigError, PrepareError
+from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,11 +46,7 @@ class Layers:
     """
 
     def __init__(self, session: "Session", size: int) -> None:
-        if session.world_size % size:
-            raise ConfigError(
-                f"{LAYERS}={size}: {session.world_size} processes do not divide into groups of {size}; nearest: "
-                f"{_divisor(session.world_size, size)}"
-            )
+        check_groups(session.world_size, size, LAYERS)
         self.session, self.size = session, size
 
     @property
@@ -116,7 +112,7 @@ class Layers:
         if heads is not None and heads < self.size:
             raise PrepareError(
                 f"{type(model).__name__} has {heads} heads of keys, and {LAYERS}={self.size} would leave ranks without "
-                f"any; nearest: {_divisor(self.session.world_size, heads)}"
+                f"any; nearest: {largest_divisor(self.session.world_size, heads)}"
             )
 
     def gather_in(self, model: nn.Module) -> None:
@@ -221,8 +217,3 @@ def _heads(model: nn.Module) -> int | None:
 
     found: int | None = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads
     return found
-
-
-def _divisor(total: int, most: int) -> int:
-    """The largest divisor of ``total`` that is ``most`` or less."""
-    return next(size for size in range(min(most, total), 0, -1) if total % size == 0)

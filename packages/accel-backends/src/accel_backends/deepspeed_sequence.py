@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_agreement import SEQUENCES, check_groups
 from accel_backends.deepspeed_transformers import SharedAttention, is_of_transformers
 from accel_backends.names import innermost
 from accel_state.errors import BackendError, ConfigError, PrepareError
@@ -30,10 +31,7 @@ class Sequences:
     """
 
     def __init__(self, session: "Session", size: int) -> None:
-        if session.world_size % size:
-            raise ConfigError(
-                f"sequence_parallel_size={size}: {session.world_size} processes do not divide into groups of {size}"
-            )
+        check_groups(session.world_size, size, SEQUENCES)
         self.session, self.size = session, size
         self._group: ProcessGroup | None = None
         self._taken: dict[nn.Module, SharedAttention] = {}
