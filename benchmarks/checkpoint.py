@@ -170,9 +170,9 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
     def accel() -> None:
         world = dist.group.WORLD
         checkpoint = accel_ckpt.open_checkpoint(folder / "accel", verify=False, group=world)
-        put = [checkpoint.fetch(name, group=world) for name in checkpoint.names]  # blocks are compared as they are read
+        put = checkpoint.fetch(dict.fromkeys(checkpoint.names), group=world)  # blocks are compared as they are read
         checkpoint.verify(group=world)  # and now those that nobody has read
-        for tensors in put:
+        for tensors in put.values():
             tensors()
 
     variants: dict[str, Callable[[], object]] = {"base": lambda: [read(folder / "base", size)], "accel": accel}

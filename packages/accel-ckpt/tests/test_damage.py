@@ -79,6 +79,22 @@ def test_without_verifying_damage_is_found_when_it_is_read(saved: Path) -> None:
         opened.read("model")
 
 
+@pytest.mark.parametrize("like", [None, {"one": torch.empty(1)}], ids=["whole", "a part"])
+def test_a_header_that_tells_lies_in_order_is_not_believed(tmp_path: Path, like: Any) -> None:
+    """Two names changed places: every number in it fits, and only the digest tells."""
+    saved = accel_ckpt.save(tmp_path / "one", {"m": {"one": torch.ones(1), "two": torch.zeros(1)}})
+    file = saved.path / "tensors-00000.safetensors"
+    file.write_bytes(
+        file.read_bytes().replace(b"m/one", b"m/???").replace(b"m/two", b"m/one").replace(b"m/???", b"m/two")
+    )
+    opened = accel_ckpt.open_checkpoint(saved.path, verify=False)
+    for read in (lambda: opened.read("m", like, strict=False), lambda: opened.fetch({"m": like})):
+        with pytest.raises(CheckpointCorruptError, match=r"tensors-00000\.safetensors: bytes 0 to \d+ are not those"):
+            read()
+    with pytest.raises(CheckpointCorruptError, match=r"tensors-00000\.safetensors: bytes 0 to"):
+        opened.read_tensor(next(iter(saved.manifest.tensors)))
+
+
 def test_all_damaged_files_are_listed(saved: Path) -> None:
     flip(saved / "tree.json", 3)
     (saved / "local-00000.json").unlink()

@@ -256,8 +256,8 @@ def test_what_was_fetched_is_known_to_be_intact_before_it_is_put_anywhere(tmp_pa
     state = {"one": {"w": torch.arange(10.0)}, "two": {"w": torch.arange(20.0)}}
     accel_ckpt.save(tmp_path / "a", state)
     opened = accel_ckpt.open_checkpoint(tmp_path / "a", verify=False)
-    put = [opened.fetch(name, {"w": torch.empty(0)}) for name in opened.names]
+    put = opened.fetch({name: {"w": torch.empty(0)} for name in opened.names})
     opened.verify()
     (tmp_path / "a" / "tensors-00000.safetensors").unlink()
-    assert torch.equal(put[0]()["w"], torch.arange(10.0))
-    assert torch.equal(put[1]()["w"], torch.arange(20.0))
+    assert torch.equal(put["one"]()["w"], torch.arange(10.0))
+    assert torch.equal(put["two"]()["w"], torch.arange(20.0))

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel_ckpt.blocks import default_threads
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
+from accel_ckpt.jobs import default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
 from accel_ckpt.saving import Attempt

@@ -9,15 +9,13 @@ who signs the manifest's seal and wants the signature to cover the tensors (blak
 
 import hashlib
 import mmap
-import os
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, Protocol, final
 
 from accel_state.errors import CheckpointCorruptError
@@ -25,8 +23,6 @@ from accel_state.errors import CheckpointCorruptError
 BLOCK = 8 * 2**20
 # Blocks written but not yet digested; where they are copies (of a device's memory), this bounds them.
 _IN_FLIGHT = 32
-# How many blocks the system is told of before they are read: it fetches several at once, and threads wait less.
-_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +61,6 @@ class Source(Protocol):
     def read_into(self, begin: int, *views: memoryview) -> None:
         """Fills ``views`` one after the other with the bytes from ``begin`` on, or raises a CheckpointError."""
 
-    def announce(self, begin: int, length: int) -> None:
-        """Says that a range is read soon; where nothing comes of that, nothing is lost."""
-
     def mapped(self) -> memoryview | None:
         """The whole file as memory that is read when it is touched; None where there is no such thing."""
 
@@ -102,12 +95,6 @@ def crc32(views: Iterable[memoryview | bytes]) -> str:
 
 Digest = Literal["crc32", "sha256"]
 DIGESTS: dict[str, Callable[[Iterable[memoryview | bytes]], str]] = {"crc32": crc32, "sha256": sha256}
-
-
-def default_threads() -> int:
-    """Enough to keep a disk busy, no more than there are processors to run on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, usable))
 
 
 def in_blocks(pieces: Iterable[memoryview], block: int = BLOCK) -> Iterator[list[memoryview]]:
@@ -156,13 +143,6 @@ class CheckedFile:
         touched = range(begin // self.block, -(-stop // self.block)) if stop > begin else range(0)
         return [number for number in touched if not self._checked[number]]
 
-    def announce(self, number: int, parts: Sequence[tuple[int, memoryview]] | None = None) -> None:
-        """Tells the system that a block is read soon, or only from the first to the last of ``parts`` of it."""
-        begin, end = 0, self.length(number)
-        if parts is not None:
-            begin, end = min(inside for inside, _ in parts), max(inside + len(view) for inside, view in parts)
-        self.source.announce(number * self.block + begin, end - begin)
-
     def check(self, number: int) -> None:
         """Reads one block and compares it.
 
@@ -193,6 +173,12 @@ class CheckedFile:
         buffer = bytearray(end - begin)
         for number, parts in self.by_block([(begin, memoryview(buffer))]).items():
             self.fill(number, parts)
+        return bytes(buffer)
+
+    def glance(self, begin: int, end: int) -> bytes:
+        """Bytes ``begin`` to ``end``, not compared: who believes them has their blocks compared in time."""
+        buffer = bytearray(end - begin)
+        self.source.read_into(begin, memoryview(buffer))
         return bytes(buffer)
 
     def read_block(self, number: int, view: memoryview) -> None:
@@ -259,6 +245,8 @@ class CheckedFile:
         if buffer is None:
             # Mapped, so that it is given back with its thread: allocators keep what many threads have let go of.
             buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
+            with suppress(OSError, AttributeError):  # a system without large pages, as in ``memory``
+                buffer.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(buffer)[: self.length(number)]
 
     def _compare(self, number: int, *views: memoryview) -> None:
@@ -268,59 +256,6 @@ class CheckedFile:
                 f"{self.name}: bytes {begin} to {begin + self.length(number)} are not those that were written"
             )
         self._checked[number] = 1
-
-
-def run_jobs(
-    jobs: Iterable[Callable[[], None]], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None
-) -> None:
-    """Runs ``jobs`` on several threads; a failure ends it, and is raised once none is running any more.
-
-    This thread is one of them, so that it does not wait for others to start; they are taken from ``pool``, or made.
-    """
-    waiting = deque(jobs)
-    helpers = min(default_threads() if threads is None else threads, len(waiting)) - 1
-
-    def work() -> None:
-        while (job := _taken(waiting)) is not None:
-            try:
-                job()
-            except BaseException:
-                waiting.clear()
-                raise
-
-    if helpers < 1:
-        work()
-        return
-    with nullcontext(pool) if pool is not None else ThreadPoolExecutor(helpers, "accel-ckpt") as team:
-        helping = [team.submit(work) for _ in range(helpers)]
-        try:
-            work()
-        finally:
-            wait([helper for helper in helping if not helper.cancel()])
-    for helper in helping:
-        if not helper.cancelled():
-            helper.result()
-
-
-def announced(tasks: Sequence[tuple[Callable[[], None], Callable[[], None]]]) -> Iterator[Callable[[], None]]:
-    """Jobs out of pairs of what announces a task to the system and the task: each announces one that is due later."""
-
-    def job(position: int) -> None:
-        for announce, _ in tasks[position + _AHEAD : position + _AHEAD + 1]:
-            announce()
-        tasks[position][1]()
-
-    for announce, _ in tasks[:_AHEAD]:
-        announce()
-    return (partial(job, position) for position in range(len(tasks)))
-
-
-def _taken(waiting: "deque[Callable[[], None]]") -> Callable[[], None] | None:
-    """The first of those that are left, which other threads take from as well."""
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
 
 
 @final

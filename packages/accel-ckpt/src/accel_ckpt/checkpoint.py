@@ -10,8 +10,9 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, announced, read_whole, run_jobs
+from accel_ckpt.blocks import CheckedFile, read_whole
 from accel_ckpt.difference import Difference, compare
+from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.peers import Peers, Ranks
@@ -23,6 +24,8 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError, Checkpoi
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
+# Tensors to read, each with what it is to be like, by what stands for it in a tree.
+_Requests = dict[tuple[str, object], tuple[str, Any]]
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
@@ -113,26 +116,32 @@ class Checkpoint:
         return self._read(tree, {} if like is None else leaves(like), place)
 
     def fetch(
-        self, name: str, like: Tree | None = None, *, place: Place | None = None, group: Ranks = None
-    ) -> Callable[[], Tree]:
-        """As ``read`` with ``strict`` off, in two steps: all is read and compared now, into this machine's memory.
+        self, likes: Mapping[str, Tree], *, places: Mapping[str, Place | None] | None = None, group: Ranks = None
+    ) -> dict[str, Callable[[], Tree]]:
+        """As ``read`` with ``strict`` off for each name of ``likes``, in two steps: all is read now, and compared.
 
-        What is returned puts the tensors into their places. So all of a run's states can be known to be intact before
-        the first is loaded, without reading anything twice. With a ``group`` its ranks fetch the same name together:
-        what several of them want is compared by one (``verify`` with the same group knows what nobody has compared
-        yet), where that is faster one reads it for all, and all raise if one does. Collective then.
+        It is read into this machine's memory; what is returned for a name puts its tensors into their places. So all
+        of a run's states can be known to be intact before the first is loaded, without reading anything twice. With a
+        ``group`` its ranks fetch the same names together: what several of them want is compared by one (``verify``
+        with the same group knows what nobody has compared yet), where that is faster one reads it for all, and all
+        raise if one does. Collective then.
         """
         peers = Peers(None) if group is None else Peers.of(group)
-        planned: list[tuple[Tree, dict[tuple[str, object], tuple[str, Any]]]] = []
+        planned: dict[str, tuple[Tree, _Requests]] = {}
 
         def wanted() -> list[tuple[str, Any]]:
-            planned.append(self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place))
-            return list(planned[0][1].values())
+            for name, like in likes.items():
+                place = None if places is None else places.get(name)
+                planned[name] = self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place)
+            return [request for _, requests in planned.values() for request in requests.values()]
 
-        puts = self._reader.fetch(wanted, peers)
-        shell, targets = planned[0]
-        finish = dict(zip(targets, puts, strict=True))
-        return lambda: _fill(shell, {target: put() for target, put in finish.items()})
+        puts = iter(self._reader.fetch(wanted, peers))
+        finish = {name: dict(zip(requests, puts, strict=False)) for name, (_, requests) in planned.items()}
+
+        def put(name: str) -> Tree:
+            return _fill(planned[name][0], {target: place() for target, place in finish.pop(name).items()})
+
+        return {name: partial(put, name) for name in planned}
 
     def read_local(self, name: str, rank: int) -> Tree | None:
         """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
@@ -225,11 +234,9 @@ class Checkpoint:
         shell, wanted = self._requests(document, like, place)
         return _fill(shell, dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True)))
 
-    def _requests(
-        self, document: Json, like: Mapping[TreePath, Any], place: Place | None
-    ) -> tuple[Tree, dict[tuple[str, object], tuple[str, Any]]]:
+    def _requests(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> "tuple[Tree, _Requests]":
         """The tree with marks where tensors belong, and the tensors to read for them, tied ones once."""
-        wanted: dict[tuple[str, object], tuple[str, Any]] = {}
+        wanted: _Requests = {}
 
         def request(key: str, path: TreePath) -> "_Wanted":
             model = like.get(path)
@@ -302,10 +309,8 @@ class Checkpoint:
             except CheckpointError as error:
                 problems.append(str(error))
 
-        checks = [
-            (partial(file.announce, number), partial(check, file, number)) for file, number in blocks[share::shares]
-        ]
-        run_jobs(announced(checks), self._storage.threads)
+        own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+        run_jobs([partial(check, file, number) for file, number in own], self._storage.threads)
         return problems
 
 

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, default_threads, in_blocks
+from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, in_blocks
+from accel_ckpt.jobs import default_threads
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 _IOV_MAX = 1024
@@ -19,6 +20,8 @@ _SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
 # Bytes of a file written beside other work that stay in memory: its pages then serve again for what follows, where a
 # whole checkpoint of new ones would be taken from those that the system, or the host of a virtual machine, has left.
 _KEPT = 4 * BLOCK
+# Bytes asked for in one read: while they are copied the system fetches the next, which after a long one it begins late.
+_AT_ONCE = 2**20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -82,18 +85,13 @@ class FileSource:
         waiting = deque(view for view in views if len(view))
         while waiting:
             try:
-                count = os.preadv(self.handle, list(islice(waiting, _IOV_MAX)), begin)
+                count = os.preadv(self.handle, _first(waiting, _AT_ONCE), begin)
             except OSError as error:
                 raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
             if not count:
                 raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
             _drop(waiting, count)
             begin += count
-
-    def announce(self, begin: int, length: int) -> None:
-        """Asks the system to fetch a range in the meantime, where it can."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.handle, begin, length, os.POSIX_FADV_WILLNEED)
 
     def mapped(self) -> memoryview:
         """The file as memory; copy on write, because torch knows no read-only tensors (nobody writes)."""
@@ -114,6 +112,17 @@ def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
             raise OSError(errno.ENOSPC, "nothing could be written")
         _drop(waiting, count)
         begin += count
+
+
+def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
+    """The first ``size`` bytes, or less, for one call of the system."""
+    views: list[memoryview] = []
+    for view in islice(waiting, _IOV_MAX):
+        views.append(view[:size])
+        size -= len(view)
+        if size <= 0:
+            break
+    return views
 
 
 def _drop(waiting: deque[memoryview], count: int) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import Content, FileRecord, default_threads
+from accel_ckpt.blocks import Content, FileRecord
 from accel_ckpt.files import FileSource, write_file
+from accel_ckpt.jobs import default_threads
 from accel_ckpt.staging import Staging, discard, sweep, sync_folder
 from accel_ckpt.storage import Location, Storage
 from accel_state.errors import CheckpointError

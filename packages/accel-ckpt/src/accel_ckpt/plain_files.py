@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.blocks import Source, read_whole, run_jobs
+from accel_ckpt.blocks import Source, read_whole
 from accel_ckpt.container import Span, read_header
 from accel_ckpt.files import FileSource
+from accel_ckpt.jobs import run_jobs
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.tensors import CODES, byte_view, dtype_of

@@ -9,8 +9,9 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, announced, run_jobs
+from accel_ckpt.blocks import CheckedFile
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
+from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
 from accel_ckpt.memory import new_tensor
@@ -80,7 +81,10 @@ class TensorReader:
         interests = peers.together("planning what to read", plan)
         self._read_for_all(work, interests, peers)
         compares = compared_by(interests, peers.neighbours)
-        peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
+        threads = self._storage.threads
+        if self._storage.cached:  # else they wait for a network, which takes no processor
+            threads = max(1, threads // [interest.host for interest in interests].count(gethostname()))
+        peers.together("reading", lambda: self._run(work, threads, lambda place: compares(peers.rank, place)))
         return [target.finish for target in targets]
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
@@ -89,14 +93,14 @@ class TensorReader:
         target, work = _Target(key, self.entry(key), self.dtype(key), None, layout), _Work()
         self._plan(target, work)
         self._blocks(work)
-        self._run(work, lambda place: True)
+        self._run(work, self._storage.threads, lambda place: True)
         return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
         """Where a part lies in its file; what the file says of it must be what the manifest says."""
         if part.file not in self._headers:
             file = self._file(part.file)
-            self._headers[part.file] = read_header(file.read, file.record.size, part.file)
+            self._headers[part.file] = read_header(file.glance, file.record.size, part.file)
         span = self._headers[part.file].get(part.key)
         if span is None:
             raise CheckpointCorruptError(f"{part.file}: no tensor {part.key!r}")
@@ -105,11 +109,17 @@ class TensorReader:
         return span
 
     def _blocks(self, work: "_Work") -> dict[str, list[int]]:
-        """Cuts what is to be read into blocks; their numbers by file."""
+        """Cuts what is to be read into blocks; their numbers by file.
+
+        Those with a header that nobody has compared yet are among them, so that it is before its numbers are believed.
+        """
         numbers: dict[str, list[int]] = {}
         for name, ranges in work.ranges.items():
-            for number, parts in self._file(name).by_block(ranges).items():
-                work.blocks[name, number] = parts
+            file = self._file(name)
+            header = file.unchecked(0, min(span.begin for span in self._headers[name].values()))
+            blocks: dict[int, Parts] = {**dict.fromkeys(header, ()), **file.by_block(ranges)}
+            for number in sorted(blocks):
+                work.blocks[name, number] = blocks[number]
                 numbers.setdefault(name, []).append(number)
         return numbers
 
@@ -123,17 +133,13 @@ class TensorReader:
         for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
             del work.blocks[place]
 
-    def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
-        threads = self._storage.threads
-        fills = [self._fill(place, parts, compares(place)) for place, parts in work.blocks.items()]
-        run_jobs(announced(fills), threads)
+    def _run(self, work: "_Work", threads: int, compares: Callable[[Place], bool]) -> None:
+        fills = [
+            partial(self._file(name).fill, number, parts, compare=compares((name, number)))
+            for (name, number), parts in work.blocks.items()
+        ]
+        run_jobs(fills, threads)
         run_jobs(work.strided, threads)
-
-    def _fill(self, place: Place, parts: Parts, compare: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What announces the reading of a block, and what reads it."""
-        file, number = self._file(place[0]), place[1]
-        announce = partial(file.announce, number, None if compare else parts)
-        return announce, partial(file.fill, number, parts, compare=compare)
 
     def _plan(self, target: "_Target", work: "_Work") -> None:
         size = itemsize(target.entry.dtype)
@@ -145,14 +151,15 @@ class TensorReader:
                     continue
                 filled += common.volume
                 span = self.span(part, target.entry)
+                ranges = work.ranges.setdefault(part.file, [])
                 inside = _shift(common, box, here)
                 if is_run(common, part.box) and is_run(inside, target.whole):
                     begin = span.begin + run_start(common, part.box) * size
                     place = run_start(inside, target.whole) * size
                     view = target.bytes[place : place + common.volume * size]
-                    work.ranges.setdefault(part.file, []).append((begin, view))
+                    ranges.append((begin, view))
                 else:
-                    work.strided.append(lambda s=span, p=part, c=common, i=inside: self._copy(target, s, p, c, i))  # type: ignore[misc]
+                    work.strided.append(partial(self._copy, target, span, part, common, inside))
         if filled != prod(target.shape):
             raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
 

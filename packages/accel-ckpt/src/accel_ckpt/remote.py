@@ -13,7 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
-from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, Source, default_threads, in_blocks
+from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, Source, in_blocks
+from accel_ckpt.jobs import default_threads
 from accel_ckpt.manifest import MANIFEST, is_subfolder, unpack
 from accel_ckpt.storage import Location, Storage, Url
 from accel_state.errors import AccelError, CheckpointCorruptError, CheckpointError
@@ -244,9 +245,6 @@ class _RemoteSource:
             raise CheckpointCorruptError(f"{self._file.name}: ends at byte {begin + len(content)}, while it is read")
         for view in views:
             view[:], content = content[: len(view)], content[len(view) :]
-
-    def announce(self, begin: int, length: int) -> None:
-        """Requests are made when they are needed."""
 
     def mapped(self) -> None:
         return None

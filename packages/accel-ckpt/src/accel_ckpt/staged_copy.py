@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from accel_ckpt.blocks import run_jobs
+from accel_ckpt.jobs import run_jobs
 
 _JOB = 16 * 2**20
 

@@ -77,8 +77,8 @@ class Restoration:
         small: dict[str, tuple[Stateful, Any]] = {}
 
         def fetch() -> None:
-            for name, part in models.items():
-                large[name] = (part, checkpoint.fetch(name, likes.pop(name), place=places[name], group=peers))
+            puts = checkpoint.fetch(likes, places=places, group=peers)
+            large.update({name: (part, puts[name]) for name, part in models.items()})
 
         def read() -> None:
             if session.rank < checkpoint.world_size and RNG not in checkpoint.local_names(session.rank):

@@ -1,0 +1,63 @@
+"""Many small jobs on a few threads."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+
+_Job = Callable[[], None]
+
+
+def default_threads() -> int:
+    """Enough to keep a disk busy, no more than there are processors to run on."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, usable))
+
+
+def run_jobs(jobs: Iterable[_Job], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None) -> None:
+    """Runs ``jobs`` on several threads; a failure ends it, and is raised once none is running any more.
+
+    This thread is one of them, so that it does not wait for others to start; they are taken from ``pool``, or made.
+    Each has a run of neighbouring jobs, so that what it reads lies in a row and the system fetches the next of it in
+    time, and then takes over what others have not got to.
+    """
+    waiting = list(jobs)
+    count = max(1, min(default_threads() if threads is None else threads, len(waiting)))
+    runs = [deque(waiting[len(waiting) * one // count : len(waiting) * (one + 1) // count]) for one in range(count)]
+
+    def work(own: int) -> None:
+        while (job := _taken(runs[own], runs)) is not None:
+            try:
+                job()
+            except BaseException:
+                for run in runs:
+                    run.clear()
+                raise
+
+    if count == 1:
+        work(0)
+        return
+    with nullcontext(pool) if pool is not None else ThreadPoolExecutor(count - 1, "accel-ckpt") as team:
+        helping = [team.submit(work, one) for one in range(1, count)]
+        try:
+            work(0)
+        finally:
+            wait([helper for helper in helping if not helper.cancel()])
+    for helper in helping:
+        if not helper.cancelled():
+            helper.result()
+
+
+def _taken(own: "deque[_Job]", runs: "list[deque[_Job]]") -> _Job | None:
+    """The first that is left of a thread's own, else the last that is left of another's; all take at the same time."""
+    try:
+        return own.popleft()
+    except IndexError:
+        pass
+    for run in runs:
+        try:
+            return run.pop()
+        except IndexError:
+            continue
+    return None
