@@ -81,10 +81,7 @@ class TensorReader:
         interests = peers.together("planning what to read", plan)
         self._read_for_all(work, interests, peers)
         compares = compared_by(interests, peers.neighbours)
-        threads = self._storage.threads
-        if self._storage.cached:  # else they wait for a network, which takes no processor
-            threads = max(1, threads // [interest.host for interest in interests].count(gethostname()))
-        peers.together("reading", lambda: self._run(work, threads, lambda place: compares(peers.rank, place)))
+        peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
         return [target.finish for target in targets]
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
@@ -93,7 +90,7 @@ class TensorReader:
         target, work = _Target(key, self.entry(key), self.dtype(key), None, layout), _Work()
         self._plan(target, work)
         self._blocks(work)
-        self._run(work, self._storage.threads, lambda place: True)
+        self._run(work, lambda place: True)
         return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
@@ -133,13 +130,13 @@ class TensorReader:
         for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
             del work.blocks[place]
 
-    def _run(self, work: "_Work", threads: int, compares: Callable[[Place], bool]) -> None:
+    def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
         fills = [
             partial(self._file(name).fill, number, parts, compare=compares((name, number)))
             for (name, number), parts in work.blocks.items()
         ]
-        run_jobs(fills, threads)
-        run_jobs(work.strided, threads)
+        run_jobs(fills, self._storage.threads)
+        run_jobs(work.strided, self._storage.threads)
 
     def _plan(self, target: "_Target", work: "_Work") -> None:
         size = itemsize(target.entry.dtype)
