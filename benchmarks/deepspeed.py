@@ -5,12 +5,14 @@ Both loops run in one process, each with an engine of its own, a few steps in tu
 and zero_grad. With ``clip`` the raw engine clips by its configuration, which computes the norm it needs anyhow.
 
 Each pair of blocks gives a ratio; shown are the median of the ratios and an interval in which the true one lies with
-95 %. Where in memory an engine lies is part of it: ``--control`` shows by what two raw ones differ. ``wall`` is what
-the slowest rank takes, ``cpu`` the processor time of all ranks together, which others on the machine change less.
+95 %. Where in memory an engine lies is part of it: ``--control`` shows by what two raw ones differ, and with
+``--one-engine`` both loops drive the one that accel has prepared, so that it is not. ``wall`` is what the slowest rank
+takes, ``cpu`` the processor time of all ranks together, which others on the machine change less.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +20,36 @@ from torch import nn
 
 from benchmarks.harness import CLOCKS, Blocks, Report, paired, parser
 
-STAGES, WIDTH, BATCH, STEPS = (0, 1, 2, 3), 512, 128, 3
+STAGES, STEPS = (0, 1, 2, 3), 3
 OF_CLOCK = ("percent", "interval")
 
 
-def make_model() -> nn.Module:
+@dataclass(frozen=True)
+class Case:
+    """One loop: the stage of ZeRO, what is done in a step, and how large the model's layers and a batch are."""
+
+    stage: int
+    clip: bool
+    offload: bool
+    width: int
+    batch: int
+
+
+def make_model(width: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())))
 
 
-def settings(stage: int, *, clip: bool, offload: bool) -> dict[str, Any]:
+def settings(case: Case) -> dict[str, Any]:
     """DeepSpeed's configuration for both loops."""
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2_000_000, "allgather_bucket_size": 2_000_000}
-    if offload:
+    zero: dict[str, Any] = {"stage": case.stage, "reduce_bucket_size": 2_000_000, "allgather_bucket_size": 2_000_000}
+    if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
         "zero_optimization": zero,
-        "gradient_clipping": 1.0 if clip else 0.0,
+        "gradient_clipping": 1.0 if case.clip else 0.0,
         "zero_allow_untested_optimizer": True,
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 2**31 - 1,
     }
@@ -51,14 +64,20 @@ def optimizer_of(model: nn.Module, *, offload: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def raw_step(config: dict[str, Any], batch: torch.Tensor, *, offload: bool) -> Callable[[], None]:
+def raw_step(case: Case, batch: torch.Tensor) -> Callable[[], None]:
     import deepspeed
 
-    model = make_model()
+    model = make_model(case.width)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(model, offload=offload), config=dict(config), dist_init_required=False
+        model=model,
+        optimizer=optimizer_of(model, offload=case.offload),
+        config=settings(case),
+        dist_init_required=False,
     )
+    return by_hand(engine, batch)
 
+
+def by_hand(engine: Any, batch: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
         engine.backward(engine(batch).pow(2).mean())
         engine.step()
@@ -66,45 +85,55 @@ def raw_step(config: dict[str, Any], batch: torch.Tensor, *, offload: bool) -> C
     return step
 
 
-def accel_step(accelerator: Any, batch: torch.Tensor, *, clip: bool, offload: bool) -> Callable[[], None]:
-    plain = make_model()
-    model, optimizer = accelerator.prepare(plain, optimizer_of(plain, offload=offload))
+def accel_step(accelerator: Any, batch: torch.Tensor, case: Case) -> tuple[nn.Module, Callable[[], None]]:
+    plain = make_model(case.width)
+    model, optimizer = accelerator.prepare(plain, optimizer_of(plain, offload=case.offload))
 
     def step() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).pow(2).mean())
-            if clip:
+            if case.clip:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-    return step
+    return model, step
 
 
-def measure(stage: int, *, clip: bool, offload: bool, pairs: int, steps: int, control: bool) -> list[Blocks]:
+def several(step: Callable[[], None], steps: int) -> Callable[[], None]:
+    def block() -> None:
+        for _ in range(steps):
+            step()
+
+    return block
+
+
+def measure(case: Case, *, pairs: int, steps: int, control: bool, one_engine: bool) -> list[Blocks]:
     """Blocks of steps by the clock on the wall and in processor time, as one rank sees them."""
     import torch.distributed as dist
 
     from accel import Accelerator
 
     torch.set_num_threads(1)
-    batch = torch.randn(BATCH, WIDTH)
-    config = settings(stage, clip=clip, offload=offload)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=config)
-    ours = accel_step(accelerator, batch, clip=clip, offload=offload)
+    batch = torch.randn(case.batch, case.width)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=settings(case))
+    model, ours = accel_step(accelerator, batch, case)
     if control:
-        ours = raw_step(config, batch, offload=offload)
-    raw = raw_step(config, batch, offload=offload)
+        ours = raw_step(case, batch)
+    first = several(ours, steps)
+    if one_engine:
+        prepared = accelerator.backend._engines.find(model)
+        hand = several(by_hand(model, batch), steps)
 
-    def block(step: Callable[[], None]) -> Callable[[], None]:
-        def several() -> None:
-            for _ in range(steps):
-                step()
-
-        return several
-
+        def second() -> None:
+            prepared.gradients.at_boundary(True)
+            hand()
+            prepared.gradients.at_boundary(False)
+            prepared.outputs.clear()
+    else:
+        second = several(raw_step(case, batch), steps)
     before = dist.barrier if dist.is_initialized() else None
-    found = paired(block(ours), block(raw), pairs, clocks=list(CLOCKS.values()), before=before)
+    found = paired(first, second, pairs, clocks=list(CLOCKS.values()), before=before)
     accelerator.free_memory()
     accelerator.end_training()
     return found
@@ -133,17 +162,23 @@ def main() -> None:
     options.add_argument("--stages", type=int, nargs="*", default=STAGES, help="of ZeRO")
     options.add_argument("--offload", action="store_true", help="also with the optimizer on the host")
     options.add_argument("--control", action="store_true", help="DeepSpeed's own calls on both sides")
+    options.add_argument("--one-engine", action="store_true", help="both loops drive the same engine")
+    options.add_argument("--width", type=int, default=512, help="of the four layers")
+    options.add_argument("--batch", type=int, default=128, help="samples of a step on each rank")
+    options.add_argument("--steps", type=int, default=STEPS, help="of a loop in turn")
     args = options.parse_args()
-    pairs, steps = (3, 1) if args.quick else (4 * args.rounds, STEPS)
+    pairs, steps = (3, 1) if args.quick else (4 * args.rounds, args.steps)
     columns = ["stage", "clip", "offload", "raw_ms", *(f"{clock}_{what}" for clock in CLOCKS for what in OF_CLOCK)]
     report = Report("A step through an Accelerator beyond DeepSpeed's own calls (goal: 2 % of a step of 5 ms)", columns)
     from accel_testing import RankPool
 
-    cases = [(stage, clip, False) for stage in args.stages for clip in (False, True)]
-    cases += [(stage, True, True) for stage in args.stages if stage and args.offload]
+    kinds = [(stage, clip, False) for stage in args.stages for clip in (False, True)]
+    kinds += [(stage, True, True) for stage in args.stages if stage and args.offload]
+    how = {"pairs": pairs, "steps": steps, "control": args.control, "one_engine": args.one_engine}
     with RankPool(args.ranks, timeout=900) as pool:
-        for stage, clip, offload in cases:
-            ranks = pool.run(measure, stage, clip=clip, offload=offload, pairs=pairs, steps=steps, control=args.control)
+        for stage, clip, offload in kinds:
+            case = Case(stage, clip, offload, args.width, args.batch)
+            ranks = pool.run(measure, case, **how)
             report.add(stage=stage, clip=clip, offload=offload, **row(ranks, steps))
     report.show(args.json)
 

@@ -142,8 +142,8 @@ def take_engine(
     trains = engine.basic_optimizer is not None
     gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
-    if trains:
-        engine.set_gradient_accumulation_boundary(False)
+    if gradients is not None:
+        gradients.at_boundary(False)
         engine.lr_scheduler = None  # the user's loop moves schedules
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
     prepared.handles += _dtype_hooks(engine, policy)

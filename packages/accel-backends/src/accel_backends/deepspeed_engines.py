@@ -78,7 +78,8 @@ class Engines:
             if prepared.gradients is None or not ids <= prepared.gradients.parameters.keys():
                 continue
             trained = prepared.gradients.parameters
-            if missing := sum(p.requires_grad and key not in ids for key, p in trained.items()):
+            left_out = trained.keys() - ids if len(ids) < len(trained) else ()
+            if missing := sum(trained[key].requires_grad for key in left_out):
                 raise BackendError(
                     f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
                     "DeepSpeed clips all of an engine: give it model.parameters()"

@@ -36,6 +36,7 @@ class Gradients(ABC):
         self.optimizer = engine.optimizer
         self.filled = False
         self.settled = False
+        self._boundary: bool | None = None
         self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
         # Whoever looks at each rank's parts just before a step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
@@ -45,6 +46,7 @@ class Gradients(ABC):
     def backward(self, run: Callable[[], Any]) -> None:
         """Runs one backward, whose gradients add to what there is."""
         self._open()
+        self.at_boundary(False)
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()  # without it stage 3 takes two backwards with no forward between them for one
@@ -73,9 +75,7 @@ class Gradients(ABC):
     def norm(self) -> torch.Tensor:
         """The norm over all ranks, the loss scale taken out; inf where it is not finite; collective."""
         self.settle()
-        found = self.scaled_norm()
-        norm = torch.as_tensor(found, dtype=torch.float32).detach()
-        norm = torch.where(norm >= 0, norm, torch.inf)
+        norm = torch.as_tensor(self.scaled_norm(), dtype=torch.float32)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         return norm if scale == 1.0 else norm / scale
 
@@ -101,9 +101,11 @@ class Gradients(ABC):
         done = self._done
         if done is not None:
             setattr(done[0], done[1], lambda: done[2])
+        self.at_boundary(True)
         try:
-            self._at_boundary(self.engine.step)
+            self.engine.step()
         finally:
+            self.at_boundary(False)
             if done is not None:
                 delattr(done[0], done[1])
         if hasattr(self.optimizer, "clip_grad"):
@@ -115,6 +117,12 @@ class Gradients(ABC):
         """The engine has stepped and let go of the gradients."""
         self.filled = self.settled = False
         self._done = None
+
+    def at_boundary(self, boundary: bool) -> None:
+        """Whether what the engine does next is for the end of a window: a reduction or a step."""
+        if boundary is not self._boundary:  # the engine takes as long to be told as for a small kernel
+            self.engine.set_gradient_accumulation_boundary(boundary)
+            self._boundary = boundary
 
     def _open(self) -> None:
         """Lets more be added, or what there is be changed."""
@@ -205,18 +213,11 @@ class Gradients(ABC):
 
     @abstractmethod
     def scaled_norm(self) -> Any:
-        """The norm of what is settled, times the loss scale; below 0 where it is not finite."""
+        """The norm of what is settled, times the loss scale; inf where it is not finite."""
 
     @abstractmethod
     def discard(self) -> None:
         """Lets go of everything accumulated."""
-
-    def _at_boundary(self, act: Callable[[], Any]) -> None:
-        self.engine.set_gradient_accumulation_boundary(True)
-        try:
-            act()
-        finally:
-            self.engine.set_gradient_accumulation_boundary(False)
 
 
 @final
@@ -228,7 +229,8 @@ class WholeGradients(Gradients):
 
     def reduce(self) -> None:
         """One all-reduce for each dtype."""
-        self._at_boundary(self.engine.allreduce_gradients)
+        self.at_boundary(True)
+        self.engine.allreduce_gradients()
 
     def reopen(self) -> None:
         """Nothing: what is averaged already is the same on all ranks."""
@@ -289,8 +291,7 @@ class WholeGradients(Gradients):
 
     def scaled_norm(self) -> Any:
         """Of all gradients, which every rank holds, or a part where ranks share layers."""
-        norm = self._norm_of_all()
-        return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, -1.0))
+        return self._norm_of_all().nan_to_num_(torch.inf, torch.inf)
 
     def _norm_of_all(self) -> torch.Tensor:
         found = [one for one in self.parameters.values() if one.grad is not None]

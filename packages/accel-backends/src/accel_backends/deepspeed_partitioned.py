@@ -27,12 +27,13 @@ class PartitionedGradients(Gradients):
 
     def reduce(self) -> None:
         """Reduces (stage 1) or gathers what every backward has reduced (stage 2)."""
+        self.at_boundary(True)
         if self.partitions:
-            self._at_boundary(self.optimizer.finalize_gradient_accumulation_boundary)
+            self.optimizer.finalize_gradient_accumulation_boundary()
         else:
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
-            self._at_boundary(self.engine.allreduce_gradients)
+            self.engine.allreduce_gradients()
         if self._aside is not None:
             for tensor, before in zip(self.in_place(), self._aside, strict=True):
                 tensor.add_(before)

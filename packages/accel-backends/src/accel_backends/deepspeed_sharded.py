@@ -17,7 +17,8 @@ class ShardedGradients(Gradients):
     def reduce(self) -> None:
         """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is."""
         if self.optimizer.offload_optimizer:
-            self._at_boundary(self.optimizer.finalize_gradient_accumulation_boundary)
+            self.at_boundary(True)
+            self.optimizer.finalize_gradient_accumulation_boundary()
 
     def reopen(self) -> None:
         """Nothing: the buffer stays as it is."""
@@ -81,7 +82,10 @@ class ShardedGradients(Gradients):
 
         norms = self.optimizer._get_norm_groups()
         self._done = self.optimizer, "_get_norm_groups", norms
-        return combine_grad_norm_groups(norms)
+        if len(norms) > 1:
+            return combine_grad_norm_groups(norms)
+        norm = torch.as_tensor(norms[0])
+        return torch.where(norm >= 0, norm, torch.inf)  # -1 stands for what is not finite
 
     def discard(self) -> None:
         """The next backward overwrites the buffer."""
