@@ -101,6 +101,17 @@ def alone(run: Callable[[], object]) -> Callable[[], None]:
     return together
 
 
+def by_all(run: Callable[[], object]) -> Callable[[], list[object]]:
+    """What every rank does by itself, until the last has done it: as loading together ends."""
+
+    def together() -> list[object]:
+        kept = [run()]
+        dist.barrier()
+        return kept
+
+    return together
+
+
 def clearing(folder: Path, run: Callable[[], object]) -> Callable[[], Callable[[], None]]:
     """``run``, after which rank 0 removes what it has written, behind the clock."""
 
@@ -175,14 +186,14 @@ def loading(folder: Path, state: Tensors, *, cold: bool, peers: bool, rounds: in
         for tensors in put.values():
             tensors()
 
-    variants: dict[str, Callable[[], object]] = {"base": lambda: [read(folder / "base", size)], "accel": accel}
+    variants: dict[str, Callable[[], object]] = {"base": by_all(lambda: read(folder / "base", size)), "accel": accel}
     if peers:
         from torch.distributed import checkpoint
 
         checkpoint.save(state, checkpoint_id=folder / "dcp")
         alone(lambda: torch_saved(folder / "torch.pt", state))()
         variants["dcp"] = lambda: checkpoint.load(state, checkpoint_id=folder / "dcp")
-        variants["torch_save"] = lambda: [torch.load(folder / "torch.pt", weights_only=True)]
+        variants["torch_save"] = by_all(lambda: torch.load(folder / "torch.pt", weights_only=True))
 
     def before() -> None:
         if cold:
