@@ -261,3 +261,4 @@ def test_what_was_fetched_is_known_to_be_intact_before_it_is_put_anywhere(tmp_pa
     (tmp_path / "a" / "tensors-00000.safetensors").unlink()
     assert torch.equal(put["one"]()["w"], torch.arange(10.0))
     assert torch.equal(put["two"]()["w"], torch.arange(20.0))
+    assert torch.equal(put["two"]()["w"], torch.arange(20.0)), "as often as it is asked for"

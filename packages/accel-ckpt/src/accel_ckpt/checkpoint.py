@@ -118,13 +118,13 @@ class Checkpoint:
     def fetch(
         self, likes: Mapping[str, Tree], *, places: Mapping[str, Place | None] | None = None, group: Ranks = None
     ) -> dict[str, Callable[[], Tree]]:
-        """As ``read`` with ``strict`` off for each name of ``likes``, in two steps: all is read now, and compared.
+        """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
 
-        It is read into this machine's memory; what is returned for a name puts its tensors into their places. So all
-        of a run's states can be known to be intact before the first is loaded, without reading anything twice. With a
-        ``group`` its ranks fetch the same names together: what several of them want is compared by one (``verify``
-        with the same group knows what nobody has compared yet), where that is faster one reads it for all, and all
-        raise if one does. Collective then.
+        It is compared, and lies in this machine's memory; what is returned for a name puts its tensors into their
+        places. So all of a run's states can be known to be intact before the first is loaded, without reading anything
+        twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one
+        (``verify`` with the same group knows what nobody has compared yet), where that is faster one reads it for all,
+        and all raise if one does. Collective then.
         """
         peers = Peers(None) if group is None else Peers.of(group)
         planned: dict[str, tuple[Tree, _Requests]] = {}
@@ -135,13 +135,13 @@ class Checkpoint:
                 planned[name] = self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place)
             return [request for _, requests in planned.values() for request in requests.values()]
 
-        puts = iter(self._reader.fetch(wanted, peers))
-        finish = {name: dict(zip(requests, puts, strict=False)) for name, (_, requests) in planned.items()}
+        finish = iter(self._reader.fetch(wanted, peers))
+        puts = {name: dict(zip(requests, finish, strict=False)) for name, (_, requests) in planned.items()}
 
-        def put(name: str) -> Tree:
-            return _fill(planned[name][0], {target: place() for target, place in finish.pop(name).items()})
+        def fill(name: str) -> Tree:
+            return _fill(planned[name][0], {target: put() for target, put in puts[name].items()})
 
-        return {name: partial(put, name) for name in planned}
+        return {name: partial(fill, name) for name in planned}
 
     def read_local(self, name: str, rank: int) -> Tree | None:
         """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
