@@ -124,6 +124,28 @@ def compare_norms(pair: Pair, limit: float) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("spoilt", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_that_is_not_finite_is_infinite_on_both(
+    rank: int, world_size: int, stage: int, groups: int, spoilt: float
+) -> None:
+    """DeepSpeed marks such norms of groups with -1; rank 1 alone brings what is not finite."""
+    model = make_net()
+    each = [list(model.parameters())] if groups == 1 else [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = torch.optim.SGD([{"params": params} for params in each], lr=0.1)
+    with opened(zero_stage=stage) as backend:
+        engine, inner, _ = prepared(backend, model, optimizer)
+        backend.backward(loss_of(engine, rank, 0) * (spoilt if rank == 1 else 1.0))
+        assert backend.clip_grad_norm(engine.parameters(), math.inf).item() == math.inf
+        with pytest.raises(BackendError, match="norm of the gradients is inf"):
+            backend.clip_grad_norm(engine.parameters(), 1.0, error_if_nonfinite=True)
+        backend.zero_grad(inner)
+        backend.backward(loss_of(engine, rank, 0))
+        assert 0 < backend.clip_grad_norm(engine.parameters(), math.inf).item() < 100
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_discarded_gradients_are_gone(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
