@@ -17,7 +17,8 @@ from accel import Accelerator, GradScalerKwargs
 from accel_testing import RankPool
 from accel_testing.compare import assert_close_state
 from accel_testing.equivalence import assert_equivalent
-from accel_testing.programs import adamw_program
+from accel_testing.program import Program
+from accel_testing.programs import adamw, adamw_program, language_program
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -43,6 +44,18 @@ def fp16_on_the_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("layout", ["ds0:2/acc=3", "ds1:2/acc=3/weighted", "ds2:2/acc=3", "ds3:2/acc=3/short"])
 def test_training_in_fp16_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(adamw_program, [f"{layout}/fp16"], pool=rank_pool, around=fp16_on_the_cpu)
+
+
+def language_in_parts() -> Program:
+    """The usual language model, with the layers that ranks share named by an attribute."""
+    program = language_program(adamw)
+    program.model._tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # type: ignore[assignment]
+    return program
+
+
+@pytest.mark.parametrize("layout", ["ds1:2/acc=3", "ds2:4/acc=3", "ds3:2/acc=3/short"])
+def test_ranks_that_share_layers_in_fp16_equal_one_process(rank_pool: RankPool, layout: str) -> None:
+    assert_equivalent(language_in_parts, [f"{layout}/fp16/tp=2"], pool=rank_pool, around=fp16_on_the_cpu)
 
 
 class Run:

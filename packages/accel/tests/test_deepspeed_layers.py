@@ -89,12 +89,14 @@ class Plan:
     load: str = ""
     save: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    overlap: bool = False
 
 
 def opened(plan: Plan) -> Accelerator:
     options = {"zero_stage": plan.stage, **plan.options}
     if plan.shared > 1:
         options["tensor_parallel"] = {"autotp_size": plan.shared, "partition_config": PARTS}
+        options["tensor_parallel"]["tp_overlap_comm"] = plan.overlap
     return Accelerator(
         cpu=True,
         mixed_precision=plan.precision,
@@ -155,6 +157,12 @@ def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]
 def test_ranks_that_share_layers_train_as_one_process(rank_pool: RankPool, ranks: int, stage: int) -> None:
     """With biases, halves of one weight, a frozen layer, a tied weight, clipping, and other first weights on each."""
     found = rank_pool.run(train, Plan(stage, 2), ranks=ranks)[0]
+    assert_close_state(found, rank_pool.run(train, Plan(), ranks=1)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_inputs_may_travel_meanwhile(rank_pool: RankPool, stage: int) -> None:
+    found = rank_pool.run(train, Plan(stage, 2, overlap=True), ranks=2)[0]
     assert_close_state(found, rank_pool.run(train, Plan(), ranks=1)[0], rtol=0, atol=1e-5)
 
 
