@@ -72,8 +72,13 @@ def read_whole(source: Source, name: str, limit: int) -> bytes:
     """All bytes of a file, unless it has more than ``limit``; ``name`` is its own, for the message."""
     if source.size > limit:
         raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")
-    content = bytearray(source.size)
-    source.read_into(0, memoryview(content))
+    return read_range(source, 0, source.size)
+
+
+def read_range(source: Source, begin: int, end: int) -> bytes:
+    """Bytes ``begin`` to ``end`` of a file, as they are: nothing is compared."""
+    content = bytearray(end - begin)
+    source.read_into(begin, memoryview(content))
     return bytes(content)
 
 
@@ -173,12 +178,6 @@ class CheckedFile:
         buffer = bytearray(end - begin)
         for number, parts in self.by_block([(begin, memoryview(buffer))]).items():
             self.fill(number, parts)
-        return bytes(buffer)
-
-    def glance(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin`` to ``end``, not compared: who believes them has their blocks compared in time."""
-        buffer = bytearray(end - begin)
-        self.source.read_into(begin, memoryview(buffer))
         return bytes(buffer)
 
     def read_block(self, number: int, view: memoryview) -> None:

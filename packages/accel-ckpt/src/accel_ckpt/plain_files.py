@@ -4,11 +4,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from accel_ckpt.blocks import Source, read_whole
+from accel_ckpt.blocks import Source, read_range, read_whole
 from accel_ckpt.container import Span, read_header
 from accel_ckpt.files import FileSource
 from accel_ckpt.jobs import run_jobs
@@ -100,12 +101,7 @@ def read_plain(source: Source, name: str) -> tuple[dict[str, Span], dict[str, st
     Raises:
         CheckpointCorruptError: it has no header of a safetensors file, or one that does not fit its size.
     """
-
-    def read(begin: int, end: int) -> bytes:
-        content = bytearray(end - begin)
-        source.read_into(begin, memoryview(content))
-        return bytes(content)
-
+    read = partial(read_range, source)
     spans = read_header(read, source.size, name)
     length = int.from_bytes(read(0, 8), "little")
     metadata = json.loads(read(8, 8 + length)).get("__metadata__", {})

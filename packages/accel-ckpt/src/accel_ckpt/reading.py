@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile
+from accel_ckpt.blocks import CheckedFile, read_range
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
@@ -40,6 +40,8 @@ class TensorReader:
     def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile], storage: Storage) -> None:
         self._manifest, self._file, self._storage = manifest, file, storage
         self._headers: dict[str, Mapping[str, Span]] = {}
+        # Where the tensors of a file begin, so where its header ends.
+        self._begins: dict[str, int] = {}
 
     def entry(self, key: str) -> TensorEntry:
         """What the manifest says of a tensor."""
@@ -97,7 +99,9 @@ class TensorReader:
         """Where a part lies in its file; what the file says of it must be what the manifest says."""
         if part.file not in self._headers:
             file = self._file(part.file)
-            self._headers[part.file] = read_header(file.glance, file.record.size, part.file)
+            spans = read_header(partial(read_range, file.source), file.record.size, part.file)
+            self._headers[part.file] = spans
+            self._begins[part.file] = min((span.begin for span in spans.values()), default=file.record.size)
         span = self._headers[part.file].get(part.key)
         if span is None:
             raise CheckpointCorruptError(f"{part.file}: no tensor {part.key!r}")
@@ -113,7 +117,7 @@ class TensorReader:
         numbers: dict[str, list[int]] = {}
         for name, ranges in work.ranges.items():
             file = self._file(name)
-            header = file.unchecked(0, min(span.begin for span in self._headers[name].values()))
+            header = file.unchecked(0, self._begins[name])
             blocks: dict[int, Parts] = {**dict.fromkeys(header, ()), **file.by_block(ranges)}
             for number in sorted(blocks):
                 work.blocks[name, number] = blocks[number]
