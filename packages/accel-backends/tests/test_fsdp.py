@@ -266,6 +266,10 @@ def test_a_whole_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None
     other = make_model("transformer", seed=5)
     backend.load_model_state(model, dict(other.named_parameters()))
     assert_trained(backend, model, other, rtol=0.0)
+    other = make_model("transformer", seed=6)
+    assert {"embedding.weight", "head.weight"} <= set(other.state_dict()), "one tensor under two names"
+    backend.load_model_state(model, other.state_dict())
+    assert_trained(backend, model, other, rtol=0.0)
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,9 @@
 """Folders of DeepSpeed's own: what a raw loop wrote goes on here, on any ranks and backend, and back."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,45 +31,77 @@ class Shift(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + self.shift
+        return x * self.scale + self.shift.to(x.dtype)
+
+
+class Net(nn.Module):
+    """Sizes that no two ranks divide evenly, a buffer, a weight with two names, and a parameter that does not train."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.shift = nn.Linear(5, 7), nn.Linear(7, 3), Shift()
+        self.head, self.again = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.head.bias.requires_grad_(False)
+        self.again.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shift(self.down(torch.tanh(self.up(x))))
+        return self.again(torch.tanh(self.head(x)))
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Two groups, sizes that no two ranks divide evenly, and a parameter that does not train."""
+    """With two groups of parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), Shift(), nn.Linear(3, 3))
-    model[4].bias.requires_grad_(False)
-    rest = [parameter for parameter in model[2:].parameters() if parameter.requires_grad]
-    groups = [{"params": [*model[0].parameters()], "lr": 0.02}, {"params": rest}]
-    return model, torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+    model = Net()
+    first = [*model.up.parameters()]
+    rest = [one for one in model.parameters() if one.requires_grad and all(one is not other for other in first)]
+    return model, torch.optim.AdamW([{"params": first, "lr": 0.02}, {"params": rest}], lr=0.01, eps=1e-3)
 
 
-def loss_of(model: nn.Module, step: int, rank: int, ranks: int) -> torch.Tensor:
+def loss_of(model: nn.Module, step: int, index: int, count: int) -> torch.Tensor:
     batch = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(step))
-    return model(batch.chunk(ranks)[rank]).pow(2).mean()
+    return model(batch.chunk(count)[index].to(next(model.parameters()).dtype)).pow(2).mean()
 
 
-def raw_loop(folder: str, stage: int, *, start: int = 0, stop: int = 3, load: str = "", save: str) -> None:
-    """DeepSpeed's own calls, without an Accelerator."""
+def raw_loop(
+    folder: str,
+    stage: int,
+    *,
+    start: int = 0,
+    stop: int = 3,
+    load: str = "",
+    save: str,
+    sharing: int = 1,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """DeepSpeed's own calls, without an Accelerator; ``sharing`` ranks have parts of each layer."""
     import torch.distributed as dist
 
+    from accel_backends.deepspeed_engine import count_alike
     from accel_backends.deepspeed_library import close_communication, library, open_communication
     from accel_state import Session
 
     deepspeed = library("cpu")
     with Session.open(cpu=True) as session:
         open_communication(session, session)
+        count_alike(session)  # the ranks may have had other numbers of engines before
         model, optimizer = make_model()
-        config = {
-            "train_micro_batch_size_per_gpu": SAMPLES // 2,
+        index, count = dist.get_rank() // sharing, dist.get_world_size() // sharing
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": SAMPLES // count,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+            **(options or {}),
         }
+        if sharing > 1:
+            config["tensor_parallel"] = {"autotp_size": sharing}
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         if load:
             engine.load_checkpoint(folder, load)
         for step in range(start, stop):
-            engine.backward(loss_of(engine, step, dist.get_rank(), 2))
+            engine.backward(loss_of(engine, step, index, count))
             engine.step()
         engine.save_checkpoint(folder, save)
         engine.destroy()
@@ -83,7 +116,8 @@ def through_accel(
     if load:
         accelerator.import_deepspeed(folder, tag=load)
     for step in range(start, stop):
-        accelerator.backward(loss_of(model, step, accelerator.process_index, accelerator.num_processes))
+        shard = accelerator.data_shard
+        accelerator.backward(loss_of(model, step, shard.index, shard.count))
         optimizer.step()
         optimizer.zero_grad()
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
@@ -106,6 +140,49 @@ def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, st
     assert_close_state(state, read_folder(folder).model)
 
 
+@pytest.mark.parametrize(
+    ("stage", "ranks", "layout"),
+    [(0, 2, "single"), (1, 4, "ds1:4/tp=2"), (2, 2, "fsdp:2"), (2, 4, "ds2:2"), (3, 4, "ds0:2/tp=2"), (3, 2, "ds3:2")],
+)
+def test_a_run_whose_ranks_share_layers_goes_on_here(
+    rank_pool: RankPool, tmp_path: Path, stage: int, ranks: int, layout: str
+) -> None:
+    folder = str(tmp_path)
+    rank_pool.run(raw_loop, folder, stage, save="three", sharing=2, ranks=ranks)
+    rank_pool.run(raw_loop, folder, stage, start=3, stop=6, load="three", save="six", sharing=2, ranks=ranks)
+    processes = Layout.parse(layout).processes
+    state = rank_pool.run(through_accel, layout, folder, start=3, stop=6, load="three", ranks=processes)[0]
+    assert_close_state(state, read_folder(folder).model)
+
+
+def rounded_off(value: torch.Tensor) -> bool:
+    """Whether it would lose something in 16 bits."""
+    return not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_of_several_names_are_not_rounded(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    rank_pool.run(raw_loop, str(tmp_path), stage, save="three", options={"bf16": {"enabled": True}}, ranks=2)
+    model, optimizer = make_model()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.import_deepspeed(tmp_path)
+    state = accelerator.get_state_dict(model)
+    assert not [name for name, value in state.items() if name.endswith("weight") and not rounded_off(value)]
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_goes_on_with_shared_layers_that_are_exported(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    folder = str(tmp_path)
+    rank_pool.run(through_accel, f"ds{stage}:2/tp=2", folder, start=0, stop=3, save="three", ranks=2)
+    rank_pool.run(raw_loop, folder, stage, start=3, stop=6, load="three", save="six", sharing=2, ranks=2)
+    expected = rank_pool.run(through_accel, "single", folder, start=0, stop=6, ranks=1)[0]
+    assert_close_state(read_folder(folder, "six").model, expected)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_goes_on_with_what_is_exported(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     from accel_backends.deepspeed_library import library
@@ -117,7 +194,7 @@ def test_deepspeed_goes_on_with_what_is_exported(rank_pool: RankPool, tmp_path: 
     state = rank_pool.run(through_accel, f"ds{stage}:2", folder, start=0, stop=3, save="three", ranks=2)[0]
     read = get_fp32_state_dict_from_zero_checkpoint(folder, "three")
     # At stage 1 DeepSpeed's tool leaves out what does not train.
-    assert set(state) - set(read) <= {"4.bias"}
+    assert set(state) - set(read) <= {"head.bias"}
     assert_close_state(dict(read), {name: state[name] for name in read}, rtol=0, atol=0)
     rank_pool.run(raw_loop, folder, stage, start=3, stop=6, load="three", save="six", ranks=2)
     expected = rank_pool.run(through_accel, "single", folder, start=0, stop=6, ranks=1)[0]
@@ -135,6 +212,39 @@ def test_what_cannot_be_read_is_refused(rank_pool: RankPool, tmp_path: Path) -> 
     last.unlink()
     with pytest.raises(CheckpointError, match="saved by 2 ranks"):
         read_folder(folder)
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Does something to a file of a folder."""
+    facts = torch.load(path, weights_only=False)
+    change(facts)
+    torch.save(facts, path)
+
+
+def test_shared_layers_that_cannot_be_put_together_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(raw_loop, str(tmp_path), 2, save="three", sharing=2, ranks=2)
+    first = tmp_path / "three" / "mp_rank_00_model_states.pt"
+    key = r"^up\.weight$"
+
+    def maps(facts: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = facts["universal_checkpoint_info"]["affine_map"]["params"]
+        return found
+
+    changed(first, lambda facts: maps(facts)[key]["ranks"][1]["pieces"].pop())
+    with pytest.raises(CheckpointError, match=r"up.weight cannot .*15 of its 35 elements are no rank's"):
+        read_folder(tmp_path)
+    changed(first, lambda facts: maps(facts).pop(key))
+    with pytest.raises(CheckpointError, match=r"up.weight cannot .*nothing is said of it"):
+        read_folder(tmp_path)
+    changed(first, lambda facts: facts.pop("universal_checkpoint_info"))
+    with pytest.raises(CheckpointError, match="spread over 2 tensor-parallel ranks, and does not say"):
+        read_folder(tmp_path)
+    (tmp_path / "three" / "zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="lacks the optim states of its ranks"):
+        read_folder(tmp_path)
+    (tmp_path / "three" / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has the states of 1"):
+        read_folder(tmp_path)
 
 
 class Harmful:

@@ -5,6 +5,8 @@ from typing import Any, final
 
 import torch
 
+from accel_backends.deepspeed_maps import PartMap
+
 # Where DeepSpeed notes how AutoTP has cut a parameter.
 NOTE = "ds_autotp_universal_checkpoint_meta"
 
@@ -15,30 +17,25 @@ class Cut:
     """One parameter of which each rank of a group has other rows, columns or blocks.
 
     Attributes:
-        shape: of the whole.
-        map: DeepSpeed's ``ParamAffineMap``: which blocks of the whole each rank has.
+        map: which blocks of the whole each rank has.
         group: the ranks that share layers.
     """
 
-    shape: torch.Size
-    map: Any
+    map: PartMap
     group: Any
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which every rank has a part, on every rank; collective over the group."""
         import torch.distributed as dist
 
-        found = torch.zeros(self.shape.numel(), dtype=part.dtype, device=part.device)
-        mine = part.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        for piece in self.map.pieces_by_rank[self.group.rank()]:
-            piece.source_view(found).copy_(piece.dest_view(mine))
+        found = torch.zeros(self.map.shape.numel(), dtype=part.dtype, device=part.device)
+        self.map.put(found, part, self.group.rank())
         dist.all_reduce(found, group=self.group)
-        return found.view(self.shape)
+        return found.view(self.map.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole that every rank has, flat."""
-        mine: torch.Tensor = self.map.extract(whole.detach().contiguous(), self.group.rank())
-        return mine.view(-1)
+        return self.map.take(whole, self.group.rank())
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
@@ -51,18 +48,16 @@ def cut_of(parameter: torch.Tensor) -> Cut | None:
     """How a parameter is cut; None: every rank has all that ZeRO does not spread."""
     if not is_cut(parameter):
         return None
-    from deepspeed.checkpoint.affine import ParamAffineMap
     from deepspeed.utils import groups
 
-    note = getattr(parameter, NOTE)
-    described = ParamAffineMap.from_dict(note["conversion"]["affine_map"])
-    return Cut(torch.Size(note["original_shape"]), described, groups.get_tensor_model_parallel_group())
+    described = PartMap.of(getattr(parameter, NOTE)["conversion"]["affine_map"])
+    return Cut(described, groups.get_tensor_model_parallel_group())
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
     """The shape of a parameter, also where only a part of it is here."""
     cut = cut_of(parameter)
-    return local_shape_of(parameter) if cut is None else cut.shape
+    return local_shape_of(parameter) if cut is None else cut.map.shape
 
 
 def local_shape_of(parameter: torch.Tensor) -> torch.Size:

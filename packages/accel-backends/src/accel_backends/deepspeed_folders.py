@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 
 from accel_backends.deepspeed_json import near
+from accel_backends.deepspeed_maps import PartMap
 from accel_backends.deepspeed_scaling import SCALE, TRACKER, EngineCounts
 from accel_backends.states import GROUPS, PARAMS, STATE
 from accel_state.errors import CheckpointError
@@ -81,28 +82,58 @@ def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[
 
     Raises:
         CheckpointError: there is no such checkpoint, a rank's file is missing, it holds objects of other classes, or
-            it is spread over tensor-parallel, pipeline or expert ranks.
+            it is spread over pipeline or expert ranks, or over tensor-parallel ones without saying what each has.
     """
     place = _tagged(Path(folder), tag)
     names = sorted(path.name for path in place.iterdir())
     other = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
-    other += [name for name in names if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1])]
     if other:
         raise CheckpointError(
-            f"{place} is spread over tensor-parallel, pipeline or expert ranks ({other[0]}), which is not read; "
-            "convert it with DeepSpeed's ds_to_universal, or save it with save_state"
+            f"{place} is spread over pipeline or expert ranks ({other[0]}), which is not read; convert it with "
+            "DeepSpeed's ds_to_universal, or save it with save_state"
         )
-    optim = _by_rank(place, names, "optim")
-    models = _by_rank(place, names, "model") or [_load(place / "mp_rank_00_model_states.pt")]
+    sharing = {int(found[1]) for name in names if (found := re.search(r"mp_rank_(\d+)", name))}
+    if missing := sorted(set(range(max(sharing, default=0) + 1)) - sharing):
+        raise CheckpointError(f"{place} lacks the states of tensor-parallel rank {missing[0]}")
+    parts = [_read_rank(place, names, rank, groups) for rank in sorted(sharing)]
+    facts = parts[0][1]
+    if len(parts) != (ranks := int(facts.get("mp_world_size") or 1)):
+        raise CheckpointError(f"{place} was saved by {ranks} tensor-parallel ranks, and has the states of {len(parts)}")
+    whole = parts[0][0] if len(parts) == 1 else _put_together(place, [part for part, _ in parts], facts)
+    whole.model.update({name: whole.model[first] for name, first in _aliases(facts).items() if first in whole.model})
+    return whole
+
+
+def _read_rank(
+    place: Path, names: Sequence[str], sharing: int, groups: Sequence[Sequence[str]] | None
+) -> tuple[Folder, Mapping[str, Any]]:
+    """What one of the ranks that share layers has, or all there is; and what the first file of it says."""
+    optim = _by_rank(place, names, "optim", sharing)
+    models = _by_rank(place, names, "model", sharing) or [_load(place / f"mp_rank_{sharing:02d}_model_states.pt")]
     facts = models[0]
     if not optim:
+        if facts.get("param_shapes"):
+            raise CheckpointError(f"{place} was saved with ZeRO, and lacks the optim states of its ranks")
         state, optimizer, scale = _whole(facts, groups)
     elif int(optim[0]["optimizer_state_dict"]["zero_stage"]) == 3:
         state, optimizer, scale = _sharded(models, [one["optimizer_state_dict"] for one in optim])
     else:
         state, optimizer, scale = _partitioned(facts, [one["optimizer_state_dict"] for one in optim])
+    for name in _aliases(facts):
+        state.pop(name, None)
     counts = {name: int(facts[name]) for name in EngineCounts.NAMES if name in facts}
-    return Folder(state, optimizer, counts, scale)
+    return Folder(state, optimizer, counts, scale), facts
+
+
+def _aliases(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The first names of parameters that have several; the further ones stand in the files with rounded values."""
+    found: dict[str, str] = dict(facts.get("shared_params") or {})
+    seen: dict[Any, str] = {}
+    for name, value in facts["module"].items():
+        place = value.untyped_storage().data_ptr(), value.storage_offset(), value.shape
+        if value.numel() and (first := seen.setdefault(place, name)) != name:
+            found[name] = first
+    return found
 
 
 def _tagged(folder: Path, tag: str | None) -> Path:
@@ -119,8 +150,9 @@ def _tagged(folder: Path, tag: str | None) -> Path:
     return folder / tag
 
 
-def _by_rank(place: Path, names: Sequence[str], kind: str) -> list[dict[str, Any]]:
-    found = {int(match[1]): name for name in names if (match := _RANK.search(name)) and match[3] == kind}
+def _by_rank(place: Path, names: Sequence[str], kind: str, sharing: int) -> list[dict[str, Any]]:
+    matches = [match for name in names if (match := _RANK.search(name))]
+    found = {int(one[1]): one.string for one in matches if one[3] == kind and int(one[2]) == sharing}
     if missing := sorted(set(range(max(found, default=-1) + 1)) - set(found)):
         raise CheckpointError(f"{place} lacks the {kind} states of rank {missing[0]}")
     parts = [_load(place / found[rank]) for rank in sorted(found)]
@@ -148,6 +180,47 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
+# ------------------------------------------------------------------------------------------------- shared layers
+
+
+def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]) -> Folder:
+    """Whole tensors, of what each of the ranks has that share layers."""
+    told = facts.get("universal_checkpoint_info") or {}
+    maps = told.get("affine_map", {}).get("params", {})
+    if told.get("affine_map", {}).get("version") != 1:
+        raise CheckpointError(
+            f"{place} is spread over {len(parts)} tensor-parallel ranks, and does not say what each of them has, as "
+            "AutoTP of DeepSpeed 0.19 does; convert it with DeepSpeed's ds_to_universal, or save it with save_state"
+        )
+    buffers = set(facts.get("buffer_names") or ())
+
+    def join(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        described = maps.get(f"^{re.escape(name)}$")
+        if described is None and name in buffers:
+            return values[0]
+        try:
+            if described is None:
+                reasons = told.get("autotp_unsupported_parameter_patterns") or {}
+                raise ValueError(reasons.get(f"^{re.escape(name)}$", "nothing is said of it"))
+            found = PartMap.of(described)
+            return found.join(values) if found.cut else values[0]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{place}: {name} cannot be put together of ranks' parts: {error}") from error
+
+    first = parts[0]
+    model = {name: join(name, [part.model[name] for part in parts]) for name in first.model}
+    if first.optimizer is None:
+        return Folder(model, None, first.counts, first.scale)
+    state: dict[str, dict[str, Any]] = {}
+    for name, values in first.optimizer[STATE].items():
+        states = [part.optimizer[STATE][name] for part in parts if part.optimizer is not None]
+        state[name] = {
+            key: join(name, [one[key] for one in states]) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in values.items()
+        }
+    return Folder(model, {**first.optimizer, STATE: state}, first.counts, first.scale)
+
+
 # ------------------------------------------------------------------------------------------------------- by stage
 
 
@@ -172,8 +245,8 @@ def _whole(
     if saved is None:
         return model, None, None
     inner = saved.get("optimizer_state_dict", saved)
-    buffers = set(facts.get("buffer_names") or ())
-    names = [name for here in groups for name in here] if groups else [name for name in model if name not in buffers]
+    further = {*(facts.get("buffer_names") or ()), *_aliases(facts)}
+    names = [name for here in groups for name in here] if groups else [name for name in model if name not in further]
     held = [index for group in inner[GROUPS] for index in group[PARAMS]]
     if len(held) != len(names) and groups is None:
         return model, None, None

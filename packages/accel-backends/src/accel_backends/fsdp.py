@@ -38,7 +38,7 @@ from accel_backends.fsdp_shard import (
 from accel_backends.fsdp_states import is_dtensor, placed_like, sharded_like, whole_parameters
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost
-from accel_backends.states import STATE, optimizer_names
+from accel_backends.states import STATE, optimizer_names, with_aliases
 from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
@@ -202,7 +202,7 @@ class FSDPBackend(Backend):
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
-        own = self.model_state(model)
+        own = with_aliases(model, self.model_state(model))
         placed = {name: placed_like(value, own.get(name)) for name, value in state.items()}
         super().load_model_state(model, placed, strict=strict)
 
