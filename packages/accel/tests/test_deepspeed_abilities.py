@@ -224,12 +224,17 @@ def built(operation: str) -> bool:
 )
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("param", "precision", "bound"), [("none", "no", 1e-5), ("nvme", "no", 1e-5), ("nvme", "bf16", 1e-2)]
+    ("param", "precision", "bound", "shared"),
+    [("none", "no", 1e-5, 1), ("nvme", "no", 1e-5, 1), ("nvme", "bf16", 1e-2, 1), ("nvme", "no", 1e-5, 2)],
 )
 def test_states_on_a_disk_train_as_in_one_process(
-    rank: int, tmp_path: Path, param: str, precision: str, bound: float
+    rank: int, tmp_path: Path, param: str, precision: str, bound: float, shared: int
 ) -> None:
     """Large enough to be on the disk at all: DeepSpeed keeps what is below a MB of a rank's in memory."""
+    specs = [
+        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*2\.weight$"], "partition_type": "row"},
+    ]
 
     def wide() -> nn.Sequential:
         torch.manual_seed(0)
@@ -239,7 +244,9 @@ def test_states_on_a_disk_train_as_in_one_process(
         disk = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path / "disk")}
         if param == "nvme":
             disk |= {"offload_param_device": "nvme", "offload_param_nvme_path": str(tmp_path / "disk")}
-        plugin = {"zero_stage": 3, **disk}
+        plugin: dict[str, Any] = {"zero_stage": 3, **disk}
+        if shared > 1:
+            plugin["tensor_parallel"] = {"autotp_size": shared, "partition_config": {"layer_specs": specs}}
         accelerator = Accelerator(
             cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=precision
         )
@@ -260,7 +267,7 @@ def test_states_on_a_disk_train_as_in_one_process(
         for part in range(2):
             both = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + part))
             with accelerator.accumulate(engine):
-                loss = engine(both.chunk(2)[rank]).pow(2).mean()
+                loss = engine(both.chunk(2 // shared)[rank // shared]).pow(2).mean()
                 accelerator.backward(loss)
                 norm = accelerator.clip_grad_norm_(engine.parameters(), 0.1) if accelerator.sync_gradients else None
                 optimizer.step()
@@ -272,7 +279,7 @@ def test_states_on_a_disk_train_as_in_one_process(
         plain.step()
         plain.zero_grad()
         meter.step(loss)
-    accelerator.backward(engine(both.chunk(2)[rank]).pow(2).mean())
+    accelerator.backward(engine(both).pow(2).mean())
     with pytest.raises(BackendError, match="gone to the disk"):
         accelerator.clip_grad_value_(engine.parameters(), 0.1)
     optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Makes an engine of a model, and keeps what belongs to it together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from accel_backends.deepspeed_alike import FirstGradients
 from accel_backends.deepspeed_cuts import shape_of
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
-from accel_backends.deepspeed_json import ZERO, find
 from accel_backends.deepspeed_library import forget_module, library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
 from accel_backends.deepspeed_states import put_whole
@@ -83,8 +83,7 @@ def start_engine(
     count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with local_rank(session):
-            _to_disk(model, config)
+        with local_rank(session), _as_given():
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -102,18 +101,27 @@ def start_engine(
     return engine
 
 
-def _to_disk(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Partitions an fp32 model whose parameters live on a disk.
+@contextmanager
+def _as_given() -> Iterator[None]:
+    """Within it, stage 3 spreads parameters in the type that it is told, which is theirs.
 
-    Left to itself, DeepSpeed 0.19.8 stores them in bf16 where the device does not compute in fp16.
+    DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what goes to a disk.
     """
-    halves = any(find(config, f"{section}.enabled") is True for section in ("bf16", "fp16"))
-    if halves or find(config, f"{ZERO}.offload_param.device") != "nvme":
-        return
-    from deepspeed.runtime.zero import Init
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
 
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        Init(module=model, config_dict_or_path=dict(config))
+    there = Owner._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            there(self, ds_config, dtype)
+        else:
+            self.dtype = dtype
+
+    Owner._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Owner._set_dtype = there
 
 
 def count_alike(session: "Session") -> None:
@@ -143,7 +151,6 @@ def take_engine(
     gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
     if gradients is not None:
-        gradients.at_boundary(False)
         engine.lr_scheduler = None  # the user's loop moves schedules
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
     prepared.handles += _dtype_hooks(engine, policy)
@@ -252,7 +259,10 @@ class _Remember:
             return leaf
 
         if torch.is_grad_enabled():
-            map_leaves(note, output)
+            if isinstance(output, torch.Tensor):
+                note(output)
+            else:
+                map_leaves(note, output)
 
 
 def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:
