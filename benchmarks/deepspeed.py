@@ -126,9 +126,10 @@ def measure(case: Case, *, pairs: int, steps: int, control: bool, one_engine: bo
         hand = several(by_hand(model, batch), steps)
 
         def second() -> None:
+            reduces, model.enable_backward_allreduce = model.enable_backward_allreduce, True
             prepared.gradients.at_boundary(True)
             hand()
-            prepared.gradients.at_boundary(False)
+            model.enable_backward_allreduce = reduces
             prepared.outputs.clear()
     else:
         second = several(raw_step(case, batch), steps)

@@ -1,5 +1,6 @@
 """Optimizer states, gradients and parameters spread over ranks by DeepSpeed's ZeRO."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -171,15 +172,15 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         Raises:
             BackendError: a loss that is no scalar, has no graph, or has none of an engine.
         """
-        foreign = sorted(set(kwargs) - {"retain_graph"})
-        if foreign:
-            raise BackendError(f"backward of DeepSpeed takes no {foreign[0]!r}; it takes retain_graph")
+        retain_graph = bool(kwargs) and bool(kwargs.pop("retain_graph", False))
+        if kwargs:
+            raise BackendError(f"backward of DeepSpeed takes no {min(kwargs)!r}; it takes retain_graph")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             explain(loss, kwargs, BackendError("no loss"))
         used = self._engines.used(loss)
-        run_backward(used, loss if scale == 1.0 else loss * scale, retain_graph=bool(kwargs.get("retain_graph")))
-        for prepared in used:
-            if not kwargs.get("retain_graph"):
+        run_backward(used, loss if scale == 1.0 else loss * scale, retain_graph=retain_graph)
+        if not retain_graph:
+            for prepared in used:
                 prepared.outputs.clear()
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -207,9 +208,9 @@ class DeepSpeedBackend(ZeroSpread, Backend):
             raise BackendError(
                 f"clip_grad_norm_ with norm_type={norm_type}: DeepSpeed clips to the 2-norm; nearest: 2.0"
             )
-        prepared = self._engines.of_parameters(self._owned.checked(parameters), "clip_grad_norm_")
+        prepared = self._engines.of_parameters(parameters, self._owned, "clip_grad_norm_")
         assert prepared.gradients is not None
-        limited = max_norm != float("inf")
+        limited = max_norm != math.inf
         stated, origin = prepared.clip
         if limited and stated and stated != max_norm:
             raise BackendError(
@@ -227,7 +228,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limits the elements of the gradients that this rank's optimizer updates; collective."""
-        prepared = self._engines.of_parameters(self._owned.checked(parameters), "clip_grad_value_")
+        prepared = self._engines.of_parameters(parameters, self._owned, "clip_grad_value_")
         if prepared.gradients is not None and prepared.gradients.filled:
             prepared.gradients.limit(clip_value)
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from accel_backends.deepspeed_engine import Prepared, engine_of_graph
 from accel_backends.deepspeed_moe import check_experts_are_alike
 from accel_backends.names import innermost
+from accel_backends.ownership import Ownership
 from accel_state.errors import BackendError, PrepareError
 
 
@@ -67,13 +68,16 @@ class Engines:
                 return prepared
         raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
 
-    def of_parameters(self, parameters: Iterable[torch.Tensor], what: str) -> Prepared:
+    def of_parameters(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str
+    ) -> Prepared:
         """The engine whose training parameters these are, all of them.
 
         Raises:
             BackendError: they are none's, several engines', or not all of one; ``what`` was to be done with them.
         """
-        ids = {id(parameter) for parameter in parameters}
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, listed))
         for prepared in self._all:
             if prepared.gradients is None or not ids <= prepared.gradients.parameters.keys():
                 continue
@@ -85,6 +89,7 @@ class Engines:
                     "DeepSpeed clips all of an engine: give it model.parameters()"
                 )
             return prepared
+        owned.checked(listed)  # tells of those that no model has
         raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
 
     def used(self, loss: torch.Tensor) -> list[Prepared]:
@@ -94,6 +99,8 @@ class Engines:
             PrepareError: no engine trains.
         """
         trained = [one for one in self._all if one.gradients is not None]
+        if len(trained) == 1:
+            return trained
         open_ = [one for one in trained if one.outputs]
         if len(open_) > 1:
             open_ = engine_of_graph(open_, loss) or open_

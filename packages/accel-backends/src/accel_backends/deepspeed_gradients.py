@@ -105,7 +105,6 @@ class Gradients(ABC):
         try:
             self.engine.step()
         finally:
-            self.at_boundary(False)
             if done is not None:
                 delattr(done[0], done[1])
         if hasattr(self.optimizer, "clip_grad"):

@@ -24,6 +24,14 @@ class PartitionedGradients(Gradients):
         self.offload = bool(self.optimizer.cpu_offload)
         self._aside: list[torch.Tensor] | None = None
         self._begun: dict[int, dict[int, torch.Tensor]] = {}
+        if not self.partitions:  # nothing travels in a backward, so no backward has to be told that it is not the last
+            engine.enable_backward_allreduce = False
+            engine.set_gradient_accumulation_boundary(True)
+
+    def at_boundary(self, boundary: bool) -> None:
+        """Told to the engine where a backward reduces, at stage 2."""
+        if self.partitions:
+            super().at_boundary(boundary)
 
     def reduce(self) -> None:
         """Reduces (stage 1) or gathers what every backward has reduced (stage 2)."""

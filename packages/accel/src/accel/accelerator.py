@@ -346,6 +346,8 @@ class Accelerator(
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Which prepared models these are; () for all of them or none in particular."""
+        if list(models) == self._models:
+            return ()
         positions = tuple(self._position(model) for model in models)
         return () if len(positions) == len(self._models) else positions
 

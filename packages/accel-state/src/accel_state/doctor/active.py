@@ -86,7 +86,11 @@ def recorded(
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _active:
-                return unwatched(*args, **kwargs)
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    explain(error)
+                    raise
             if threading.current_thread() is not threading.main_thread():
                 return function(*args, **kwargs)
             doctor = _active[-1]
@@ -101,13 +105,6 @@ def recorded(
                 raise
             finally:
                 doctor.record.leave()
-
-        def unwatched(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                explain(error)
-                raise
 
         return wrapper
 
