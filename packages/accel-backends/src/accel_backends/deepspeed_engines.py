@@ -68,9 +68,7 @@ class Engines:
                 return prepared
         raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
 
-    def of_parameters(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str
-    ) -> Prepared:
+    def of_parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str) -> Prepared:
         """The engine whose training parameters these are, all of them.
 
         Raises:
