@@ -272,6 +272,9 @@ class ByAttribute:
 
 
 def test_stages_are_read_however_python_pickled_them(tmp_path: Path) -> None:
+    from accel_backends.deepspeed_library import library
+
+    library("cpu")
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     (tmp_path / "tag").mkdir()
