@@ -6,8 +6,9 @@ and zero_grad. With ``clip`` the raw engine clips by its configuration, which co
 
 Each pair of blocks gives a ratio; shown are the median of the ratios and an interval in which the true one lies with
 95 %. Where in memory an engine lies is part of it: ``--control`` shows by what two raw ones differ, and with
-``--one-engine`` both loops drive the one that accel has prepared, so that it is not. ``wall`` is what the slowest rank
-takes, ``cpu`` the processor time of all ranks together, which others on the machine change less.
+``--one-engine`` both loops drive the one that accel has prepared, so that it is not. How many pages are given back and
+fetched again in a step differs from process to process, for either loop: ``--pools`` takes several. ``wall`` is what
+the slowest rank takes, ``cpu`` the processor time of all ranks together, which others on the machine change less.
 """
 
 import statistics
@@ -79,7 +80,8 @@ def raw_step(case: Case, batch: torch.Tensor) -> Callable[[], None]:
 
 def by_hand(engine: Any, batch: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
-        engine.backward(engine(batch).pow(2).mean())
+        loss = engine(batch).pow(2).mean()
+        engine.backward(loss)
         engine.step()
 
     return step
@@ -91,7 +93,8 @@ def accel_step(accelerator: Any, batch: torch.Tensor, case: Case) -> tuple[nn.Mo
 
     def step() -> None:
         with accelerator.accumulate(model):
-            accelerator.backward(model(batch).pow(2).mean())
+            loss = model(batch).pow(2).mean()
+            accelerator.backward(loss)
             if case.clip:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -140,6 +143,14 @@ def measure(case: Case, *, pairs: int, steps: int, control: bool, one_engine: bo
     return found
 
 
+def over_pools(pools: Sequence[Sequence[Blocks]]) -> list[Blocks]:
+    """What one rank measured in several sets of processes, by clock."""
+    return [
+        Blocks([time for one in blocks for time in one.first], [time for one in blocks for time in one.second])
+        for blocks in zip(*pools, strict=True)
+    ]
+
+
 def row(ranks: Sequence[Sequence[Blocks]], steps: int) -> dict[str, Any]:
     """The slowest rank's wall time of every block, and the processor time of all ranks together."""
     joined = {}
@@ -168,6 +179,9 @@ def main() -> None:
     options.add_argument("--width", type=int, default=512, help="of the four layers")
     options.add_argument("--batch", type=int, default=128, help="samples of a step on each rank")
     options.add_argument("--steps", type=int, default=STEPS, help="of a loop in turn")
+    options.add_argument(
+        "--pools", type=int, default=1, help="sets of fresh processes, in each of which all is measured"
+    )
     args = options.parse_args()
     pairs, steps = (3, 1) if args.quick else (4 * args.rounds, args.steps)
     columns = ["stage", "clip", "offload", "raw_ms", *(f"{clock}_{what}" for clock in CLOCKS for what in OF_CLOCK)]
@@ -177,11 +191,14 @@ def main() -> None:
     kinds = [(stage, clip, False) for stage in args.stages for clip in (False, True)]
     kinds += [(stage, True, True) for stage in args.stages if stage and args.offload]
     how = {"pairs": pairs, "steps": steps, "control": args.control, "one_engine": args.one_engine}
-    with RankPool(args.ranks, timeout=900) as pool:
-        for stage, clip, offload in kinds:
-            case = Case(stage, clip, offload, args.width, args.batch)
-            ranks = pool.run(measure, case, **how)
-            report.add(stage=stage, clip=clip, offload=offload, **row(ranks, steps))
+    measured: dict[tuple[int, bool, bool], list[list[list[Blocks]]]] = {kind: [] for kind in kinds}
+    for _ in range(args.pools):
+        with RankPool(args.ranks, timeout=900) as pool:
+            for kind, pools in measured.items():
+                pools.append(pool.run(measure, Case(*kind, args.width, args.batch), **how))
+    for (stage, clip, offload), pools in measured.items():
+        ranks = [over_pools(one) for one in zip(*pools, strict=True)]
+        report.add(stage=stage, clip=clip, offload=offload, **row(ranks, steps))
     report.show(args.json)
 
 
