@@ -223,13 +223,17 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_shared_layers_that_cannot_be_put_together_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(raw_loop, str(tmp_path), 2, save="three", sharing=2, ranks=2)
-    first = tmp_path / "three" / "mp_rank_00_model_states.pt"
+    first, second = (tmp_path / "three" / f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1))
     key = r"^up\.weight$"
 
     def maps(facts: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = facts["universal_checkpoint_info"]["affine_map"]["params"]
         return found
 
+    changed(second, lambda facts: facts["param_shapes"][0].update(other=facts["param_shapes"][0].pop("up.bias")))
+    with pytest.raises(CheckpointError, match="parameters of other names"):
+        read_folder(tmp_path)
+    changed(second, lambda facts: facts["param_shapes"][0].update({"up.bias": facts["param_shapes"][0].pop("other")}))
     changed(first, lambda facts: maps(facts)[key]["ranks"][1]["pieces"].pop())
     with pytest.raises(CheckpointError, match=r"up.weight cannot .*15 of its 35 elements are no rank's"):
         read_folder(tmp_path)
@@ -242,7 +246,7 @@ def test_shared_layers_that_cannot_be_put_together_are_refused(rank_pool: RankPo
     (tmp_path / "three" / "zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match="lacks the optim states of its ranks"):
         read_folder(tmp_path)
-    (tmp_path / "three" / "mp_rank_01_model_states.pt").unlink()
+    second.unlink()
     with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has the states of 1"):
         read_folder(tmp_path)
 
@@ -279,7 +283,7 @@ def test_stages_are_read_however_python_pickled_them(tmp_path: Path) -> None:
 
     (tmp_path / "tag").mkdir()
     path = tmp_path / "tag" / "mp_rank_00_model_states.pt"
-    facts = {"module": {"w": torch.ones(2)}, "client": ByAttribute(ZeroStageEnum, "weights")}
+    facts = {"module": {"w": torch.ones(2), "_extra_state": 1}, "client": ByAttribute(ZeroStageEnum, "weights")}
     torch.save(facts, path)
     assert torch.equal(read_folder(tmp_path, "tag").model["w"], torch.ones(2))
     torch.save({**facts, "client": ByAttribute(ZeroStageEnum, "mro")}, path)

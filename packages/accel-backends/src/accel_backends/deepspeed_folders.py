@@ -130,6 +130,8 @@ def _aliases(facts: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = dict(facts.get("shared_params") or {})
     seen: dict[Any, str] = {}
     for name, value in facts["module"].items():
+        if not isinstance(value, torch.Tensor):
+            continue
         place = value.untyped_storage().data_ptr(), value.storage_offset(), value.shape
         if value.numel() and (first := seen.setdefault(place, name)) != name:
             found[name] = first
@@ -207,18 +209,28 @@ def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{place}: {name} cannot be put together of ranks' parts: {error}") from error
 
-    first = parts[0]
+    first, *others = parts
+    for other in others:
+        if other.model.keys() != first.model.keys() or _states(other).keys() != _states(first).keys():
+            raise CheckpointError(f"{place}: its tensor-parallel ranks have parameters of other names")
     model = {name: join(name, [part.model[name] for part in parts]) for name in first.model}
     if first.optimizer is None:
         return Folder(model, None, first.counts, first.scale)
-    state: dict[str, dict[str, Any]] = {}
-    for name, values in first.optimizer[STATE].items():
-        states = [part.optimizer[STATE][name] for part in parts if part.optimizer is not None]
-        state[name] = {
-            key: join(name, [one[key] for one in states]) if isinstance(value, torch.Tensor) and value.dim() else value
+    state = {
+        name: {
+            key: join(name, [_states(part)[name][key] for part in parts])
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
             for key, value in values.items()
         }
+        for name, values in _states(first).items()
+    }
     return Folder(model, {**first.optimizer, STATE: state}, first.counts, first.scale)
+
+
+def _states(part: Folder) -> Mapping[str, dict[str, Any]]:
+    """The optimizer's, by names of parameters."""
+    return {} if part.optimizer is None else part.optimizer[STATE]
 
 
 # ------------------------------------------------------------------------------------------------------- by stage

@@ -69,14 +69,13 @@ class PartMap:
 
     def put(self, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
         """Copies a rank's part to where it is in a flat whole."""
-        flat = part.detach().reshape(-1).clone()
+        flat = _flat(part)
         for piece in self.pieces[rank]:
             piece.of_whole(whole).copy_(piece.of_part(flat))
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of a whole, flat and its own."""
-        source = whole.detach().reshape(-1)
-        source = source.clone() if source.storage_offset() else source
+        source = _flat(whole)
         part = torch.empty(self.shapes[rank].numel(), dtype=whole.dtype, device=whole.device)
         for piece in self.pieces[rank]:
             piece.of_part(part).copy_(piece.of_whole(source))
@@ -103,6 +102,12 @@ class PartMap:
         if not covered.all():
             raise ValueError(f"{int((~covered).sum())} of its {covered.numel()} elements are no rank's")
         return whole.view(self.shape)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in their order, from the start of a storage, as pieces count them."""
+    flat = tensor.detach().reshape(-1)
+    return flat.clone() if flat.storage_offset() else flat
 
 
 def _piece(described: Mapping[str, Any]) -> Piece:
