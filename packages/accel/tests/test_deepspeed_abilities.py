@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel_state import BackendError, ConfigError, PrepareError
+from accel_state import BackendError, CheckpointError, ConfigError, PrepareError
 from accel_testing import RankPool
+from accel_testing.compare import assert_close_state
 from accel_testing.equivalence import assert_equivalent
 from accel_testing.programs import adamw_program, sgd_program
 
@@ -95,6 +96,46 @@ def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tm
     else:
         with pytest.raises(BackendError, match="each rank has experts of its own"):
             accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "then"), [(0, 0), (1, 2), (2, 1)])
+def test_folders_with_experts_are_read_where_every_rank_has_all(
+    rank: int, stage: int, then: int, tmp_path: Path
+) -> None:
+    from accel_state.objects import broadcast_object_list
+
+    batches = torch.randn(6, 4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def started(stage: int, ep_size: int = 1) -> tuple[Accelerator, Any, Any]:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": stage})
+        torch.manual_seed(0)
+        model = Mixture(nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed()), rank, ep_size)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3))
+
+    def trained(accelerator: Accelerator, model: Any, optimizer: Any, part: slice) -> dict[str, torch.Tensor]:
+        for batch in batches[part]:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+    run = started(stage)
+    box = [str(tmp_path)]
+    broadcast_object_list(box, 0)
+    trained(*run, slice(3))
+    run[0].export_deepspeed(box[0], tag="three")
+    expected = trained(*run, slice(3, None))
+    run[0].free_memory()
+    run = started(then)
+    run[0].import_deepspeed(box[0])
+    assert_close_state(trained(*run, slice(3, None)), expected)
+    run[0].free_memory()
+    accelerator, *_ = started(stage, ep_size=2)
+    accelerator.export_deepspeed(box[0], tag="spread")
+    with pytest.raises(CheckpointError, match=r"spread over pipeline or expert|experts of which each rank had some"):
+        accelerator.import_deepspeed(box[0], tag="spread")
     accelerator.free_memory()
 
 

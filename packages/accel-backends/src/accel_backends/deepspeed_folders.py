@@ -4,6 +4,7 @@ They are pickles. Only tensors, plain values and the few classes of DeepSpeed in
 is not needed.
 """
 
+import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from accel_state.errors import CheckpointError
 
 Shapes = Sequence[Mapping[str, torch.Size]]
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt$")
+_EXPERTS_STATES = "expp_rank_0_mp_rank_00_optim_states.pt"
 
 
 @final
@@ -86,7 +89,8 @@ def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[
     """
     place = _tagged(Path(folder), tag)
     names = sorted(path.name for path in place.iterdir())
-    other = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
+    other = [name for name in names if re.match("layer_|.*expert|.*expp_rank", name)]
+    other = [name for name in other if name != _EXPERTS_STATES and not _EXPERT.match(name)]
     if other:
         raise CheckpointError(
             f"{place} is spread over pipeline or expert ranks ({other[0]}), which is not read; convert it with "
@@ -111,6 +115,7 @@ def _read_rank(
     optim = _by_rank(place, names, "optim", sharing)
     models = _by_rank(place, names, "model", sharing) or [_load(place / f"mp_rank_{sharing:02d}_model_states.pt")]
     facts = models[0]
+    _add_experts(place, names, facts)
     if not optim:
         if facts.get("param_shapes"):
             raise CheckpointError(f"{place} was saved with ZeRO, and lacks the optim states of its ranks")
@@ -123,6 +128,21 @@ def _read_rank(
         state.pop(name, None)
     counts = {name: int(facts[name]) for name in EngineCounts.NAMES if name in facts}
     return Folder(state, optimizer, counts, scale), facts
+
+
+def _add_experts(place: Path, names: Sequence[str], facts: dict[str, Any]) -> None:
+    """Puts experts of ``deepspeed.moe``, of which every rank has all, where the rest of a model is."""
+    experts: dict[str, torch.Tensor] = {}
+    for name in filter(_EXPERT.match, names):
+        experts |= _load(place / name)
+    if (groups := facts.get("param_shapes")) and (spread := experts.keys() - {name for one in groups for name in one}):
+        raise CheckpointError(
+            f"{place} has experts of which each rank had some ({min(spread)}), which is not read; DeepSpeed's "
+            "load_checkpoint reads it with as many ranks"
+        )
+    facts["module"] |= experts
+    if _EXPERTS_STATES in names:
+        facts |= _load(place / _EXPERTS_STATES)
 
 
 def _aliases(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -303,8 +323,9 @@ def _partitioned(
 def _cut(flat: torch.Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
     start = 0
     for name, shape in shapes.items():
-        yield name, flat.narrow(0, start, shape.numel()).view(shape).detach().clone()
-        start += shape.numel()
+        size = math.prod(shape)
+        yield name, flat.narrow(0, start, size).view(shape).detach().clone()
+        start += size
 
 
 def _sharded(
