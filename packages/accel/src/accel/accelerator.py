@@ -346,9 +346,7 @@ class Accelerator(
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Which prepared models these are; () for all of them or none in particular."""
-        if list(models) == self._models:
-            return ()
-        positions = tuple(self._position(model) for model in models)
+        positions = tuple(map(self._position, models))
         return () if len(positions) == len(self._models) else positions
 
     def _position(self, model: nn.Module) -> int:
