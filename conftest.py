@@ -1,7 +1,12 @@
-"""In which order tests run: those that take longest first, so that in the end no worker of xdist is left with one."""
+"""Order and selection of tests: the longest first; a tenth of the slow ones; a sample of those that run in ranks."""
+
+from datetime import date
+from itertools import groupby
+from zlib import crc32
 
 import pytest
 
+# In the end no worker of xdist shall be left with one of these.
 LONGEST = (
     "packages/accel/tests/test_preemption.py",
     "packages/accel/tests/test_launch_elastic.py",
@@ -12,10 +17,76 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the files above to the front; all others stay in their order, so that fixtures are shared as before."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that select tests."""
+    group = parser.getgroup("selection")
+    group.addoption(
+        "--slow-tenth",
+        metavar="N",
+        help="of the tests marked slow, run tenth N (0 to 9, or 'today': another one each day) and no other test",
+    )
+    group.addoption(
+        "--sample", type=int, metavar="N", help="run N tests of each package that run in ranks, and no other test"
+    )
+    group.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw the sample by this number (0)")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The tenth that is run."""
+    tenth = chosen_tenth(config)
+    return [] if tenth is None else [f"slow tests: tenth {tenth}; --slow-tenth={tenth} repeats it"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Selects what the options ask for, and moves the files above to the front.
+
+    All others stay in their order, so that fixtures are shared as before.
+    """
+    if (tenth := chosen_tenth(config)) is not None:
+        keep(config, items, [item for item in items if item.get_closest_marker("slow") and draw(item) % 10 == tenth])
+    if (size := config.option.sample) is not None:
+        keep(config, items, sampled(items, size, config.option.sample_seed))
     items.sort(
         key=lambda item: next(
             (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)
         )
     )
+
+
+def chosen_tenth(config: pytest.Config) -> int | None:
+    """The tenth of the slow tests that the command line asks for."""
+    asked = config.option.slow_tenth
+    if asked is None:
+        return None
+    if asked == "today":
+        return date.today().toordinal() % 10
+    if asked not in "0123456789":
+        raise pytest.UsageError(f"--slow-tenth={asked}: a number from 0 to 9 or 'today' is needed")
+    return int(asked)
+
+
+def sampled(items: list[pytest.Item], size: int, seed: int) -> list[pytest.Item]:
+    """Up to ``size`` tests of each package that run in ranks with a group, no two of one test function."""
+    chosen: list[pytest.Item] = []
+    of_ranks = [item for item in items if (mark := item.get_closest_marker("ranks")) and mark.kwargs.get("group", True)]
+    for _, of_package in groupby(of_ranks, key=package_of):
+        functions = {getattr(item, "originalname", item.name): item for item in of_package}
+        chosen += sorted(functions.values(), key=lambda item: draw(item, seed))[:size]
+    return chosen
+
+
+def package_of(item: pytest.Item) -> str:
+    """The folder of the package that a test belongs to."""
+    return item.nodeid.partition("/tests/")[0]
+
+
+def draw(item: pytest.Item, seed: int = 0) -> int:
+    """A number that depends on the name of the test and on ``seed`` only."""
+    return crc32(f"{seed} {item.nodeid}".encode())
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.Item]) -> None:
+    """Deselects all but the tests in ``wanted``."""
+    names = {item.nodeid for item in wanted}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+    items[:] = [item for item in items if item.nodeid in names]

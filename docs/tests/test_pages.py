@@ -4,52 +4,20 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
 from accel_testing.launching import run_command
+from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, Block, blocks_of, script_of, shown
 
-ROOT = Path(__file__).parents[2]
-README = "README.md"
-# The READMEs of the other packages are tested beside them.
-PAGES = [README, "packages/accel/README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FILE_NAME = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
 COMMANDS = ("accel", "python", "pytest")
-# On a machine with accelerators, too, these tests are about processes and not about devices.
-ON_CPU = {"ACCEL_CPU": "true"}
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One fenced block: its language, its text, its first line's number, and the file it is to be written to."""
-
-    language: str
-    text: str
-    line: int
-    file: str | None
-
-
-def blocks_of(page: str) -> Iterator[Block]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for found in FENCE.finditer(text):
-        named = FILE_NAME.match(found[2])
-        yield Block(found[1], found[2], text.count("\n", 0, found.start()) + 2, named[1] if named else None)
-
-
-def shown(page: str) -> list[Block]:
-    """The Python of a page that is no file of its own."""
-    return [block for block in blocks_of(page) if block.language == "python" and block.file is None]
 
 
 def run_blocks(page: str) -> None:
-    """Runs a page's Python in one namespace, under the page's name and lines, so that errors point into it."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in shown(page):
-        exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), namespace)
+    """Runs a page's Python under the page's name and lines."""
+    exec(compile(script_of(page), str(ROOT / page), "exec"), {"__name__": "__main__"})
 
 
 def commands_of(page: str) -> list[Block]:
@@ -66,7 +34,6 @@ def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), **extra}
 
 
-WITH_PYTHON = [page for page in PAGES if shown(page)]
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
 
 
@@ -119,8 +86,10 @@ def train_script(folder: Path) -> Path:
 )
 def test_the_example_runs_however_it_is_started(command: list[str], tmp_path: Path) -> None:
     checkpoint = train_script(tmp_path)
-    run_command([sys.executable, *command], cwd=tmp_path, env=environment()).check()
+    said = run_command([sys.executable, *command], cwd=tmp_path, env=environment()).check().output
     written = 1 if command == ["train.py"] else 2
+    assert len(re.findall(r"main process: loss \d+\.\d+", said)) == 1
+    assert {f"rank {rank} of {written}" for rank in range(written)} <= set(re.findall(r"rank \d of \d", said))
     assert len(list(checkpoint.glob("local-*.json"))) == written
 
 

@@ -154,17 +154,22 @@ def slightly_wrong_divisor() -> AbstractContextManager[None]:
 
 
 def dropped_all_reduce() -> AbstractContextManager[None]:
-    """Every backward keeps its gradients to itself."""
+    """Every rank keeps its gradients to itself."""
     from torch.nn.parallel import DistributedDataParallel
 
+    def keep(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        kept.set_result(bucket.buffer())
+        return kept
+
     def make(original: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.no_sync():
-                return original(self, *args, **kwargs)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.register_comm_hook(None, keep)
 
-        return forward
+        return __init__
 
-    return replaced(DistributedDataParallel, "forward", make)
+    return replaced(DistributedDataParallel, "__init__", make)
 
 
 def skipped_clip() -> AbstractContextManager[None]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_state import Session
+from accel_testing import hash_seeds
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
 from accel_testing.pool import RankPool
 
@@ -69,6 +71,32 @@ def test_process_is_as_before_after_each_call(pool: RankPool, tmp_path: Path) ->
     assert pool.run(look) == before
 
 
+def test_each_rank_has_a_hash_seed_of_its_own(pool: RankPool) -> None:
+    first, second = pool.run(lambda: hash("parameter"))
+    assert first != second
+    assert pool.run(lambda: os.environ.get("PYTHONHASHSEED")) == [None, None]
+
+
+def test_hash_seeds_of_a_run_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hash_seeds.VARIABLE, "11")
+    seen = []
+    for _ in range(2):
+        with RankPool(2) as pool:
+            seen.append(pool.run(lambda: hash("parameter")))
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]
+
+
+def test_ranks_meet_as_those_of_a_script_do(pool: RankPool) -> None:
+    def look() -> tuple[bool, bool]:
+        session = Session.current()
+        assert session is not None
+        assert session.lease is not None
+        return session.owns_group, session.lease.doctor is not None
+
+    assert pool.run(look) == [(True, True)] * 2
+
+
 def test_ranks_use_one_thread_and_the_loopback(pool: RankPool) -> None:
     assert pool.run(torch.get_num_threads, group=None) == [1, 1]
     assert pool.run(lambda: os.environ["GLOO_SOCKET_IFNAME"])[0] in ("lo", "lo0")
@@ -78,9 +106,8 @@ def test_launcher_variables_do_not_reach_ranks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_PROCID", "5")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     with RankPool(1) as pool:
-        assert pool.run(lambda: [os.environ.get(name) for name in ("SLURM_PROCID", "MASTER_ADDR", "RANK")]) == [
-            [None, None, "0"]
-        ]
+        (seen,) = pool.run(lambda: [os.environ.get(name) for name in ("SLURM_PROCID", "MASTER_ADDR", "RANK")])
+    assert seen == [None, "127.0.0.1", "0"]
 
 
 def test_exception_keeps_type_and_traceback(pool: RankPool) -> None:
@@ -152,7 +179,7 @@ def test_dead_rank_is_named(pool: RankPool, how: object, words: str) -> None:
 def test_rank_that_dies_after_its_work_is_named(pool: RankPool) -> None:
     def die_later() -> None:
         destroy = dist.destroy_process_group
-        dist.destroy_process_group = lambda: os._exit(9) if dist.get_rank() == 1 else destroy()
+        dist.destroy_process_group = lambda *group: os._exit(9) if dist.get_rank() == 1 else destroy(*group)
 
     with pytest.raises(RankDied, match="rank 1 ended with exit status 9 while it left its process group"):
         pool.run(die_later)
@@ -197,7 +224,7 @@ def test_no_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.Signals) -> None:
-    """Whatever ends pytest, its ranks and the process they come from end within moments.
+    """Whatever ends pytest, its ranks and the servers that forked them end within moments.
 
     A process that the test forked, and that lives on, does not keep them.
     """
@@ -222,13 +249,13 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
     ) as running:
-        assert wait_until(lambda: len(pids_in(tmp_path)) == 3)
+        assert wait_until(lambda: len(pids_in(tmp_path)) == 4)
         running.send_signal(kill)
         running.wait(60)
     pids = pids_in(tmp_path)
     forked = int((tmp_path / "forked").read_text())
     try:
-        assert len(pids) == 3
+        assert len(pids) == 4
         assert wait_until(lambda: not any(map(is_running, pids)))
         assert wait_until(lambda: not list(folder.glob("accel-ranks-*")))
         assert is_running(forked)
@@ -237,7 +264,7 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
 
 
 def pids_in(folder: Path) -> set[int]:
-    """What ranks have written down: their own numbers, and that of the process they come from."""
+    """What ranks have written down: their own numbers, and those of the servers that forked them."""
     return {int(pid) for path in folder.glob("pid-*") for pid in path.read_text().split()}
 
 

@@ -17,7 +17,7 @@ def test_examples_run_as_they_stand(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-x"]
     command += ["-o", "accel_preload=torch._dynamo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_plugin_imports_neither_torch_nor_accel() -> None:
@@ -26,7 +26,8 @@ def test_plugin_imports_neither_torch_nor_accel() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lazily = {"accel_state", "accel_state._version", "accel_state.lazy"}
-    assert set(eval(done.stdout)) == {"accel_testing", "accel_testing._version", "accel_testing.plugin", *lazily}
+    own = {"accel_testing", *(f"accel_testing.{name}" for name in ("_version", "hash_seeds", "plugin"))}
+    assert set(eval(done.stdout)) == own | lazily
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accel_testing.faults import truncate_file as truncate_file
     from accel_testing.launching import Finished as Finished
     from accel_testing.launching import launch as launch
+    from accel_testing.launching import launch_by as launch_by
     from accel_testing.launching import run_command as run_command
     from accel_testing.launching import run_script as run_script
     from accel_testing.layouts import Layout as Layout
@@ -51,7 +52,7 @@ _EXPORTS = {
         "small_file_system",
         "truncate_file",
     ),
-    "accel_testing.launching": ("Finished", "launch", "run_command", "run_script"),
+    "accel_testing.launching": ("Finished", "launch", "launch_by", "run_command", "run_script"),
     "accel_testing.layouts": ("Layout",),
     "accel_testing.models": ("SyntheticData", "SyntheticTokens", "make_model"),
     "accel_testing.pool": ("RankPool",),

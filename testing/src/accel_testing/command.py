@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich_click as click
@@ -35,9 +37,16 @@ def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: boo
 
         report = run_check(target, layouts, precisions=precisions.split(","), cpu=not gpu)
     except (ValueError, RankError) as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(_told(str(error))) from error
     print(json.dumps(as_data(report), indent=2) if as_json else report)
     return 0 if report.ok else 1
+
+
+def _told(text: str) -> str:
+    """What a rank said: its first line where the traceback below shows no line but ours, as with a misspelt name."""
+    own = str(Path(__file__).parent)
+    files = re.findall(r'^  File "([^"]+)"', text, re.MULTILINE)
+    return text if any(not file.startswith(own) for file in files) else text.partition("\n\nTraceback")[0]
 
 
 def as_data(report: "Report") -> dict[str, object]:

@@ -32,6 +32,7 @@ _FOREIGN = frozenset(
         "MASTER_PORT",
         "NODE_RANK",
         "ACCEL_CONFIG",
+        "PYTHONHASHSEED",
         "PYTEST_CURRENT_TEST",
         "PYTEST_ADDOPTS",
     }
@@ -40,14 +41,13 @@ _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables a rank starts with: no launcher's, one thread, gloo on loopback, a fixed hash seed."""
+    """The variables a rank starts with: no launcher's, one thread, gloo on loopback, a hash seed of its own."""
     kept = {
         name: value
         for name, value in environment.items()
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
     }
     kept.update(_ONE_THREAD)
-    kept["PYTHONHASHSEED"] = "0"
     kept.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     kept.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return kept
@@ -59,12 +59,13 @@ def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> dict
     return changed | dict.fromkeys(before.keys() - now.keys())
 
 
-def seat_variables(rank: int, world_size: int, init_method: str) -> dict[str, str]:
-    """The variables of one rank during one job, as torchrun would set them, save for a port."""
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables of one rank of this machine during one job, as torchrun sets them; they meet at ``port``."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "ACCEL_TESTING_INIT_METHOD": init_method,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }

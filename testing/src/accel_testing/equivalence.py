@@ -221,7 +221,9 @@ class _Ranks:
             return self._pool
         key = str(sorted(variables.items()))
         if key not in self._bound:
-            self._bound[key] = self._stack.enter_context(RankPool(preload=self._pool.preload))
+            self._bound[key] = self._stack.enter_context(
+                RankPool(preload=self._pool.preload, launcher=self._pool.launcher)
+            )
         return self._bound[key]
 
     def _run(

@@ -21,7 +21,7 @@ class RankRunner:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._pool = RankPool(preload=config.getini("accel_preload"))
+        self._pool = RankPool(preload=config.getini("accel_preload"), launcher=config.option.launcher)
 
     @property
     def pool(self) -> RankPool:

@@ -10,18 +10,30 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from accel_testing.environment import rank_environment
+from accel_testing import hash_seeds
+from accel_testing.environment import rank_environment, rank_variables
 from accel_testing.signals import describe_exit
 
 # Every descendant inherits it, whatever session or group it moves to, so it finds orphans.
 _MARK = "ACCEL_TESTING_RUN"
 _FIRST_PORT = 10_000
 _FIRST_GIVEN_PORT = 32_768  # on Linux (ip_local_port_range); elsewhere it is higher
+
+
+#: Launchers by name: the arguments of Python that start so many ranks of this machine, which meet at a port.
+LAUNCHERS: Mapping[str, Callable[[int, int], list[str]]] = {
+    "accel": lambda ranks, port: [
+        *("-m", "accel", "launch", "--cpu", "--num_processes", str(ranks), "--main_process_port", str(port))
+    ],
+    "torchrun": lambda ranks, port: [
+        *("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(port))
+    ],
+}
 
 
 @final
@@ -118,19 +130,8 @@ def run_script(
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
     """Runs a script in ``ranks`` processes with the variables that torchrun sets, on a free port of this machine."""
-    port = str(free_port())
-    seats = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            **(env or {}),
-        }
-        for rank in range(ranks)
-    ]
+    port = free_port()
+    seats = [{**rank_variables(rank, ranks, port), **(env or {})} for rank in range(ranks)]
     return _run([sys.executable, os.fspath(script), *arguments], seats, timeout=timeout, cwd=cwd)
 
 
@@ -144,6 +145,20 @@ def launch(
 ) -> Finished:
     """Runs a script by ``accel launch`` with ``options`` (as in ``["--num_processes", "2", "--cpu"]``)."""
     command = [sys.executable, "-m", "accel", "launch", *options, os.fspath(script), *arguments]
+    return run_command(command, timeout=timeout, env=env, cwd=cwd)
+
+
+def launch_by(
+    launcher: str,
+    script: str | os.PathLike[str],
+    *arguments: str,
+    ranks: int = 2,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Finished:
+    """Runs a script on ``ranks`` CPU processes of this machine by one of :data:`LAUNCHERS`, at a free port."""
+    command = [sys.executable, *LAUNCHERS[launcher](ranks, free_port()), os.fspath(script), *arguments]
     return run_command(command, timeout=timeout, env=env, cwd=cwd)
 
 
@@ -174,7 +189,8 @@ def _run(
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end_all, processes, mark)
         for seat, file in zip(seats, files, strict=True):
-            env = {**rank_environment(os.environ), **seat, _MARK: mark}
+            start = rank_environment(os.environ)
+            env = {**start, **seat, **hash_seeds.of_programs({**start, **seat}), _MARK: mark}
             processes.append(
                 subprocess.Popen(
                     command,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "fsspecIO", "QueueFeeder", "tqdm_monitor", "ThreadPoolExecutor-loky")
 _KEPT_FOLDERS = ("accel-ranks-",)  # the pool's, which the first test that needs it starts
 # multiprocessing's. Who reads with workers ends those that are not done with a signal, so they cannot remove theirs;
-# the folder of all programs, where it lies, goes with the session.
-_KEPT_BY_PROGRAMS = ("pymp-",)
+# the folder of all programs, where it lies, goes with the session. torchrun's logs stay by design.
+_KEPT_BY_PROGRAMS = ("pymp-", "torchelastic_")
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
 _BEFORE_COLLECTING = 0.2
@@ -134,9 +134,9 @@ def _children() -> dict[str, str]:
 
 
 def _is_helper(pid: str) -> bool:
-    """multiprocessing keeps these two for the life of the process; the nursery is this package's own."""
+    """multiprocessing keeps these two for the life of the process; the fork servers are this package's own."""
     command = _command(pid)
-    return any(word in command for word in ("resource_tracker", "forkserver", "accel_testing.nursery"))
+    return any(word in command for word in ("resource_tracker", "forkserver", "accel_testing.fork_server"))
 
 
 def _command(pid: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 VARIABLE = "ACCEL_TESTING_OFFSPRING"
 """Says, in the environment of every program that a test starts, whose test that is and where its files belong."""
 
-_HELPERS = ("resource_tracker", "forkserver", "accel_testing.nursery")
+_HELPERS = ("resource_tracker", "forkserver", "accel_testing.fork_server")
 
 
 def mark() -> None:

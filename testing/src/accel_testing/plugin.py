@@ -3,10 +3,13 @@
 Loaded in every pytest run of an environment that has accel-testing, so it imports neither torch nor accel.
 """
 
+import os
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
+
+from accel_testing import hash_seeds
 
 if TYPE_CHECKING:
     from accel_testing.items import RankRunner
@@ -35,6 +38,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu", "multigpu", "tpu"],
         help="fail, instead of skipping, tests marked KIND when the machine has none (may be repeated)",
     )
+    group.addoption(
+        "--hash-seed",
+        metavar="N",
+        help="give all ranks and programs that tests start hash seeds derived from N ('random': drawn and shown), so "
+        "that an order which depends on them can be repeated; Python draws them otherwise",
+    )
+    group.addoption(
+        "--launcher",
+        choices=["accel", "torchrun"],
+        help="run the ranks of tests in processes that this launcher has started; they are forked otherwise",
+    )
     parser.addini("accel_leaks", "leak checks for every test: all, or some of accel_testing.leaks.CHECKS", "args", [])
     # Costs nothing where all ends at once.
     parser.addini("accel_leaks_grace", "seconds that what a test started may still take to end", default="30")
@@ -47,6 +61,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     config.stash[_RUNNER] = None
+    if (asked := config.option.hash_seed) is not None and not hasattr(config, "workerinput"):
+        try:
+            os.environ[hash_seeds.VARIABLE] = str(hash_seeds.choose(asked))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header() -> list[str]:
+    """The line that repeats the hash seeds of this run."""
+    run = os.environ.get(hash_seeds.VARIABLE)
+    return [] if run is None else [f"hash seeds: derived from {run}; --hash-seed={run} repeats them"]
 
 
 @pytest.fixture

@@ -2,52 +2,59 @@
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 from accel_testing.environment import changed_variables, rank_environment
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
-from accel_testing.processes import Nursery, Rank
+from accel_testing.launched_ranks import LaunchedRanks
+from accel_testing.launching import free_port
+from accel_testing.processes import Rank
+from accel_testing.ranks import ForkedRanks, Ranks
 from accel_testing.signals import describe_exit
 from accel_testing.stacks import describe_place
 from accel_testing.wire import Answer, Call, Close, Job, Source, TestCall, pack, source_of, unpack
 
 #: Seconds that work may take on the ranks before it counts as hanging.
 DEFAULT_TIMEOUT = 60.0
-# What ranks still get to answer once another has failed or died: closing its connections wakes those who wait for it.
-_GRACE = 5.0
+# Seconds that ranks have to answer once another has failed or died: the hang watchdog ends their waiting, after it has
+# looked for what is known of the others.
+_GRACE = 15.0
 
 
 @final
 class RankPool:
     """Ranks of a gloo group on this machine, as many as a call asks for, kept between calls.
 
-    Nothing is started before the first call. Each call has a process group of its own, through a file, so that any
-    number of pools works side by side without ports. Not to be shared between threads.
+    Nothing is started before the first call. Each call has a process group of its own, opened by an
+    :class:`accel_state.Session` at a free port, with its hang watchdog. Not to be shared between threads.
     """
 
-    def __init__(self, size: int = 2, *, timeout: float = DEFAULT_TIMEOUT, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int = 2,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        preload: Sequence[str] = (),
+        launcher: str | None = None,
+    ) -> None:
         """``size`` ranks and ``timeout`` seconds unless a call says otherwise.
 
-        ``preload`` names modules to import once, before ranks are forked, beside torch: what takes long to import and
-        starts no threads.
+        ``preload`` names modules to import once, before the first job, beside torch: what takes long to import and
+        starts no threads. ``launcher`` starts the ranks by ``accel`` or ``torchrun``; None forks each from a server of
+        its own, which takes milliseconds instead of seconds where a rank is replaced.
         """
         if size < 1:
             raise ValueError(f"a pool of {size} ranks; at least 1 is needed")
         self.size = size
         self.timeout = timeout
         self.preload = tuple(preload)
-        self._nursery: Nursery | None = None
-        self._ranks: list[Rank] = []
-        self._team_before: list[Rank] = []
-        self._environment: dict[str, str] = {}
-        self._jobs = count()
+        self.launcher = launcher
+        self._ranks: Ranks = ForkedRanks(preload) if launcher is None else LaunchedRanks(launcher, preload)
+        self._team: list[Rank] = []
 
     def run(
         self,
@@ -95,9 +102,9 @@ class RankPool:
         variables: Mapping[str, str] | None = None,
     ) -> list[Answer]:
         """Runs ``work`` on the first ``ranks`` ranks and returns their answers; the basis of :meth:`run`."""
-        team = self._team_before = self._team(ranks)
-        changed = changed_variables(self._environment, rank_environment(os.environ))
-        store = Path(self._folder) / f"group-{next(self._jobs)}"
+        changed = changed_variables(self._ranks.prepare(ranks), rank_environment(os.environ))
+        team = self._team = self._ranks.team(ranks)
+        port = free_port()
         try:
             for rank, process in enumerate(team):
                 process.send(
@@ -106,7 +113,7 @@ class RankPool:
                         source=source,
                         rank=rank,
                         world_size=ranks,
-                        init_method=store.as_uri(),
+                        port=port,
                         backend=backend,
                         timeout=timeout,
                         variables={**changed, **(variables or {})},
@@ -119,36 +126,28 @@ class RankPool:
             left = self._settle(team)
         except BaseException:
             # Interrupted, hung or dead: what the ranks would do next is unknown, so they do nothing more.
-            self._discard()
+            self._ranks.discard()
             raise
-        finally:
-            store.unlink(missing_ok=True)
         _raise_leaks(answers, left)
         return answers
 
     def prepare(self) -> None:
         """Starts importing torch beside the caller, so that the first call need not wait for it."""
-        if self._nursery is None:
-            self._environment = rank_environment(os.environ)
-            folder = Path(tempfile.mkdtemp(prefix="accel-ranks-"))
-            self._nursery = Nursery(folder, self._environment, preload=self.preload)
+        self._ranks.prepare(self.size)
 
     def output(self, rank: int, *, limit: int = 20_000) -> str:
         """The end of what a rank printed in the last call (stdout and stderr as they came), at most ``limit`` bytes."""
-        return self._team_before[rank].output(limit) if rank < len(self._team_before) else ""
+        return self._team[rank].output(limit) if rank < len(self._team) else ""
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes of the ranks that live now; empty before the first call."""
-        return tuple(rank.pid for rank in self._ranks)
+        """The processes of the last call's ranks, by rank; empty before the first call."""
+        return tuple(rank.pid for rank in self._team)
 
     def close(self) -> None:
         """Ends all ranks; a later call starts new ones."""
-        self._discard()
-        self._team_before = []
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        self._ranks.close()
+        self._team = []
 
     def __enter__(self) -> "RankPool":
         return self
@@ -157,22 +156,6 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def _folder(self) -> Path:
-        assert self._nursery is not None
-        return self._nursery.folder
-
-    def _team(self, size: int) -> list[Rank]:
-        if self._nursery is not None and not self._nursery.alive:
-            self.close()
-        self.prepare()
-        assert self._nursery is not None
-        if any(rank.is_gone() for rank in self._ranks):
-            self._discard()
-        while len(self._ranks) < size:
-            self._ranks.append(self._nursery.bear())
-        return self._ranks[:size]
 
     def _collect(self, team: list[Rank], timeout: float) -> list[Answer]:
         """Every rank's answer, or the error that says which rank did not give one."""
@@ -199,12 +182,12 @@ class RankPool:
         return [answers[rank] for rank in range(len(team))]
 
     def _settle(self, team: list[Rank]) -> list[tuple[str, ...]]:
-        """Lets all ranks leave the group now that none needs it; what each left behind."""
+        """Has all ranks leave the group now that none needs it; what each left behind."""
         for process in team:
             process.send(Close())
         left: list[tuple[str, ...]] = []
         for rank, process in enumerate(team):
-            closed = process.receive_closed(_GRACE * 2)
+            closed = process.receive_closed(_GRACE)
             if closed is None:
                 if (status := process.exit_status(0.5)) is not None:
                     raise RankDied(f"rank {rank} {describe_exit(status)} while it left its process group")
@@ -212,11 +195,6 @@ class RankPool:
                 raise RankHung(f"rank {rank} did not come back from leaving its process group; it stands {place}")
             left.append(closed.leaks)
         return left
-
-    def _discard(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks.clear()
 
 
 def first_failure(answers: Sequence[Answer]) -> tuple[Answer, int] | None:

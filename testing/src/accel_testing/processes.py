@@ -1,4 +1,4 @@
-"""The test process's side of the nursery and of the ranks that come from it."""
+"""Rank processes and the server each is forked from, as the test process sees them."""
 
 import contextlib
 import os
@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, final
@@ -23,21 +24,22 @@ _START_TIMEOUT = 120.0
 
 
 @final
-class Nursery:
-    """The process that ranks are forked from, as seen from the test process; it starts beside the caller."""
+class ForkServer:
+    """The process that one rank is forked from; it starts beside the caller."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
-        self.folder = folder
+        self._folder = folder
+        folder.mkdir()
         mine, theirs = socket.socketpair()
         self._socket = mine
         self._unread = b""
         self._ready = False
         self._ended: dict[int, int] = {}
-        self._others: list[str] = []
-        self._born = 0
-        with theirs, (folder / "nursery.log").open("w") as log:
+        self._unclaimed: list[str] = []
+        self._forked = 0
+        with theirs, (folder / "server.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel_testing.nursery", str(theirs.fileno()), str(folder), *preload],
+                [sys.executable, "-m", "accel_testing.fork_server", str(theirs.fileno()), str(folder), *preload],
                 pass_fds=[theirs.fileno()],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
@@ -52,23 +54,23 @@ class Nursery:
         """Whether ranks can still be forked from it."""
         return self._process.poll() is None
 
-    def bear(self) -> "Rank":
+    def fork(self) -> "Rank":
         """A new rank process."""
         mine, theirs = Pipe(duplex=True)
-        number = self._born
-        self._born += 1
-        output, stacks = self.folder / f"output-{number}.txt", self.folder / f"stacks-{number}.txt"
+        number = self._forked
+        self._forked += 1
+        output, stacks = self._folder / f"output-{number}.txt", self._folder / f"stacks-{number}.txt"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         files = [theirs.fileno(), os.open(output, flags, 0o600), os.open(stacks, flags, 0o600)]
         try:
             self._wait_ready()
             socket.send_fds(self._socket, [b"rank\n"], files)
-            pid = int(self._read("born ", _START_TIMEOUT))
+            pid = int(self._read("forked ", _START_TIMEOUT))
         finally:
             theirs.close()
             for file in files[1:]:
                 os.close(file)
-        return Rank(self, pid, mine, output=output, stacks=stacks)
+        return Rank(pid, mine, output=output, stacks=stacks, wait=partial(self.exit_status, pid))
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
         """How a rank ended (negative: by a signal), waiting up to ``timeout`` seconds for it; None while it lives."""
@@ -79,7 +81,7 @@ class Nursery:
         return self._ended[pid]
 
     def close(self) -> None:
-        """Ends the nursery and what is left of its ranks."""
+        """Ends the server and its rank."""
         self._closer()
 
     def _wait_ready(self) -> None:
@@ -90,16 +92,16 @@ class Nursery:
     def _read(self, start: str, timeout: float) -> str:
         deadline = time.monotonic() + timeout
         while True:
-            for line in self._others:
+            for line in self._unclaimed:
                 if line.startswith(start):
-                    self._others.remove(line)
+                    self._unclaimed.remove(line)
                     return line.removeprefix(start)
             if not self._take_lines(max(0.0, deadline - time.monotonic())):
-                log = (self.folder / "nursery.log").read_text(errors="replace") if self.folder.exists() else ""
-                raise RankError(f"the process that starts ranks gave no answer in {timeout:.0f} s:\n{log[-4000:]}")
+                log = (self._folder / "server.log").read_text(errors="replace") if self._folder.exists() else ""
+                raise RankError(f"the process that forks a rank gave no answer in {timeout:.0f} s:\n{log[-4000:]}")
 
     def _take_lines(self, timeout: float) -> bool:
-        """Reads what the nursery says, up to ``timeout`` seconds; False when it said nothing or is gone."""
+        """Reads what the server sends within ``timeout`` seconds; False for nothing, or a server that is gone."""
         self._socket.settimeout(timeout or 1e-6)
         try:
             data = self._socket.recv(4096)
@@ -116,12 +118,12 @@ class Nursery:
                 pid, status = rest.split()
                 self._ended[int(pid)] = int(status)
             else:
-                self._others.append(line.decode())
+                self._unclaimed.append(line.decode())
         return True
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Path, owner: int) -> None:
-    """Closing the connection is what ends a nursery; a process forked from the owner must not do it."""
+    """Closes the connection, which ends the server; a process forked from the owner must not do it."""
     control.close()
     if os.getpid() != owner:
         return
@@ -138,10 +140,13 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Pat
 class Rank:
     """One rank process, as seen from the test process."""
 
-    def __init__(self, nursery: Nursery, pid: int, connection: Connection, *, output: Path, stacks: Path) -> None:
+    def __init__(
+        self, pid: int, connection: Connection, *, output: Path, stacks: Path, wait: Callable[[float], int | None]
+    ) -> None:
+        """``wait`` waits up to so many seconds for the process to end and returns its status, None while it lives."""
         self.pid = pid
         self.connection = connection
-        self._nursery = nursery
+        self._wait = wait
         self._output = output
         self._stacks = stacks
 
@@ -157,7 +162,7 @@ class Rank:
         return message
 
     def receive_closed(self, timeout: float) -> Closed | None:
-        """Waits for the word that the rank has left its group; None when it does not come."""
+        """Waits until the rank has left its group; None where it does not."""
         if not self.connection.poll(timeout):
             return None
         message = self._receive()
@@ -175,7 +180,7 @@ class Rank:
 
     def exit_status(self, timeout: float) -> int | None:
         """How the process ended, None while it lives."""
-        return self._nursery.exit_status(self.pid, timeout)
+        return self._wait(timeout)
 
     def output(self, limit: int) -> str:
         """The last ``limit`` bytes that it printed."""
@@ -198,7 +203,7 @@ class Rank:
             os.kill(self.pid, DUMP_STACKS)
 
     def stacks(self, timeout: float = 2.0) -> str:
-        """What it wrote, once that is complete; a stopped process is let go for it."""
+        """What it wrote, once that is complete; a stopped process is continued for it."""
         if self.condition():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
@@ -220,5 +225,5 @@ class Rank:
         """Ends the process and all it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._nursery.exit_status(self.pid, 5.0)
+        self._wait(5.0)
         self.connection.close()

@@ -1,4 +1,4 @@
-"""What a rank process does: takes a job, opens its group, runs the work, answers, closes, waits for the next."""
+"""The loop of a rank process: takes a job, opens its group, runs the work, answers, closes, waits for the next."""
 
 import faulthandler
 import gc
@@ -14,18 +14,24 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 from accel_testing import leaks
-from accel_testing.environment import seat_variables
+from accel_testing.environment import rank_variables
 from accel_testing.groups import enter_group, forget_groups, leave_group
 from accel_testing.rewriting import import_source, rewriting_config
 from accel_testing.signals import DUMP_STACKS
 from accel_testing.wire import Answer, Call, Closed, Job, TestCall, pack, unpack
 
+if TYPE_CHECKING:
+    from accel_state import Session
+
+# Seconds that a rank which has failed waits for the others when it leaves its group.
+_PATIENCE = 5.0
+
 
 def warm(modules: Iterable[str] = ()) -> None:
-    """Imports, before any rank is forked, what all of them need, and ``modules``."""
+    """Imports, before the first job, what every job needs, and ``modules``."""
     import torch
     import torch.distributed
 
@@ -56,19 +62,17 @@ def _serve(connection: Connection) -> None:
         _empty_output()
         with ExitStack() as stack:
             stack.enter_context(_restored_process())
-            os.environ.update(seat_variables(job.rank, job.world_size, job.init_method))
+            os.environ.update(rank_variables(job.rank, job.world_size, job.port))
             _set_variables(job.variables)
             os.chdir(job.folder)
-            before = leaks.snapshot(job.checks)
-            answer = _answer(job)
-            _flush()
-            connection.send(answer)
+            work = _Work(job)
+            connection.send(work.answer())
             try:
                 connection.recv()
             except (EOFError, ConnectionResetError):
                 return
-            found = leaks.settled_differences(before, group_expected=job.backend is not None)
-            leave_group()
+            found = work.leaks()
+            work.leave()
         _flush()
         connection.send(Closed(tuple(found)))
         forget_groups()
@@ -76,27 +80,52 @@ def _serve(connection: Connection) -> None:
         gc.freeze()
 
 
-def _answer(job: Job) -> Answer:
-    from accel_testing.verdict import judge, report_failure
+@final
+class _Work:
+    """One job on this rank, with the group that is open for it."""
 
-    style = job.work if isinstance(job.work, TestCall) else None
-    start: str | None = None
-    try:
-        sys.path[:] = job.search_path
-        module = import_source(job.source) if job.source else None
-        enter_group(job)
-        start = module.__file__ if module else None
-        result = _call(job, module)
-        return Answer("passed", value=pack(result))
-    except BaseException as error:
-        answer = judge(error) or report_failure(error, style=style, start=start)
-        if job.backend is not None:
-            # The others may be waiting for this rank in a collective: closing its connections lets them go.
-            leave_group()
-        del error
-        return answer
-    finally:
-        gc.collect()
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._session: Session | None = None
+        self._before = leaks.snapshot(job.checks)
+
+    def answer(self) -> Answer:
+        """Opens the group, runs the work, and returns how it ended."""
+        try:
+            return self._run()
+        finally:
+            gc.collect()
+            _flush()
+
+    def leaks(self) -> list[str]:
+        """What the work left behind; the group and its watchdog are the harness's."""
+        return leaks.settled_differences(self._before, group_expected=self._job.backend is not None)
+
+    def leave(self, *, patience: float | None = None) -> None:
+        """Leaves the group, waiting at most ``patience`` seconds (None: as long as it takes)."""
+        leave_group(patience=patience)
+        self._session = None
+
+    def _run(self) -> Answer:
+        from accel_testing.verdict import judge, report_failure
+
+        job = self._job
+        style = job.work if isinstance(job.work, TestCall) else None
+        start: str | None = None
+        try:
+            sys.path[:] = job.search_path
+            module = import_source(job.source) if job.source else None
+            self._session = enter_group(job)
+            self._before = leaks.snapshot(job.checks)
+            start = module.__file__ if module else None
+            return Answer("passed", value=pack(_call(job, module)))
+        except BaseException as error:
+            answer = judge(error) or report_failure(error, style=style, start=start)
+            if job.backend is not None:
+                # The others may wait for this rank in a collective, which fails once its connections are closed.
+                self.leave(patience=_PATIENCE)
+            del error
+            return answer
 
 
 def _call(job: Job, module: ModuleType | None) -> Any:

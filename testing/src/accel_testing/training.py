@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Maker = Callable[[], Program]
 DTYPES = {"fp64": torch.float64}
+# Options of a layout are text, and not every backend reads flags from that.
+_FLAGS: dict[str, str | bool] = {"true": True, "false": False}
 
 
 @final
@@ -53,7 +55,7 @@ def train_reference(make: Maker, precision: str, *, last_samples: int | None = N
     ``last_samples`` cuts the last global batch.
     """
     program, model = _build(make, precision, seed)
-    names = _state_names(model)
+    names = state_names(model)
     optimizer = program.optimizer(model)
     scheduler = program.scheduler(optimizer) if program.scheduler else None
     steps = []
@@ -105,7 +107,7 @@ def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
     if layout.options:
         from accel_backends import load_backend
 
-        strategy = load_backend(layout.backend).options(dict(layout.options))
+        strategy = load_backend(layout.backend).options({name: _FLAGS.get(v, v) for name, v in layout.options})
     parallelism = None
     if layout.degrees:
         from accel_state import ParallelismConfig
@@ -125,7 +127,7 @@ def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
 
 def _train(accelerator: "Accelerator", make: Maker, layout: Layout, *, perturb: bool, seed: int) -> list[Step]:
     program, model = _build(make, layout.precision, seed)
-    names = _state_names(model)
+    names = state_names(model)
     if perturb and accelerator.process_index:
         _perturb(model, accelerator.process_index)
     optimizer = program.optimizer(model)
@@ -247,7 +249,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _state_names(model: nn.Module) -> list[str]:
+def state_names(model: nn.Module) -> list[str]:
     """Names of parameters and kept buffers; where several share a tensor the first, as in states."""
     seen: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():

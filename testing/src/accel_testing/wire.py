@@ -44,16 +44,16 @@ class TestCall:
 class Job:
     """One piece of work for one rank.
 
-    ``backend`` is the backend of the default process group to open first, or None for no group; ``timeout`` is in
-    seconds; ``variables`` are environment variables for its length (None: removed), ``folder`` its working directory;
-    ``checks`` are the leaks to look for afterwards.
+    ``backend`` is the backend of the default process group to open first, or None for no group; its ranks meet at
+    ``port`` of this machine; ``timeout`` is in seconds; ``variables`` are environment variables for its length (None:
+    removed), ``folder`` its working directory; ``checks`` are the leaks to look for afterwards.
     """
 
     work: Call | TestCall
     source: Source | None
     rank: int
     world_size: int
-    init_method: str
+    port: int
     backend: str | None
     timeout: float
     variables: Mapping[str, str | None]

@@ -1,7 +1,9 @@
-"""A process that has imported torch once and forks ranks from there, so that a rank starts in milliseconds.
+"""The server process of one rank: imports torch once and forks the rank, and its replacements, in milliseconds.
 
-It is started fresh, never forked from the test process, and runs one thread only: that is what makes forking from it
-safe. It ends, with all its ranks, when the test process ends, however that happens.
+Each rank of a pool has a server of its own, started by exec, so that ranks differ in what real processes differ in: the
+hash seed, the addresses of objects, what was imported before. A server is never forked from the test process and runs
+one thread only, because otherwise forking from it is unsafe. It ends with its rank when the test process ends, however
+that happens.
 """
 
 import contextlib
@@ -21,14 +23,14 @@ _PARENT_CHECK = 2.0
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends (on Linux)."""
+    """Kills this process, by the kernel, when the thread that started it ends (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
 
-class _Nursery:
+class _ForkServer:
     def __init__(self, control: socket.socket, folder: str, serve: Callable[[int, int], None]) -> None:
         self.control = control
         self.folder = folder
@@ -42,7 +44,7 @@ class _Nursery:
         signal.set_wakeup_fd(self.waker)
 
     def run(self) -> None:
-        self.tell("ready")
+        self.send("ready")
         while True:
             readable, _, _ = select.select([self.control.fileno(), self.wakeup], [], [], _PARENT_CHECK)
             # The connection stays open where a process forked from the test process outlives it.
@@ -55,9 +57,9 @@ class _Nursery:
                 message, files, _, _ = socket.recv_fds(self.control, 64, 3)
                 if not message:
                     return
-                self.bear(files)
+                self.fork(files)
 
-    def tell(self, text: str) -> None:
+    def send(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.control.sendall(text.encode() + b"\n")
 
@@ -67,9 +69,9 @@ class _Nursery:
             if pid == 0:
                 return
             self.ranks.discard(pid)
-            self.tell(f"ended {pid} {os.waitstatus_to_exitcode(status)}")
+            self.send(f"ended {pid} {os.waitstatus_to_exitcode(status)}")
 
-    def bear(self, files: list[int]) -> None:
+    def fork(self, files: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -80,7 +82,7 @@ class _Nursery:
         for file in files:
             os.close(file)
         self.ranks.add(pid)
-        self.tell(f"born {pid}")
+        self.send(f"forked {pid}")
 
     def become_rank(self, files: list[int], parent: int) -> None:
         # A session of its own: the test process can end it with all the children it made.
@@ -98,6 +100,7 @@ class _Nursery:
         for text in (sys.stdout, sys.stderr):
             text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable()
+        os.environ.pop("PYTHONHASHSEED", None)  # this process's own, and not that of programs that a test starts
         self.serve(connection, stacks)
 
     def end(self) -> None:
@@ -105,10 +108,12 @@ class _Nursery:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the last server removes the folder of all
+            os.rmdir(os.path.dirname(self.folder))
 
 
 def main(control_file: int, folder: str, modules: list[str]) -> None:
-    """Imports what every rank needs, then forks ranks on request until the test process is gone."""
+    """Imports what the rank needs, then forks it on request until the test process is gone."""
     control = socket.socket(fileno=control_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -117,11 +122,11 @@ def main(control_file: int, folder: str, modules: list[str]) -> None:
     warm(modules)
     gc.collect()
     gc.freeze()
-    nursery = _Nursery(control, folder, serve)
+    server = _ForkServer(control, folder, serve)
     try:
-        nursery.run()
+        server.run()
     finally:
-        nursery.end()
+        server.end()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""Every page and every example runs under both launchers, on two ranks, from the installed wheels."""
+
+from pathlib import Path
+
+import pytest
+
+from accel_testing.launching import LAUNCHERS, launch_by
+from docs.tests.pages import ON_CPU, ROOT, WITH_PYTHON, script_of
+
+EXAMPLES = {
+    "classification.py": ["--epochs", "1"],
+    "elastic.py": ["--folder", "run"],
+    "gan.py": [],
+    "language_model.py": ["--epochs", "1"],
+    "own_loop.py": [],
+    "resume.py": ["--folder", "run"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_a_page_runs(page: str, launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / f"page_{Path(page).stem}.py"  # not the name of a library
+    script.write_text(script_of(page), encoding="utf-8")
+    launch_by(launcher, script, env=ON_CPU, cwd=tmp_path, timeout=240).check()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
+    launch_by(launcher, ROOT / "examples" / name, *EXAMPLES[name], env=ON_CPU, cwd=tmp_path, timeout=240).check()
+
+
+def test_every_example_is_here() -> None:
+    assert set(EXAMPLES) == {path.name for path in (ROOT / "examples").glob("*.py")}

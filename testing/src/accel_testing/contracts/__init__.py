@@ -1,0 +1,10 @@
+"""The contract suite of backends: one list of promises, each kept as one process keeps it, or refused by name."""
+
+from accel_testing.contracts.case import Case as Case
+from accel_testing.contracts.cases import CASES as CASES
+from accel_testing.contracts.checking import LAYOUTS as LAYOUTS
+from accel_testing.contracts.checking import check_case as check_case
+from accel_testing.contracts.driver import Driver as Driver
+from accel_testing.contracts.outcome import Outcome as Outcome
+
+__all__ = ["CASES", "Case", "Driver", "LAYOUTS", "Outcome", "check_case"]

@@ -1,0 +1,355 @@
+"""Loops of contracts: one model and one optimizer, as users write them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer
+
+from accel_testing.contracts.driver import Driver
+from accel_testing.contracts.models import HIDDEN, Stack
+from accel_testing.contracts.samples import Batch
+
+#: What trains: it returns the prepared models (one or several) whose states are compared.
+Train = Callable[..., nn.Module | tuple[nn.Module, ...]]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Change = Callable[[Driver, nn.Module, Any], None]
+Edit = Callable[[Driver, nn.Module], object]
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    """SGD with momentum over all parameters, as users make it: those that are frozen have no gradient."""
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def trainable(model: nn.Module) -> Optimizer:
+    """SGD with momentum over what is not frozen."""
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def error(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean squared error of what the model makes of ``x``."""
+    return nn.functional.mse_loss(model(batch.x), batch.y)
+
+
+def routed_error(model: nn.Module, batch: Batch) -> Tensor:
+    """As ``error``, of a model that is given routes."""
+    return nn.functional.mse_loss(model(batch.x, batch.route), batch.y)
+
+
+def token_error(model: nn.Module, batch: Batch) -> Tensor:
+    """As ``error``, of a model that reads tokens."""
+    return nn.functional.mse_loss(model(batch.tokens), batch.y)
+
+
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    """The cross entropy of each token after the first."""
+    return nn.functional.cross_entropy(model(batch.tokens[:, :-1]).flatten(0, 1), batch.tokens[:, 1:].flatten())
+
+
+def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+    """One loss of two calls, as contrastive losses have."""
+    apart: Tensor = model(batch.x) - model(-batch.x)
+    return error(model, batch) + apart.square().mean()
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """An error and the size of the output's gradient, which backward differentiates a second time."""
+    x = batch.x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return nn.functional.mse_loss(output, batch.y) + slope.square().sum(1).mean()
+
+
+def own_target(model: nn.Module, batch: Batch) -> Tensor:
+    """An error against targets that the same model made without gradients before."""
+    with torch.no_grad():
+        target = model(-batch.x)
+    away: Tensor = model(batch.x) - 0.5 * target - batch.y
+    return away.square().mean()
+
+
+def halved_in_place(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss with a hook that writes into its gradient."""
+    loss = error(model, batch)
+    loss.register_hook(lambda gradient: gradient.mul_(0.5))
+    return loss
+
+
+def evaluated_between(model: nn.Module, batch: Batch) -> Tensor:
+    """An evaluation before each micro-batch."""
+    model.eval()
+    with torch.no_grad():
+        model(batch.x)
+    model.train()
+    return error(model, batch)
+
+
+def train(
+    driver: Driver,
+    model: nn.Module,
+    *,
+    loss: Loss = error,
+    optimizer: Callable[[nn.Module], Optimizer] = momentum,
+    scheduler: Callable[[Optimizer], Any] | None = None,
+    change: Change | None = None,
+    edit: Edit | None = None,
+    set_to_none: bool = True,
+) -> nn.Module:
+    """The ordinary loop.
+
+    ``change`` is called before each micro-batch (with the prepared model and optimizer), ``edit`` between backward and
+    step.
+    """
+    built = optimizer(model)
+    scheduled = scheduler(built) if scheduler else None
+    model, built, *rest = driver.prepare(model, built, *([scheduled] if scheduled else []))
+    for batch in driver.batches():
+        if change is not None:
+            change(driver, model, built)
+        with driver.accumulate(model):
+            driver.backward(loss(model, batch))
+            if edit is not None:
+                edit(driver, model)
+            built.step()
+            for one in rest:
+                one.step()
+            built.zero_grad(set_to_none=set_to_none)
+    return model
+
+
+def with_loss(loss: Loss, **options: Any) -> Train:
+    """The ordinary loop with another loss."""
+    return partial(train, loss=loss, **options)
+
+
+def thaw(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """After two steps the first block trains, too."""
+    if driver.step == 2:
+        driver.unwrap_model(model).blocks[0].requires_grad_(True)  # type: ignore[index]
+
+
+def freeze(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """After two steps the first block trains no more."""
+    if driver.step == 2:
+        driver.unwrap_model(model).blocks[0].requires_grad_(False)  # type: ignore[index]
+
+
+def grow(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """After two steps there is a layer more, which the optimizer is given."""
+    inner = driver.unwrap_model(model)
+    if driver.step == 2 and not hasattr(inner, "grown"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(driver.process_index)
+            inner.grown = nn.Linear(HIDDEN, HIDDEN, dtype=driver.dtype)
+        optimizer.add_param_group({"params": list(inner.grown.parameters())})
+
+
+def clip_norm(driver: Driver, model: nn.Module) -> None:
+    """Clips by norm."""
+    driver.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def clip_value(driver: Driver, model: nn.Module) -> None:
+    """Clips by value."""
+    driver.clip_grad_value_(model.parameters(), 0.02)
+
+
+def edit_gradients(driver: Driver, model: nn.Module) -> None:
+    """Halves the gradients by hand, wherever there are any."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def weighted(driver: Driver, model: nn.Module, *, routed: bool = False) -> nn.Module:
+    """Sums over the samples that count, with their number; ``routed``: over those of the first route."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        with driver.accumulate(model):
+            counted = (batch.route == 0).to(batch.x) if routed else batch.counted
+            summed = ((model(batch.x) - batch.y).square().mean(1) * counted).sum()
+            driver.backward(summed, weight=counted.sum())
+            built.step()
+            built.zero_grad()
+    return model
+
+
+def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
+    """Two losses of one forward, each with a backward of its own."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        with driver.accumulate(model):
+            output = model(batch.x)
+            driver.backward(nn.functional.mse_loss(output, batch.y), retain_graph=True)
+            driver.backward(output.square().mean())
+            built.step()
+            built.zero_grad()
+    return model
+
+
+def backward_by_hand(driver: Driver, model: nn.Module) -> nn.Module:
+    """``loss.backward()`` where ``accelerator.backward(loss)`` was meant."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        error(model, batch).backward()
+        built.step()
+        built.zero_grad()
+    return model
+
+
+def windows_by_hand(driver: Driver, model: nn.Module, *, trigger: bool = False) -> nn.Module:
+    """Windows that the loop counts: ``no_sync`` for all but the last micro-batch, or a triggered last backward."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for window in driver.windows():
+        if trigger:
+            with driver.no_sync(model):
+                losses = [error(model, batch) / len(window) for batch in window]
+            for loss in losses[:-1]:
+                driver.backward(loss)
+            with driver.trigger_sync_in_backward(model):
+                driver.backward(losses[-1])
+        else:
+            for index, batch in enumerate(window):
+                with nullcontext() if index == len(window) - 1 else driver.no_sync(model):
+                    driver.backward(error(model, batch) / len(window))
+        built.step()
+        built.zero_grad()
+    return model
+
+
+def closures(driver: Driver, model: nn.Module) -> nn.Module:
+    """An optimizer that computes the loss itself, several times a step."""
+    built: Any = LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+
+        def closure(batch: Batch = batch) -> Tensor:
+            built.zero_grad()
+            loss = error(model, batch)
+            driver.backward(loss)
+            return driver.mean(loss)
+
+        built.step(closure)
+    return model
+
+
+def sharpness_aware(driver: Driver, model: nn.Module) -> nn.Module:
+    """Each step uses the gradient at a place uphill of the weights."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        driver.backward(error(model, batch))
+        norm = driver.clip_grad_norm_(model.parameters(), float("inf"))
+        uphill = []
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    uphill.append((parameter, parameter.grad * (0.5 / float(norm))))
+                    parameter.add_(uphill[-1][1])
+        built.zero_grad()
+        driver.backward(error(model, batch))
+        with torch.no_grad():
+            for parameter, way in uphill:
+                parameter.sub_(way)
+        built.step()
+        built.zero_grad()
+    return model
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def parameter_hooks(driver: Driver, model: nn.Module, *, accumulated: bool = False) -> nn.Module:
+    """Hooks on the parameters of the bare model that halve gradients, on their way or where they have arrived."""
+    for parameter in model.parameters():
+        if accumulated:
+            parameter.register_post_accumulate_grad_hook(_halve)
+        else:
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+    return train(driver, model)
+
+
+def module_hooks(driver: Driver, model: nn.Module) -> nn.Module:
+    """Hooks on modules of the bare model that change inputs, outputs and gradients."""
+    first, second = model.blocks  # type: ignore[misc]
+    first.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+    first.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    return train(driver, model)
+
+
+def other_weights(driver: Driver, model: nn.Module) -> nn.Module:
+    """Ranks start from other weights than the main process, whose weights are everybody's once prepared."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(driver.process_index)
+    return train(driver, model)
+
+
+def other_model(driver: Driver, model: nn.Module) -> nn.Module:
+    """One rank brings a model with a layer more."""
+    if driver.process_index == 1:
+        model.grown = nn.Linear(HIDDEN, HIDDEN, dtype=driver.dtype)
+    return train(driver, model)
+
+
+def method_error(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss from a method of the model, past its forward."""
+    hidden: Tensor = model.hidden(batch.x)  # type: ignore[operator]
+    return hidden.square().mean()
+
+
+def method_call(driver: Driver, model: nn.Module) -> nn.Module:
+    """Calls a method of the unwrapped model in place of its forward."""
+    return train(driver, model, loss=lambda prepared, batch: method_error(driver.unwrap_model(prepared), batch))
+
+
+def clamp(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """Limits the weights themselves."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.15, 0.15)
+
+
+def lower_rate(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """After two steps the learning rate is another, written into the optimizer."""
+    if driver.step == 2:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+
+
+def load(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """Before the first step weights are loaded into the model that is prepared already."""
+    if driver.step == 0:
+        inner = driver.unwrap_model(model)
+        generator = torch.Generator().manual_seed(5)
+        shapes = {name: value.shape for name, value in Stack().state_dict().items()}
+        inner.load_state_dict(
+            {name: torch.randn(shape, generator=generator).to(driver.dtype) for name, shape in shapes.items()}
+        )
+
+
+def left_out(driver: Driver, model: nn.Module, *, weigh: bool = False) -> nn.Module:
+    """The gradients of the second batch are thrown away, as where a loss is not a number."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        if weigh:
+            summed = ((model(batch.x) - batch.y).square().mean(1) * batch.counted).sum()
+            driver.backward(summed, weight=batch.counted.sum())
+        else:
+            driver.backward(error(model, batch))
+        if driver.step != 1:
+            built.step()
+        built.zero_grad()
+    return model

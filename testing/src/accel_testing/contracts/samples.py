@@ -1,0 +1,89 @@
+"""The samples that every contract trains on, and who gets which: the same global batches on any number of ranks."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Samples of one optimizer step; they divide into 3 micro-batches on 2 ranks.
+ROWS = 12
+WIDTH, OUT, VOCABULARY, LENGTH = 6, 3, 11, 4
+
+#: Which part of a model a sample goes through, of its step, its micro-batch, its half of that (0 and 1: of two ranks
+#: each has one) and its row of the step.
+Route = Callable[[int, int, int, int], int]
+
+
+class Batch(NamedTuple):
+    """Some samples.
+
+    ``x`` is (rows, ``WIDTH``), ``y`` (rows, ``OUT``), ``tokens`` (rows, ``LENGTH``) int64, ``route`` (rows,) int64 and
+    ``counted`` (rows,), 1 where a sample counts in a weighted loss and otherwise 0.
+    """
+
+    x: Tensor
+    y: Tensor
+    tokens: Tensor
+    route: Tensor
+    counted: Tensor
+
+
+def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.dtype = torch.float64) -> Batch:
+    """All samples of ``steps`` optimizer steps, in the order in which they are trained on."""
+    generator = torch.Generator().manual_seed(11)
+    rows = steps * ROWS
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    mixing = torch.randn(WIDTH, OUT, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+    micro = ROWS // accumulate
+    routes = [
+        route(row // ROWS, row % ROWS // micro, int(row % micro >= micro // 2), row % ROWS) for row in range(rows)
+    ]
+    counted = torch.tensor([float(row % 5 not in (0, 3)) for row in range(rows)], dtype=torch.float64)
+    return Batch(x.to(dtype), torch.tanh(x @ mixing).to(dtype), tokens, torch.tensor(routes), counted.to(dtype))
+
+
+def probe(dtype: torch.dtype) -> Tensor:
+    """Inputs that every rank has, to look at a model's outputs with."""
+    return torch.linspace(-1.0, 1.0, 5 * WIDTH, dtype=torch.float64).view(5, WIDTH).to(dtype)
+
+
+def one_part(step: int, micro: int, half: int, row: int) -> int:
+    """All samples go through the first part."""
+    return 0
+
+
+def other_part_in_odd_steps(step: int, micro: int, half: int, row: int) -> int:
+    """The parts take turns, a step each."""
+    return step % 2
+
+
+def both_parts_but_in_one_half(step: int, micro: int, half: int, row: int) -> int:
+    """The second part gets samples of the first half only, so that one of two ranks never uses it."""
+    return row % 2 if half == 0 else 0
+
+
+def a_part_for_each_half(step: int, micro: int, half: int, row: int) -> int:
+    """Each of two ranks uses one part."""
+    return half
+
+
+def other_part_in_one_micro_batch(step: int, micro: int, half: int, row: int) -> int:
+    """The second micro-batch of a window goes through the second part, the others through the first."""
+    return int(micro == 1)
+
+
+def other_part_in_last_micro_batch(step: int, micro: int, half: int, row: int) -> int:
+    """Only the last micro-batch of a window reaches the second part, beside the first."""
+    return row % 2 if micro == 2 else 0
+
+
+def one_part_in_second_step(step: int, micro: int, half: int, row: int) -> int:
+    """Both parts are used, save in the second step."""
+    return 0 if step == 1 else row % 2
+
+
+def experts(step: int, micro: int, half: int, row: int) -> int:
+    """Three experts: both halves use the first, and each one of the others as the step decides."""
+    return row % 2 * (1 + (half + step) % 2)
