@@ -262,3 +262,67 @@ def test_what_was_fetched_is_known_to_be_intact_before_it_is_put_anywhere(tmp_pa
     assert torch.equal(put["one"]()["w"], torch.arange(10.0))
     assert torch.equal(put["two"]()["w"], torch.arange(20.0))
     assert torch.equal(put["two"]()["w"], torch.arange(20.0)), "as often as it is asked for"
+
+
+def test_what_is_fetched_in_place_lies_in_the_memory_that_is_there(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "a", {"m": {"w": torch.arange(6.0).view(2, 3), "n": {"step": torch.tensor(3.0)}}})
+    own = torch.nn.Parameter(torch.zeros(2, 3))
+    like = {"w": own, "n": {"step": torch.tensor(0.0)}}
+    put = accel_ckpt.open_checkpoint(tmp_path / "a", verify=False).fetch({"m": like}, in_place=True)["m"]()
+    assert torch.equal(own, torch.arange(6.0).view(2, 3))
+    assert put["w"] is own
+    assert put["n"]["step"] is like["n"]["step"]
+
+
+def strided() -> dict[str, torch.Tensor]:
+    return {"one": torch.zeros(3, 2).T, "two": torch.zeros(2, 3)}
+
+
+def overlapping() -> dict[str, torch.Tensor]:
+    both = torch.zeros(9)
+    return {"one": both[:6].view(2, 3), "two": both[3:].view(2, 3)}
+
+
+def computed() -> dict[str, torch.Tensor]:
+    return {"one": torch.zeros(2, 3, requires_grad=True) * 1, "two": torch.zeros(2, 3)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        strided,
+        overlapping,
+        computed,
+        lambda: {"one": torch.zeros(2, 3, dtype=torch.float64), "two": torch.zeros(2, 3)},
+        lambda: {"one": torch.zeros(3, 2), "two": torch.zeros(2, 3)},
+        lambda: {"one": torch.empty(2, 3, device="meta"), "two": torch.zeros(2, 3)},
+    ],
+    ids=["strided", "overlapping", "computed", "another dtype", "another shape", "meta"],
+)
+def test_memory_that_cannot_take_the_saved_bytes_is_left_alone(
+    tmp_path: Path, make: Callable[[], dict[str, torch.Tensor]]
+) -> None:
+    saved = {"one": torch.arange(6.0).view(2, 3), "two": torch.arange(6.0, 12.0).view(2, 3)}
+    accel_ckpt.save(tmp_path / "a", {"m": saved})
+    like = make()
+    put = accel_ckpt.open_checkpoint(tmp_path / "a").fetch({"m": like}, in_place=True)["m"]()
+    assert put["one"] is not like["one"]
+    assert like["one"].device.type == "meta" or not like["one"].any()
+    assert all(torch.equal(put[name], values) for name, values in saved.items())
+
+
+def test_a_template_of_a_place_is_never_written(tmp_path: Path) -> None:
+    accel_ckpt.save(tmp_path / "a", {"m": {"w": torch.ones(4)}})
+    template = torch.zeros(4)
+    opened = accel_ckpt.open_checkpoint(tmp_path / "a")
+    put = opened.fetch({"m": {}}, places={"m": lambda path, dtype, shape: template}, in_place=True)["m"]()
+    assert torch.equal(put["w"], torch.ones(4))
+    assert not template.any()
+
+
+def test_tensors_tied_when_saved_are_read_into_each_of_several_places(tmp_path: Path) -> None:
+    tied = torch.ones(4)
+    accel_ckpt.save(tmp_path / "a", {"m": {"one": tied, "two": tied}})
+    like = {"one": torch.zeros(4), "two": torch.zeros(4)}
+    put = accel_ckpt.open_checkpoint(tmp_path / "a").fetch({"m": like}, in_place=True)["m"]()
+    assert all(put[name] is like[name] and bool(like[name].all()) for name in like)

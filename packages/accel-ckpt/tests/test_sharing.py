@@ -1,5 +1,6 @@
 """What several ranks want is compared by one of them, and read by one for all where that is faster."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,13 @@ def test_what_is_passed_on_is_what_was_saved(
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
     file = opened._file("tensors-00000.safetensors")
     reads: list[int] = []
-    original = type(file.source).read_into
+    original = type(file.source).reading
 
-    def counted(self: object, begin: int, *views: memoryview) -> None:
+    def counted(self: object, begin: int, *views: memoryview) -> Iterator[memoryview]:
         reads.append(sum(map(len, views)))
-        original(self, begin, *views)  # type: ignore[arg-type]
+        return original(self, begin, *views)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(file.source), "read_into", counted)
+    monkeypatch.setattr(type(file.source), "reading", counted)
     assert torch.equal(opened.fetch({"w": None}, group=world)["w"](), values)
     read = torch.tensor(float(sum(reads)))
     dist.all_reduce(read)

@@ -1,7 +1,6 @@
 """The hang doctor's record, and what it concludes from what is known of every rank."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -138,6 +137,18 @@ def test_parts_of_an_operation_have_no_number_of_their_own(record: Record) -> No
     assert record.sequence == 2
 
 
+def test_what_ranks_do_together_within_what_each_does_by_itself_is_numbered(record: Record) -> None:
+    record.enter("backward", "", shared=False)
+    for _ in range(2):
+        record.enter("gather", "", shared=True)
+        record.enter("agree", "", shared=True)
+        record.leave()
+        record.leave()
+    assert [one.sequence for one in record.read().entries] == [0, 1, 0, 2, 0]
+    record.leave()
+    assert not record.inside
+
+
 def test_a_record_is_written_by_the_main_thread_only(record: Record) -> None:
     told: list[bool] = []
     thread = threading.Thread(target=lambda: told.append(record.enter("gather", "", shared=True)))
@@ -178,7 +189,7 @@ def test_without_a_doctor_an_operation_is_called_as_it_is() -> None:
 
 @pytest.mark.ranks(2, group=False)
 def test_a_mismatch_is_an_error_before_anything_is_sent(rank: int) -> None:
-    session = Session.open(cpu=True, init_method=os.environ["ACCEL_TESTING_INIT_METHOD"])
+    session = Session.open(cpu=True)
     assert session.lease is not None
     doctor = session.lease.doctor
     assert doctor is not None

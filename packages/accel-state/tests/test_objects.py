@@ -5,6 +5,7 @@ import torch
 
 from accel_state import CollectiveError
 from accel_state.collectives import agree, all_gather_object, broadcast_object_list, gather_object
+from accel_testing.launching import run_script
 
 
 @pytest.mark.ranks(2)
@@ -23,7 +24,7 @@ def test_a_list_is_overwritten_in_place(rank, source):
     assert mine == [f"from {source}", {"nested": source}]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env={"ACCEL_HANG_DOCTOR": "off"})  # which is first otherwise
 def test_a_list_of_another_length_is_refused(rank):
     if rank == 0:
         broadcast_object_list(["a", "b"])
@@ -72,3 +73,23 @@ def test_no_rank_goes_on_when_one_has_failed(rank, failing):
         for one in failing:
             assert f"process {one} failed with ValueError: disk of {one} full" in str(caught.value)
     assert all_gather_object(rank) == [0, 1, 2, 3]
+
+
+HOLDS_THE_INTERPRETER = """
+import sys
+import torch
+import torch.distributed as dist
+from accel_state.objects import all_gather_object
+
+dist.init_process_group("gloo")
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+sys.setswitchinterval(60)  # gloo's threads cannot take the lock meanwhile
+for _ in range(20):
+    all_gather_object("the last collective")
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_may_end_right_after_a_collective(tmp_path):
+    (tmp_path / "train.py").write_text(HOLDS_THE_INTERPRETER)
+    run_script(tmp_path / "train.py", ranks=2, cwd=tmp_path, timeout=60).check()

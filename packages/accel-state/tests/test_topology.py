@@ -293,3 +293,5 @@ def test_an_installed_reader_is_asked_when_no_built_in_one_answers(tmp_path, mon
     assert Topology.from_env({"MY_CLUSTER": "1"}).launcher == "mine"
     assert Topology.from_env({"MY_CLUSTER": "1", "RANK": "0", "WORLD_SIZE": "2"}).launcher == "torchrun"
     assert Topology.from_env({}).launcher == "single"
+    ours = {"RANK": "0", "WORLD_SIZE": "2", "ACCEL_LAUNCHER_PID": "7"}
+    assert Topology.from_env(ours).launcher == "accel launch"

@@ -22,6 +22,8 @@ from accel_state.collectives import (
 )
 from accel_state.verify import Call, compare, describe, verify_collective
 
+# The hang watchdog compares operations, too, and would be first.
+UNWATCHED = {"ACCEL_HANG_DOCTOR": "off"}
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
 
@@ -131,14 +133,14 @@ def deliberately(rank, operation):
 OPERATIONS = ["gather", "broadcast", "reduce", "pad", "gather_object", "all_gather_object", "broadcast_object_list"]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_fits_together_runs(rank, operation):
     for _ in range(3):
         deliberately(rank, operation)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.parametrize("other", [name for name in OPERATIONS if name != "gather"])
 def test_ranks_in_different_operations_both_learn_it(rank, other):
     with pytest.raises(
@@ -148,7 +150,7 @@ def test_ranks_in_different_operations_both_learn_it(rank, other):
     assert all_gather_object(rank) == [0, 1]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.parametrize(
     "call",
     [gather, reduce, broadcast, pad_across_processes],
@@ -167,7 +169,7 @@ def test_a_session_in_debug_verifies_every_operation(rank, call):
         assert text.startswith("Error found while calling `accel.utils.operations.pad_across_processes`. Please see")
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, env=UNWATCHED)
 def test_the_odd_one_out_of_four_is_named(rank):
     data = {"labels": [ones(2 + (rank == 2))]}
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -176,7 +178,7 @@ def test_the_odd_one_out_of_four_is_named(rank):
     assert "Process 2 has shape [3] at ['labels'][0], where process 0 has [2]" in str(caught.value)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, env=UNWATCHED)
 def test_subgroups_are_verified_by_themselves(rank):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[rank // 2]
@@ -185,13 +187,13 @@ def test_subgroups_are_verified_by_themselves(rank):
         gather(ones(1 + (rank == 1)), group=mine, verify=True)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 def test_agree_is_verified_in_debug(rank):
     with Session.open(cpu=True, debug=True), pytest.raises(CollectiveMismatchError, match="agree"):
         agree(None) if rank == 0 else gather(ones(1))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.fault
 def test_a_rank_that_never_comes_is_named_with_what_it_did_last(rank):
     group = dist.group.WORLD
@@ -204,7 +206,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_did_last(rank):
     dist.barrier()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.fault
 def test_whom_one_waits_for_is_logged_before_the_timeout(rank, monkeypatch):
     monkeypatch.setattr("accel_state.verify._IMPATIENT", timedelta(seconds=1))

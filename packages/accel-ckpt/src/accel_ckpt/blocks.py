@@ -61,6 +61,9 @@ class Source(Protocol):
     def read_into(self, begin: int, *views: memoryview) -> None:
         """Fills ``views`` one after the other with the bytes from ``begin`` on, or raises a CheckpointError."""
 
+    def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
+        """As ``read_into``, and gives each piece once it is filled, small enough to be in a processor's cache still."""
+
     def mapped(self) -> memoryview | None:
         """The whole file as memory that is read when it is touched; None where there is no such thing."""
 
@@ -154,7 +157,7 @@ class CheckedFile:
         Raises:
             CheckpointCorruptError: names the file and the bytes that differ.
         """
-        self._compare(number, self._load(number))
+        self._load(number)
 
     def by_block(self, wanted: Sequence[tuple[int, memoryview]]) -> dict[int, list[tuple[int, memoryview]]]:
         """``wanted``, memory by the byte at which what belongs there begins, cut at the bounds of blocks.
@@ -182,8 +185,7 @@ class CheckedFile:
 
     def read_block(self, number: int, view: memoryview) -> None:
         """Reads a whole block into ``view`` and compares it."""
-        self.source.read_into(number * self.block, view)
-        self._compare(number, view)
+        self._read_compared(number, view)
 
     def fill(self, number: int, parts: Sequence[tuple[int, memoryview]], *, compare: bool = True) -> None:
         """Reads ``parts`` of a block, as ``by_block`` gives them; with ``compare``, compares all of it if nobody has.
@@ -197,11 +199,9 @@ class CheckedFile:
             return
         views = self._completed(number, parts)
         if views is not None:
-            self.source.read_into(number * self.block, *views)
-            self._compare(number, *views)
+            self._read_compared(number, *views)
             return
         whole = self._load(number)
-        self._compare(number, whole)
         for inside, view in parts:
             view[:] = whole[inside : inside + len(view)]
 
@@ -235,7 +235,7 @@ class CheckedFile:
 
     def _load(self, number: int) -> memoryview:
         view = self._room(number)
-        self.source.read_into(number * self.block, view)
+        self._read_compared(number, view)
         return view
 
     def _room(self, number: int) -> memoryview:
@@ -248,9 +248,10 @@ class CheckedFile:
                 buffer.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(buffer)[: self.length(number)]
 
-    def _compare(self, number: int, *views: memoryview) -> None:
-        if self._digest(views) != self.record.blocks[number]:
-            begin = number * self.block
+    def _read_compared(self, number: int, *views: memoryview) -> None:
+        """Reads a block into ``views`` and digests each piece of it while a processor's cache holds it."""
+        begin = number * self.block
+        if self._digest(self.source.reading(begin, *views)) != self.record.blocks[number]:
             raise CheckpointCorruptError(
                 f"{self.name}: bytes {begin} to {begin + self.length(number)} are not those that were written"
             )

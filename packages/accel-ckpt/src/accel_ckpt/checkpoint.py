@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from functools import partial
@@ -16,8 +16,9 @@ from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.peers import Peers, Ranks
-from accel_ckpt.reading import TensorReader, placed_like
+from accel_ckpt.reading import Request, TensorReader, placed_like
 from accel_ckpt.storage import Location, Storage, is_folder, locate, storage_of
+from accel_ckpt.tensors import memory_key
 from accel_ckpt.tree import Json, Tree, decode, leaves
 from accel_ckpt.tree import Path as TreePath
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -25,7 +26,9 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError, Checkpoi
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
 # Tensors to read, each with what it is to be like, by what stands for it in a tree.
-_Requests = dict[tuple[str, object], tuple[str, Any]]
+_Requests = dict[object, Request]
+Fetched = dict[str, Callable[[], Tree]]
+"""By name, what puts a tree's tensors into their places and gives it."""
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
@@ -33,8 +36,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
 
     With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
     is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
-    of them must call, and all of them raise if one does; without one, this process works alone. With a ``PerNode`` each
-    machine opens the copy at its own ``path``, and all copies must be of one save.
+    of them must call, and all of them raise if one does; none looks before all have called, so what one of them wrote
+    before is there. Without one, this process works alone. With a ``PerNode`` each machine opens the copy at its own
+    ``path``, and all copies must be of one save.
 
     Raises:
         CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
@@ -42,6 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
     """
     peers = Peers(None) if group is None else Peers.of(group)
     opened: list[Checkpoint] = []
+    peers.together(f"opening {path}", lambda: None)
 
     def identity() -> str:
         opened.append(Checkpoint(locate(path)))
@@ -116,8 +121,13 @@ class Checkpoint:
         return self._read(tree, {} if like is None else leaves(like), place)
 
     def fetch(
-        self, likes: Mapping[str, Tree], *, places: Mapping[str, Place | None] | None = None, group: Ranks = None
-    ) -> dict[str, Callable[[], Tree]]:
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        group: Ranks = None,
+        in_place: bool = False,
+    ) -> Fetched:
         """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
 
         It is compared, and lies in this machine's memory; what is returned for a name puts its tensors into their
@@ -125,23 +135,51 @@ class Checkpoint:
         twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one
         (``verify`` with the same group knows what nobody has compared yet), where that is faster one reads it for all,
         and all raise if one does. Collective then.
+
+        With ``in_place`` a tensor is read into the memory of the one in ``likes``, which is then the result, if that is
+        contiguous memory of the CPU, of the saved dtype, which no other tensor shares; tensors of ``places`` are never
+        written. Damage within a block is then found when parts of ``likes`` have been written, all else before.
+        """
+        return self.plan(likes, places=places, group=group, in_place=in_place)()
+
+    def plan(
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        group: Ranks = None,
+        in_place: bool = False,
+    ) -> Callable[[], Fetched]:
+        """``fetch`` up to where tensors are read: compares headers with the manifest and ``likes``.
+
+        With ``in_place`` also every file's size, and the content of those without tensors, of which the ranks of a
+        machine take a share each. What is returned does the rest. With a ``group`` both are collective.
         """
         peers = Peers(None) if group is None else Peers.of(group)
         planned: dict[str, tuple[Tree, _Requests]] = {}
 
-        def wanted() -> list[tuple[str, Any]]:
+        def wanted() -> list[Request]:
+            if in_place:
+                share = peers.neighbours.index(peers.rank)
+                self._refuse(self._damage(share, len(peers.neighbours), tensors=False))
             for name, like in likes.items():
                 place = None if places is None else places.get(name)
-                planned[name] = self._requests(self._tree(TREE, name), {} if like is None else leaves(like), place)
+                tree, held = self._tree(TREE, name), {} if like is None else leaves(like)
+                planned[name] = self._requests(tree, held, place, in_place=in_place)
             return [request for _, requests in planned.values() for request in requests.values()]
 
-        finish = iter(self._reader.fetch(wanted, peers))
-        puts = {name: dict(zip(requests, finish, strict=False)) for name, (_, requests) in planned.items()}
+        read = self._reader.plan(wanted, peers)
 
-        def fill(name: str) -> Tree:
-            return _fill(planned[name][0], {target: put() for target, put in puts[name].items()})
+        def fetch() -> Fetched:
+            finish = iter(read())
+            puts = {name: dict(zip(requests, finish, strict=False)) for name, (_, requests) in planned.items()}
 
-        return {name: partial(fill, name) for name in planned}
+            def fill(name: str) -> Tree:
+                return _fill(planned[name][0], {target: put() for target, put in puts[name].items()})
+
+            return {name: partial(fill, name) for name in planned}
+
+        return fetch
 
     def read_local(self, name: str, rank: int) -> Tree | None:
         """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
@@ -170,7 +208,7 @@ class Checkpoint:
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """One tensor of the manifest, whole, on the CPU."""
-        return self._reader.read([(key, None)])[0]
+        return self._reader.read([Request(key)])[0]
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """A part of one tensor of the manifest, on the CPU."""
@@ -211,9 +249,7 @@ class Checkpoint:
                     self._trust(name, blocks)
         share = peers.neighbours.index(peers.rank)
         found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
-        damage = sorted({problem for problems in found for problem in problems})
-        if damage:
-            raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
+        self._refuse(problem for problems in found for problem in problems)
         for name in self.manifest.files:
             file = self._file(name)
             file.trust(file.unchecked())
@@ -234,7 +270,9 @@ class Checkpoint:
         shell, wanted = self._requests(document, like, place)
         return _fill(shell, dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True)))
 
-    def _requests(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> "tuple[Tree, _Requests]":
+    def _requests(
+        self, document: Json, like: Mapping[TreePath, Any], place: Place | None, *, in_place: bool = False
+    ) -> "tuple[Tree, _Requests]":
         """The tree with marks where tensors belong, and the tensors to read for them, tied ones once."""
         wanted: _Requests = {}
 
@@ -245,8 +283,9 @@ class Checkpoint:
                 model = place(path, self._reader.dtype(key), entry.shape)
             if not isinstance(model, torch.Tensor) or tuple(model.shape) != entry.shape:
                 model = None
-            target = (key, placed_like(model))
-            wanted.setdefault(target, (key, model))
+            own = model if in_place and path in like else None
+            target = (key, placed_like(model), None if own is None else memory_key(own))
+            wanted.setdefault(target, Request(key, model, own is not None))
             return _Wanted(target)
 
         return decode(document, request), wanted
@@ -292,14 +331,22 @@ class Checkpoint:
         except CheckpointError:  # this rank does not see the file, which is found out by who looks for damage
             return
 
-    def _damage(self, share: int, shares: int) -> list[str]:
-        """Problems in this rank's share of all blocks."""
+    def _refuse(self, problems: Iterable[str]) -> None:
+        if damage := sorted(set(problems)):
+            raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
+
+    def _damage(self, share: int, shares: int, *, tensors: bool = True) -> list[str]:
+        """Problems in this rank's share of all blocks; without ``tensors`` their files need only be of the right size.
+
+        All files are opened, which shows whether they are there, and how large they are.
+        """
         problems: list[str] = []
         blocks: list[tuple[CheckedFile, int]] = []
         for name in self.manifest.files:
             try:
                 file = self._file(name)
-                blocks += [(file, number) for number in file.unchecked()]
+                if tensors or name in self.documents:
+                    blocks += [(file, number) for number in file.unchecked()]
             except CheckpointError as error:
                 problems.append(str(error))
 
@@ -341,11 +388,11 @@ def _near(storage: Storage, folder: Location) -> str:
 class _Wanted:
     """Stands in a tree for a tensor that is yet to be read."""
 
-    def __init__(self, target: tuple[str, object]) -> None:
+    def __init__(self, target: object) -> None:
         self.target = target
 
 
-def _fill(tree: Tree, tensors: Mapping[tuple[str, object], torch.Tensor]) -> Tree:
+def _fill(tree: Tree, tensors: Mapping[object, torch.Tensor]) -> Tree:
     if isinstance(tree, _Wanted):
         return tensors[tree.target]
     if isinstance(tree, dict):

@@ -100,6 +100,7 @@ class CheckpointDirectory:
         copies = [set(numbers) for numbers in peers.each_copy(f"looking into {self.path}", self._committed)]
         for number in sorted(set.union(*copies), reverse=True):
             path = self._place(number)
+            checkpoint: Checkpoint | None = None
             try:
                 if without := [rank for rank, seen in zip(peers.keepers, copies, strict=True) if number not in seen]:
                     raise CheckpointError(f"the machine of rank {without[0]} has no copy of it")
@@ -110,6 +111,8 @@ class CheckpointDirectory:
             except CheckpointMismatchError:
                 raise
             except CheckpointError as error:
+                if checkpoint is not None and not isinstance(error, CheckpointCorruptError):
+                    raise  # not of the checkpoint, but of ``accept``
                 if peers.rank == 0:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)
         return None

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import final
@@ -82,6 +83,10 @@ class FileSource:
 
     def read_into(self, begin: int, *views: memoryview) -> None:
         """Fills ``views`` one after the other with the bytes from ``begin`` on."""
+        deque(self.reading(begin, *views), maxlen=0)
+
+    def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
+        """As ``read_into``, and gives each piece once it is filled."""
         waiting = deque(view for view in views if len(view))
         while waiting:
             try:
@@ -90,7 +95,7 @@ class FileSource:
                 raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
             if not count:
                 raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
-            _drop(waiting, count)
+            yield from _taken(waiting, count)
             begin += count
 
     def mapped(self) -> memoryview:
@@ -110,7 +115,7 @@ def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
         count = os.pwritev(handle, list(islice(waiting, _IOV_MAX)), begin)
         if not count:
             raise OSError(errno.ENOSPC, "nothing could be written")
-        _drop(waiting, count)
+        deque(_taken(waiting, count), maxlen=0)
         begin += count
 
 
@@ -125,14 +130,14 @@ def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
     return views
 
 
-def _drop(waiting: deque[memoryview], count: int) -> None:
-    """Takes away the first ``count`` bytes."""
+def _taken(waiting: deque[memoryview], count: int) -> Iterator[memoryview]:
+    """Takes away the first ``count`` bytes and gives them."""
     while count:
         first = waiting.popleft()
         if len(first) > count:
             waiting.appendleft(first[count:])
-            return
-        count -= len(first)
+        yield first[:count]
+        count -= min(count, len(first))
 
 
 def _sync_range(handle: int, begin: int, length: int, how: int) -> None:

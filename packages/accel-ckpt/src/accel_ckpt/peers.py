@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, final
 
 from accel_state.collectives import all_gather_object
-from accel_state.errors import AccelError, CheckpointError
+from accel_state.errors import AccelError, CheckpointError, relayed
 from accel_state.peers import resolve
 
 if TYPE_CHECKING:
@@ -98,9 +98,8 @@ class Peers:
             raise error
         failed = {rank: message for rank, (message, _) in enumerate(told) if message is not None}
         if failed:
-            raise CheckpointError(
-                f"{what}: " + "; ".join(f"rank {rank} failed with {message}" for rank, message in failed.items())
-            )
+            text = "; ".join(f"rank {rank} failed with {message}" for rank, message in failed.items())
+            raise relayed(CheckpointError(f"{what}: {text}"))
         return [value for _, value in told]
 
     def first(self, what: str, work: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from socket import gethostname
-from typing import Any, final
+from typing import NamedTuple, final
 
 import torch
 
@@ -19,11 +19,13 @@ from accel_ckpt.peers import Peers
 from accel_ckpt.sharing import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
 from accel_ckpt.storage import Storage
 from accel_ckpt.tensors import (
+    apart,
     as_dtensor,
     byte_view,
     distributed_like,
     dtensor_layout,
     dtype_of,
+    own_memory,
     placement_key,
     row_major,
 )
@@ -31,6 +33,17 @@ from accel_state.errors import CheckpointCorruptError
 
 # Tensors for other devices are read and moved in groups of about this many bytes.
 _BATCH = 2**30
+Puts = list[Callable[[], torch.Tensor]]
+"""For each of several tensors that have been read, what puts it into its place and gives it."""
+
+
+class Request(NamedTuple):
+    """A tensor to read: its name in the manifest, what it is placed like (None: whole, on the CPU)."""
+
+    key: str
+    like: torch.Tensor | None = None
+    in_place: bool = False
+    """Whether it is read into the memory of ``like``, and ``like`` is the result, where that can be."""
 
 
 @final
@@ -57,34 +70,41 @@ class TensorReader:
             raise CheckpointCorruptError(f"this torch has no dtype {self.entry(key).dtype!r}, which {key} has")
         return found
 
-    def read(self, wanted: Sequence[tuple[str, torch.Tensor | None]]) -> list[torch.Tensor]:
-        """A new tensor for each ``(name, like)``: of the saved dtype, placed like ``like``; None: whole, on the CPU."""
+    def read(self, wanted: Sequence[Request]) -> list[torch.Tensor]:
+        """A tensor of the saved dtype for each request, in groups that bound what the host's memory holds."""
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
-            results += [put() for put in self.fetch(lambda batch=batch: batch, Peers(None))]  # type: ignore[misc]
+            results += [put() for put in self.plan(lambda batch=batch: batch, Peers(None))()]  # type: ignore[misc]
         return results
 
-    def fetch(
-        self, wanted: Callable[[], Sequence[tuple[str, torch.Tensor | None]]], peers: Peers
-    ) -> list[Callable[[], torch.Tensor]]:
-        """As ``read``, but all in this machine's memory; each result is put into its place when it is asked for.
+    def plan(self, wanted: Callable[[], Sequence[Request]], peers: Peers) -> Callable[[], Puts]:
+        """As ``read``, in two steps: now headers are read and compared with the manifest, and no tensor is touched.
 
-        ``peers`` do so together: each compares a share of what several read, or reads it for all.
+        What is returned reads all of them, into this machine's memory. ``peers`` take both steps together: each
+        compares a share of what several read, or reads it for all.
         """
         work = _Work()
         targets: list[_Target] = []
 
         def plan() -> Interest:
-            targets.extend(_Target(key, self.entry(key), self.dtype(key), like) for key, like in wanted())
+            requests = wanted()
+            memories = apart([own_memory(r.like, self.dtype(r.key)) if r.in_place else None for r in requests])  # type: ignore[arg-type]
+            for request, memory in zip(requests, memories, strict=True):
+                key, like = request.key, request.like
+                targets.append(_Target(key, self.entry(key), self.dtype(key), like, memory=memory))
             for target in targets:
                 self._plan(target, work)
             return Interest(gethostname(), {name: tuple(blocks) for name, blocks in self._blocks(work).items()})
 
         interests = peers.together("planning what to read", plan)
-        self._read_for_all(work, interests, peers)
-        compares = compared_by(interests, peers.neighbours)
-        peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
-        return [target.finish for target in targets]
+
+        def fetch() -> Puts:
+            self._read_for_all(work, interests, peers)
+            compares = compared_by(interests, peers.neighbours)
+            peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
+            return [target.finish for target in targets]
+
+        return fetch
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """One part of a tensor, on the CPU."""
@@ -205,6 +225,8 @@ class _Target:
         dtype: torch.dtype,
         like: torch.Tensor | None,
         part: Layout | None = None,
+        *,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self.key, self.entry, self.like = key, entry, like
         dtensor = None if like is None else as_dtensor(like)
@@ -214,12 +236,15 @@ class _Target:
             self.shape = tuple(dtensor._local_tensor.shape)
         self.boxes = [] if layout is None else boxes(layout)
         self.whole = Box((0,) * len(self.shape), self.shape)
-        self.tensor = new_tensor(self.shape, dtype)
+        self.in_place = memory is not None and tuple(memory.shape) == self.shape
+        self.tensor = memory if self.in_place and memory is not None else new_tensor(self.shape, dtype)
         self.bytes = byte_view(self.tensor)
 
     def finish(self) -> torch.Tensor:
         if self.like is None:
             return self.tensor
+        if self.in_place:
+            return self.like
         dtensor = as_dtensor(self.like)
         if dtensor is None:
             return self.tensor if self.like.device.type == "meta" else self.tensor.to(self.like.device)
@@ -234,15 +259,14 @@ def _shift(common: Box, box: Box, here: Box) -> Box:
     return Box(tuple(c - b + h for c, b, h in zip(common.offset, box.offset, here.offset, strict=True)), common.shape)
 
 
-def _batches(
-    wanted: Sequence[tuple[str, torch.Tensor | None]], size_of: Callable[[str], int]
-) -> Iterator[list[tuple[str, torch.Tensor | None]]]:
+def _batches(wanted: Sequence[Request], size_of: Callable[[str], int]) -> Iterator[list[Request]]:
     """All at once for the CPU, else groups of bounded size, so that host memory does not hold a whole model."""
-    batch: list[tuple[str, Any]] = []
+    batch: list[Request] = []
     total = 0
-    for key, like in wanted:
-        batch.append((key, like))
-        total += 0 if like is None or like.device.type in ("cpu", "meta") else size_of(key)
+    for request in wanted:
+        batch.append(request)
+        on_host = request.like is None or request.like.device.type in ("cpu", "meta")
+        total += 0 if on_host else size_of(request.key)
         if total >= _BATCH:
             yield batch
             batch, total = [], 0

@@ -7,7 +7,7 @@ overwritten, and what no manifest refers to is a leftover. Requests that fail in
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -245,6 +245,10 @@ class _RemoteSource:
             raise CheckpointCorruptError(f"{self._file.name}: ends at byte {begin + len(content)}, while it is read")
         for view in views:
             view[:], content = content[: len(view)], content[len(view) :]
+
+    def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
+        self.read_into(begin, *views)  # one request
+        yield from views
 
     def mapped(self) -> None:
         return None

@@ -82,6 +82,12 @@ def placement_key(tensor: torch.Tensor) -> object:
     return None if dtensor is None else (dtensor.device_mesh, tuple(dtensor.placements))
 
 
+def memory_key(tensor: torch.Tensor) -> object:
+    """Equal for tensors of the same memory; None for what has no address."""
+    local = local_tensor(tensor)
+    return None if local.device.type == "meta" else (str(local.device), local.data_ptr())
+
+
 def hold(key: str, tensor: torch.Tensor, group_rank: Callable[[int], int]) -> Holding:
     """What this rank holds of ``tensor``; ``group_rank`` turns a global rank into one of the saving group.
 
@@ -166,6 +172,36 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def own_memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """This rank's memory behind ``tensor``, if the bytes of a saved tensor of ``dtype`` can be read straight into it.
+
+    That is memory of the CPU, in order, and of no value that an autograd graph computed.
+    """
+    if tensor.dtype != dtype or tensor.device.type == "meta" or tensor.grad_fn is not None:
+        return None
+    local = local_tensor(tensor)
+    if type(local) is not torch.Tensor or local.device.type != "cpu" or local.layout != torch.strided:
+        return None
+    return local if local.is_contiguous() and not local.is_neg() and not local.is_conj() else None
+
+
+def apart(memories: Sequence[torch.Tensor | None]) -> "list[torch.Tensor | None]":
+    """``memories`` without those that overlap with another; all are contiguous."""
+    spans = sorted(
+        (memory.data_ptr(), memory.data_ptr() + memory.nbytes, number)
+        for number, memory in enumerate(memories)
+        if memory is not None and memory.nbytes
+    )
+    shared: set[int] = set()
+    end, last = 0, -1
+    for begin, stop, number in spans:
+        if begin < end:
+            shared |= {number, last}
+        if stop > end:
+            end, last = stop, number
+    return [None if number in shared else memory for number, memory in enumerate(memories)]
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

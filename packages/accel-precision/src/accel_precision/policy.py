@@ -52,7 +52,8 @@ class PrecisionPolicy:
         scaling: how the loss is scaled against underflow of fp16 gradients.
         fp8: the recipe by which linear layers compute in 8 bits, within ``compute``.
 
-    Mixed policies (fp16, bf16, fp8) leave parameters alone, compute by autocast and hand out fp32; true ones
+    Mixed policies (fp16, bf16, fp8) keep parameters that train in fp32 at least (a model built in bf16 or fp16 is
+    widened when it is prepared), leave others alone, compute by autocast and hand out fp32; true ones
     (fp16-true, bf16-true, fp64) convert parameters, buffers and floating-point inputs and hand out what comes out.
     """
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +15,9 @@ from accel_precision.options import GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
 
 MAX_SCALE, MIN_SCALE = 2.0**120, 2.0**-64
+
+#: For each parameter of an optimizer, which tensor its gradient is and how often it has been changed; None without one.
+GradientMarks = tuple[tuple[int, int] | None, ...]
 
 
 @final
@@ -43,10 +47,15 @@ class LossScaler:
         self.reduce = reduce
         self._scale = float(self._options.init_scale)
         self._tracker = 0
-        # Whether the gradients of an optimizer overflowed, by its id, from unscale() to update().
-        self._overflowed: dict[int, bool] = {}
-        self._stepped: set[int] = set()
+        # Whether the gradients of an optimizer overflowed, from unscale() to update().
+        self._overflowed: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._cleared: WeakSet[Optimizer] = WeakSet()  # of those that stepped
+        self._had_gradients: WeakSet[Optimizer] = WeakSet()
+        self._dropped = False  # gradients that overflowed were cleared without a step
         self._skipped = False
+        self._scaled = 0  # losses so far
+        self._losses: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # until an optimizer was unscaled last
         self._held = False  # an overflow that the scale has not followed yet
         self._known: set[type[Optimizer]] = set()
 
@@ -55,6 +64,14 @@ class LossScaler:
         """The scale that the next loss is multiplied by."""
         return self._scale
 
+    def get_scale(self) -> float:
+        """The same, by the name that torch has for it."""
+        return self._scale
+
+    def is_enabled(self) -> bool:
+        """Always, as where nothing is scaled there is no scaler."""
+        return True
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the step that the last ``update`` closed was left out by any optimizer."""
@@ -62,7 +79,20 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale; a loss in half precision is widened first, for the product would overflow."""
-        return (loss.float() if loss.dtype.itemsize < 4 else loss) * self._scale
+        return (loss.float() if loss.dtype.itemsize < 4 else loss) * self.for_loss()
+
+    def for_loss(self) -> float:
+        """The scale, for a loss that is multiplied by it elsewhere."""
+        self._scaled += 1
+        return self._scale
+
+    def lacks_scale(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's gradients are of no scaled loss: none was since they were unscaled last."""
+        return (
+            self._losses.get(optimizer, 0) == self._scaled
+            and (optimizer not in self._overflowed or optimizer in self._cleared)
+            and any(parameter.grad is not None for parameter in _parameters(optimizer))
+        )
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place; once, however often it is called before ``update``.
@@ -72,7 +102,7 @@ class LossScaler:
         Raises:
             PrecisionError: gradients in half precision, in which the quotient would underflow again.
         """
-        if id(optimizer) in self._overflowed:
+        if optimizer in self._overflowed:
             return
         by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in _gradients(optimizer):
@@ -88,7 +118,63 @@ class LossScaler:
             inverse = torch.full((1,), 1.0 / self._scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
             found = here if found is None else found + here.to(found.device)
-        self._overflowed[id(optimizer)] = self._agreed(found, optimizer)
+        if found is not None:
+            self._had_gradients.add(optimizer)
+        self._losses[optimizer] = self._scaled
+        self._overflowed[optimizer] = self._agreed(found, optimizer)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """``unscale``, by the name that torch has for it; an optimizer that was prepared stands for its own."""
+        own = getattr(optimizer, "unprepared", None)
+        self.unscale(own if isinstance(own, Optimizer) else optimizer)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Its gradients were cleared: if they were unscaled and not stepped with, the next ones carry the scale again.
+
+        An overflow that was found in them still lowers the scale at the next ``update``.
+        """
+        if optimizer in self._stepped:
+            self._cleared.add(optimizer)
+        elif optimizer in self._overflowed:
+            self._dropped |= self._overflowed.pop(optimizer)
+
+    def overflow_dropped(self) -> bool:
+        """Whether gradients that overflowed were cleared without a step since ``update``, which is due then.
+
+        Optimizers whose parameters hold no unscaled gradients any more are forgotten.
+        """
+        if self._overflowed:
+            for optimizer in [one for one in self._unscaled() if one in self._had_gradients]:
+                if all(parameter.grad is None for parameter in _parameters(optimizer)):
+                    self.forget(optimizer)
+        return self._dropped
+
+    def unscaled_gradients(self) -> Mapping[Optimizer, GradientMarks]:
+        """Marks of the gradients that were unscaled and wait for their step, for ``check_unscaled``."""
+        if not self._overflowed:
+            return {}
+        return {optimizer: gradient_marks(_parameters(optimizer)) for optimizer in self._unscaled()}
+
+    def check_unscaled(self, before: Mapping[Optimizer, GradientMarks]) -> None:
+        """Makes sure that a backward has added no scaled gradients to ones that were unscaled.
+
+        Raises:
+            PrecisionError: it has, so that the sum is neither.
+        """
+        for optimizer, marks in before.items():
+            if gradient_marks(_parameters(optimizer)) == marks:
+                continue
+            if any(marks):
+                raise PrecisionError(
+                    f"backward added gradients that carry the loss scale to those of {type(optimizer).__name__}, whose "
+                    "scale was taken out by clipping or unscale_gradients: clip after the last backward of a step, or "
+                    "call the prepared optimizer's zero_grad before the backward of another one"
+                )
+            self.forget(optimizer)
+
+    def _unscaled(self) -> list[Optimizer]:
+        """The optimizers whose gradients were unscaled and that have not stepped since."""
+        return [optimizer for optimizer in self._overflowed if optimizer not in self._stepped]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps the optimizer unless its gradients overflowed on any rank; whether it did step.
@@ -99,7 +185,7 @@ class LossScaler:
         Raises:
             PrecisionError: an optimizer that needs its closure; a second step before ``update``.
         """
-        if id(optimizer) in self._stepped:
+        if optimizer in self._stepped:
             raise PrecisionError(
                 f"{type(optimizer).__name__} was stepped twice with one loss scale; call update() after each step"
             )
@@ -109,8 +195,8 @@ class LossScaler:
             with torch.enable_grad():
                 closure()
         self.unscale(optimizer)
-        self._stepped.add(id(optimizer))
-        if self._overflowed[id(optimizer)]:
+        self._stepped.add(optimizer)
+        if self._overflowed[optimizer]:
             return False
         optimizer.step()
         return True
@@ -125,11 +211,11 @@ class LossScaler:
         Raises:
             PrecisionError: the scale has fallen so far that it cannot be what makes gradients overflow.
         """
-        if not self._overflowed:
+        if not self._overflowed and not self._dropped:
             return
-        self._skipped = any(self._overflowed.values())
-        self._overflowed.clear()
-        self._stepped.clear()
+        self._skipped = self._dropped or any(self._overflowed.values())
+        self._dropped = False
+        self._begin()
         self._held = self._held or self._skipped
         if hold:
             return
@@ -171,9 +257,16 @@ class LossScaler:
         scale = float(state[self.SCALE])
         if not (math.isfinite(scale) and scale > 0.0):
             raise PrecisionError(f"the state of the loss scale holds scale={scale}; expected a positive finite number")
-        self._scale, self._tracker, self._held = scale, int(state[self.TRACKER]), False
+        self._scale, self._tracker, self._held, self._dropped = scale, int(state[self.TRACKER]), False, False
+        self._begin()
+        self._scaled += 1  # gradients of an open window may come with the scale
+
+    def _begin(self) -> None:
+        """No optimizer has been unscaled in this step yet."""
         self._overflowed.clear()
         self._stepped.clear()
+        self._cleared.clear()
+        self._had_gradients.clear()
 
     def _admit(self, kind: type[Optimizer]) -> None:
         closure = inspect.signature(kind.step).parameters.get("closure")
@@ -208,22 +301,37 @@ def make_scaler(
     return LossScaler(options, reduce=reduce)
 
 
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _gradients(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     """The gradients in memory here: of a DTensor its local part, of a sparse one its values, each index once."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                parameter.grad = gradient = gradient.coalesce()
-                yield gradient._values()
-            elif hasattr(gradient, "to_local"):
-                yield gradient.to_local()
-            else:
-                yield gradient
+    for parameter in _parameters(optimizer):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            yield gradient._values()
+        elif hasattr(gradient, "to_local"):
+            yield gradient.to_local()
+        else:
+            yield gradient
+
+
+def gradient_marks(parameters: Iterable[torch.Tensor]) -> GradientMarks:
+    """What changes for each parameter when something is added to its gradient; None where it has none."""
+    found: list[tuple[int, int] | None] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            found.append(None)
+        else:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            found.append((id(gradient), local._version))
+    return tuple(found)
 
 
 def _first_device(optimizer: Optimizer) -> torch.device:
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return parameters[0].device
+    return _parameters(optimizer)[0].device

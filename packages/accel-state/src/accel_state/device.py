@@ -306,7 +306,12 @@ def _index_for(topology: Topology, kind: DeviceKind, *, count: int, env: Mapping
     if topology.local_rank < count and topology.local_world_size <= count:
         return topology.local_rank
     # A scheduler may bind each task to devices of its own: every process then sees one, as number 0.
-    if count == 1 and topology.launcher not in {"torchrun", "single"} and kind.visible and env.get(kind.visible):
+    if (
+        count == 1
+        and topology.launcher not in {"torchrun", "accel launch", "single"}
+        and kind.visible
+        and env.get(kind.visible)
+    ):
         return 0
     raise TopologyError(
         f"{topology.local_world_size} processes on this node but {count} {kind.type} device(s); start at most {count} "

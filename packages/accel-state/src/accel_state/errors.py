@@ -4,9 +4,20 @@ Each class also derives from the built-in that callers of the same mistake elsew
 (``ValueError`` for a wrong value, ``RuntimeError`` for a wrong moment).
 """
 
+from typing import TypeVar
+
+UNSENDABLE = (
+    "{kind} belongs to the process that made it, with its rank, device and group, and cannot be sent to another one "
+    "or stored; make it inside the function that runs there"
+)
+"""What pickling a thing of one process raises, with its ``kind`` put in."""
+
 
 class AccelError(Exception):
     """Root of the tree: anything accel raises on purpose."""
+
+    relayed = False
+    """Whether the error only repeats one that another rank has raised, which is then the one to look at."""
 
 
 class ConfigError(AccelError, ValueError):
@@ -59,3 +70,12 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 class LaunchError(AccelError):
     """The launcher cannot start the processes as asked."""
+
+
+E = TypeVar("E", bound=AccelError)
+
+
+def relayed(error: E) -> E:
+    """``error``, marked as one that only repeats what another rank has raised."""
+    error.relayed = True
+    return error

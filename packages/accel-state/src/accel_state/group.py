@@ -13,6 +13,7 @@ import torch
 from accel_state.device import Device
 from accel_state.environment import parse_flag
 from accel_state.errors import SessionError
+from accel_state.peers import GLOO_SETTLES
 from accel_state.topology import Topology
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 # How long we wait for others to come at most, however patient the collectives are told to be.
 _LONGEST_RENDEZVOUS = timedelta(minutes=10)
-# gloo's threads may still hold the last collective's tensors; destroying them under a dying interpreter aborts.
-_GLOO_SETTLES = 0.05
 # Types whose backend makes its communicator at once when told the device, and then reports a wrong one at once.
 _BOUND_TYPES = frozenset({"cuda", "xpu"})
 
@@ -166,6 +165,21 @@ def read_timeout(group: "ProcessGroup") -> timedelta | None:
     return min((value for value in told if isinstance(value, timedelta)), default=None)
 
 
+def set_default_timeout(timeout: timedelta | None) -> None:
+    """How long collectives wait in groups that are made from now on without a timeout; None: torch's own defaults.
+
+    Libraries and device meshes make such groups, and offer no place for a timeout.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed import constants, distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, getattr(constants, name) if timeout is None else timeout)
+
+
 def own_group(timeout: timedelta, like: "ProcessGroup") -> "ProcessGroup":
     """A second group of all ranks with a timeout of its own. Collective."""
     import torch.distributed as dist
@@ -177,7 +191,7 @@ def own_group(timeout: timedelta, like: "ProcessGroup") -> "ProcessGroup":
 def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None:
     """Destroys ``group``; with ``patience`` (seconds) it gives up rather than hang on a peer that is gone."""
     if "gloo" in group_backend(group):
-        time.sleep(_GLOO_SETTLES)
+        time.sleep(GLOO_SETTLES)
     if patience is None:
         _destroy(group)
         return

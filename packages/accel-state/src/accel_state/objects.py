@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_state.doctor.active import recorded
-from accel_state.errors import CollectiveError
+from accel_state.errors import CollectiveError, relayed
 from accel_state.peers import resolve
 from accel_state.verify import is_verified, verify_collective
 
@@ -82,22 +82,27 @@ def broadcast_object_list(
 
 
 @recorded("agree")
-def agree(error: Exception | None, *, group: "ProcessGroup | None" = None) -> None:
+def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note: str | None = None) -> list[str | None]:
     """Lets no rank go on alone: when any rank brings an error, every rank raises.
 
     A collective, for work that can fail on one rank only. A rank that brings an error raises that one; the others
     raise CollectiveError naming the ranks and what they said, so that nobody waits for a peer that has given up.
+
+    Returns:
+        The ``note`` of each rank, if none brings an error.
     """
     world = resolve(group)
     if world is not None and is_verified(None):
         verify_collective("agree", None, world)
     said = None if error is None else f"{type(error).__name__}: {error}"
-    told = all_gather_object(said, group=group, verify=False)
+    told = all_gather_object((said, note), group=group, verify=False)
     if error is not None:
         raise error
-    failed = {rank: message for rank, message in enumerate(told) if message is not None}
+    failed = {rank: message for rank, (message, _) in enumerate(told) if message is not None}
     if failed:
-        raise CollectiveError("; ".join(f"process {rank} failed with {message}" for rank, message in failed.items()))
+        text = "; ".join(f"process {rank} failed with {message}" for rank, message in failed.items())
+        raise relayed(CollectiveError(text))
+    return [noted for _, noted in told]
 
 
 def check_rank(rank: int, group: "ProcessGroup") -> None:

@@ -1,11 +1,17 @@
-"""Whom a collective is with."""
+"""The group of a collective."""
 
+import atexit
+import functools
+import time
 from typing import TYPE_CHECKING
 
 from accel_state.errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# Seconds that gloo's threads need to release the tensors of a collective that has ended.
+GLOO_SETTLES = 0.05
 
 
 def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
@@ -24,4 +30,17 @@ def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
         assert group is not None
     elif not hasattr(group, "size"):  # what new_group returns to those it leaves out
         raise CollectiveError("this process is not a member of the given process group; only its members may call")
-    return group if group.size() > 1 else None
+    if group.size() == 1:
+        return None
+    _settle_at_exit()
+    return group
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Has the interpreter wait at its end, once, until gloo's threads have released the last collective's tensors.
+
+    A thread that releases a tensor takes the interpreter's lock, and aborts the process if the interpreter is already
+    finalizing. ``destroy_process_group`` does not prevent it: torch keeps a group whose process has made an optimizer.
+    """
+    atexit.register(time.sleep, GLOO_SETTLES)

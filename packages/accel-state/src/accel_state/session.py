@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, final
 
 from accel_state import group as groups
 from accel_state import process
 from accel_state.device import Device
 from accel_state.environment import parse_flag
-from accel_state.errors import SessionError, TopologyError
+from accel_state.errors import UNSENDABLE, SessionError, TopologyError
 from accel_state.lease import GroupLease, add_session, current_lease, open_sessions, remove_session
 from accel_state.topology import Topology
 
@@ -47,6 +47,7 @@ class Session:
         if lease is not None:
             lease.join(self)
         add_session(self)
+        _spread_timeout()
 
     @classmethod
     def open(
@@ -66,10 +67,12 @@ class Session:
         What is not given is read from ``env`` (``os.environ`` by default): the topology from the launcher's variables,
         the device as :meth:`Device.choose` does. ``timeout`` is how long collectives wait, and at most how long the
         processes wait for each other here; a group that is already open keeps its own, and a session that asks for
-        another gets a second group of all ranks with it. ``init_method`` may be a URL (``tcp://``, ``file://``,
-        ``env://``) or a ``torch.distributed.Store``. ``debug`` verifies every collective before it runs; None asks
-        ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group that is opened here gets a hang doctor (see
-        ``accel_state.doctor``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
+        another gets a second group of all ranks with it. Groups made while the session is open, by accel, by torch's
+        device meshes or by other libraries, get the session's timeout unless they are given one.
+
+        ``init_method`` may be a URL (``tcp://``, ``file://``, ``env://``) or a ``torch.distributed.Store``. ``debug``
+        verifies every collective before it runs; None asks ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group
+        that is opened here gets a hang doctor (see ``accel_state.doctor``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
 
         With several processes this is a collective call.
 
@@ -90,6 +93,7 @@ class Session:
             groups.check_adopted_backend(lease.group, backend)
             chosen.set_current()
         elif topology.world_size > 1:
+            _spread_timeout()  # a session that was dropped may have left its own
             opened = groups.open_default_group(
                 topology, chosen, backend=backend, timeout=timeout, init_method=init_method, env=env
             )
@@ -112,9 +116,29 @@ class Session:
         sessions = open_sessions()
         return sessions[-1] if sessions else None
 
-    def close(self) -> None:
-        """Ends this session; the group goes with the last session when accel opened it. Twice is once."""
-        self._close(patience=None)
+    def close(self, *, patience: float | None = None) -> None:
+        """Ends this session; the group goes with the last session when accel opened it. Twice is once.
+
+        ``patience`` is how many seconds closing the group may wait for the other ranks; None waits as long as it takes.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        remove_session(self)
+        _spread_timeout()
+        group, self._group = self._group, None
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        if group is not None and group is not lease.group and groups.default_group() is lease.group:
+            groups.close_group(group, patience=patience)
+        lease.leave(self, patience=patience)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(UNSENDABLE.format(kind="a Session"))
+
+    def __deepcopy__(self, memo: object) -> "Session":
+        return self
 
     def __enter__(self) -> "Session":
         return self
@@ -123,20 +147,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error the others may be gone or stuck; closing must not wait for them.
-        self._close(patience=None if error is None else 5.0)
-
-    def _close(self, *, patience: float | None) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        remove_session(self)
-        group, self._group = self._group, None
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
-        if group is not None and group is not lease.group and groups.default_group() is lease.group:
-            groups.close_group(group, patience=patience)
-        lease.leave(self, patience=patience)
+        self.close(patience=None if error is None else 5.0)
 
     @property
     def topology(self) -> Topology:
@@ -354,6 +365,12 @@ def _adopted_topology(group: "ProcessGroup", given: Topology | None, env: Mappin
         return found
     # Opened by hand: the variables say nothing of it, and nothing says that there is more than this machine.
     return Topology.on_one_node(rank, world_size, launcher="adopted")
+
+
+def _spread_timeout() -> None:
+    """Gives groups that are made from now on the timeout of the session that was opened last."""
+    sessions = open_sessions()
+    groups.set_default_timeout(sessions[-1].timeout if sessions else None)
 
 
 def _check_index(name: str, index: int | None) -> None:

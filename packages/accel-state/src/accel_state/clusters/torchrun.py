@@ -35,7 +35,7 @@ class TorchrunReader:
             local_world_size=local_size,
             node_rank=min(rank // local_size, num_nodes - 1) if node_rank is None else node_rank,
             num_nodes=num_nodes,
-            launcher="torchrun",
+            launcher="accel launch" if env.get("ACCEL_LAUNCHER_PID") else "torchrun",
             master_addr=env.get("MASTER_ADDR") or None,
             master_port=read_int(env, "MASTER_PORT"),
         )

@@ -73,6 +73,11 @@ def broken_connection(error: BaseException | None) -> RuntimeError | None:
     return None
 
 
+def has_timed_out(error: RuntimeError) -> bool:
+    """Whether a collective failed because its time was over, with all connections intact."""
+    return any(word in str(error).lower() for word in ("timed out", "timeout"))
+
+
 def recorded(
     operation: str, detail: Callable[..., str] | None = None, *, shared: bool = True
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -91,9 +96,9 @@ def recorded(
                 except Exception as error:
                     explain(error)
                     raise
-            if threading.current_thread() is not threading.main_thread():
-                return function(*args, **kwargs)
             doctor = _active[-1]
+            if threading.get_ident() != doctor.main:
+                return function(*args, **kwargs)
             together = shared and doctor.concerns(kwargs.get("group"))
             doctor.enter(operation, detail(*args, **kwargs) if detail is not None else "", shared=together)
             try:
@@ -113,7 +118,31 @@ def recorded(
 
 def outline(tree: Any) -> str:
     """Structure, dtypes and shapes of nested tensors, shortened to what a record holds."""
-    text = _outline(tree)
+    return _shortened(_sketch(tree))
+
+
+def _sketch(tree: Any) -> Any:
+    """The same as tuples, which cost less to make than text; texts of those that were seen before are kept."""
+    kind = type(tree)
+    if kind is dict:
+        return "dict", tuple(tree), tuple([_sketch(value) for value in tree.values()])
+    if kind is list or kind is tuple:
+        return "list", tuple([_sketch(value) for value in tree])
+    shape = getattr(tree, "shape", None)
+    if shape is not None and hasattr(tree, "dtype"):
+        return "tensor", tree.dtype, tuple(shape)
+    if isinstance(tree, Mapping):
+        return "dict", tuple(tree), tuple([_sketch(value) for value in tree.values()])
+    if isinstance(tree, list | tuple):
+        return "list", tuple([_sketch(value) for value in tree])
+    if fields := getattr(kind, "__dataclass_fields__", None):
+        return "dict", tuple(fields), tuple([_sketch(getattr(tree, name, None)) for name in fields])
+    return "other", kind.__name__
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortened(sketch: Any) -> str:
+    text = _written(sketch)
     if len(text) <= 80:
         return text
     from zlib import crc32
@@ -121,17 +150,14 @@ def outline(tree: Any) -> str:
     return f"{text[:68]}...{crc32(text.encode()):08x}"
 
 
-def _outline(tree: Any) -> str:
-    shape = getattr(tree, "shape", None)
-    if shape is not None and hasattr(tree, "dtype"):
-        return _tensor(tree.dtype, tuple(shape))
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key}: {_outline(value)}" for key, value in tree.items()) + "}"
-    if isinstance(tree, list | tuple):
-        return "[" + ", ".join(map(_outline, tree)) + "]"
-    return type(tree).__name__
-
-
-@functools.lru_cache(maxsize=1024)
-def _tensor(dtype: object, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+def _written(sketch: Any) -> str:
+    kind, *facts = sketch
+    if kind == "dict":
+        # By key, as collectives match them: ranks may have filled their dicts in another order.
+        entries = sorted((str(key), _written(value)) for key, value in zip(*facts, strict=True))
+        return "{" + ", ".join(f"{key}: {text}" for key, text in entries) + "}"
+    if kind == "list":
+        return "[" + ", ".join(map(_written, facts[0])) + "]"
+    if kind == "tensor":
+        return f"{str(facts[0]).removeprefix('torch.')}{list(facts[1])}"
+    return str(facts[0])

@@ -80,6 +80,12 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
     return None
 
 
+def late(states: Sequence[RankState], own: int) -> Diagnosis | None:
+    """The other ranks that are alive and in no collective, when one has failed because its time is over."""
+    culprits = [state for state in states if state.rank != own and state.life == "alive" and state.current is None]
+    return _told(states, culprits, final=False) if culprits else None
+
+
 def _parted_shared(states: Sequence[RankState]) -> list[RankState]:
     """The ranks whose latest common operation is another one than that of most."""
     newest = {state.rank: max((entry.sequence for entry in _entries(state)), default=0) for state in states}

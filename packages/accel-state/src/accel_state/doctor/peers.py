@@ -20,6 +20,8 @@ LEFT = "\0"
 """Begins what a process said last, when it left by itself."""
 
 _BUSY = 0.2
+_ANSWERS_WITHIN = 5.0
+_LOOK_EVERY = 0.01
 
 
 @final
@@ -110,18 +112,70 @@ class Watched:
 
 
 @final
+class Messages:
+    """The store that the ranks share, for as long as it can be asked without a stir.
+
+    torch prints its C++ stack when a store is asked that is gone, even after a run that succeeded. So a connection of
+    our own, on which nothing is ever sent, shows when the process that serves the store has closed or ended.
+    """
+
+    def __init__(self, store: "Store") -> None:
+        self._store: Store | None = store
+        self._line: socket.socket | None = None
+        server: Any = store
+        while hasattr(server, "underlying_store"):
+            server = server.underlying_store
+        if hasattr(server, "host") and hasattr(server, "port"):
+            with contextlib.suppress(OSError):
+                self._line = socket.create_connection((server.host, server.port), timeout=_ANSWERS_WITHIN)
+                self._line.setblocking(False)
+
+    def set(self, key: str, value: str) -> None:
+        """Leaves a message; RuntimeError without a store."""
+        self._asked().set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """A message, if it is there; RuntimeError without a store."""
+        store = self._asked()
+        return store.get(key) if store.check([key]) else None
+
+    def close(self) -> None:
+        """Ends the connection; later questions find no store."""
+        self._store = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _asked(self) -> "Store":
+        if self._line is not None and self._is_cut(self._line):
+            self.close()
+        if self._store is None:
+            raise RuntimeError("the store that the ranks share is gone")
+        return self._store
+
+    @staticmethod
+    def _is_cut(line: socket.socket) -> bool:
+        try:
+            return line.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+@final
 class Peers:
     """All ranks of a group, this one included."""
 
     def __init__(self, store: "Store", rank: int, world_size: int, record: Record) -> None:
-        self._store = store
+        self._messages = Messages(store)
         self._rank = rank
         self._record = record
         self.watched = [Watched(other) for other in range(world_size)]
         self._unknown = set(range(world_size))
         me = {"host": _host(), "pid": os.getpid(), "descriptor": record.descriptor, "token": record.token.hex()}
         self._me: dict[str, Any] = me
-        store.set(f"who/{rank}", json.dumps(me))
+        self._messages.set(f"who/{rank}", json.dumps(me))
 
     @property
     def memories(self) -> list[mmap.mmap]:
@@ -131,10 +185,10 @@ class Peers:
     def meet(self) -> None:
         """Maps the memories of those that have introduced themselves since; raises RuntimeError without a store."""
         for rank in list(self._unknown):
-            key = f"who/{rank}"
-            if not self._store.check([key]):
+            said = self._messages.get(f"who/{rank}")
+            if said is None:
                 continue
-            who = json.loads(self._store.get(key))
+            who = json.loads(said)
             if who["host"] == self._me["host"] and who["descriptor"] >= 0:
                 self.watched[rank].map(who["pid"], who["descriptor"], who["token"])
             self._unknown.discard(rank)
@@ -151,21 +205,36 @@ class Peers:
 
     def send(self) -> None:
         """Tells the other machines how this process is."""
-        self._store.set(f"image/{self._rank}", self._record.image().hex())
+        self._messages.set(f"image/{self._rank}", self._record.image().hex())
 
     def receive(self) -> None:
         """Takes in how those on other machines are."""
         for one in self.watched:
-            key = f"image/{one.rank}"
-            if not one.is_local and self._store.check([key]):
-                one.image = bytes.fromhex(self._store.get(key).decode())
+            image = None if one.is_local else self._messages.get(f"image/{one.rank}")
+            if image is not None:
+                one.image = bytes.fromhex(image.decode())
+
+    def stop_asking(self) -> None:
+        """This process asks the store no more, and says so to rank 0, which may have to serve it until then."""
+        with contextlib.suppress(RuntimeError):
+            self._messages.set(f"quiet/{self._rank}", "")
+        self._messages.close()
+
+    def outlast(self, seconds: float) -> None:
+        """Returns once no other process asks the store any more, or after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        asking = [one.rank for one in self.watched if one.rank != self._rank and not one.is_local]
+        while asking and time.monotonic() < deadline:
+            asking = [rank for rank in asking if self._messages.get(f"quiet/{rank}") is None]
+            time.sleep(_LOOK_EVERY)
 
     def look(self) -> list[RankState]:
         """How all are now."""
         return [one.look() for one in self.watched]
 
     def close(self) -> None:
-        """Lets go of the others' memories."""
+        """Unmaps the records of the other ranks and closes the store."""
+        self._messages.close()
         for one in self.watched:
             one.close()
 

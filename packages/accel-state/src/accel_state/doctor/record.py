@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType, FrameType
 from typing import final
 from zlib import crc32
@@ -20,8 +19,9 @@ from zlib import crc32
 SLOTS, _TEXT = 32, 232
 _HEADER = struct.Struct("<16sQQQH")
 """Token, number of the newest entry, time of the last beat, processor time then, length of the beat's text."""
-_ENTRY = struct.Struct("<QQQH")
-"""Number, when it began and ended (0: not yet) in ns of CLOCK_MONOTONIC, length of its text."""
+_ENTRY = struct.Struct("<QQQQH")
+"""Number, common number (0: none), when it began and ended (0: not yet) in ns of CLOCK_MONOTONIC, length of text."""
+_ENDED, _ENDED_AT = struct.Struct("<Q"), 24
 _SLOT = _ENTRY.size + _TEXT
 _BEAT_TEXT = 2048
 _SHARED = struct.Struct("<QQ")
@@ -96,8 +96,9 @@ class Record:
         self._number = 0
         self.sequence = 0
         self._open: list[int] = []
+        self._together = 0
         self._main = threading.main_thread().ident
-        self._texts: dict[tuple[CodeType | None, int, str, str], bytes] = {}
+        self._texts: dict[tuple[int, int, str, str], tuple[bytes, int, CodeType | None]] = {}
         _HEADER.pack_into(self._memory, 0, self.token, 0, time.monotonic_ns(), 0, 0)
 
     def enter(self, operation: str, detail: str, *, shared: bool) -> bool:
@@ -105,15 +106,19 @@ class Record:
         if threading.get_ident() != self._main:
             return False
         memory, sequence = self._memory, 0
-        if shared and not self._open:  # else it is a part of an operation that is noted already
-            sequence = self.sequence = self.sequence + 1
         number = self._number = self._number + 1
-        text = self._text(operation, detail, _user_frame(sys._getframe(1)), sequence)
+        if shared and not self._together:  # else it is a part of an operation that is numbered already
+            sequence = self.sequence = self.sequence + 1
+            self._together = number
+        frame = _user_frame(sys._getframe(1))
+        key = (0, -1, operation, detail) if frame is None else (id(frame.f_code), frame.f_lasti, operation, detail)
+        text, digest, _ = self._texts.get(key) or self._describe(key, frame)
         offset = _SLOTS_AT + (number % SLOTS) * _SLOT
-        memory[offset + _ENTRY.size : offset + _ENTRY.size + len(text)] = text
-        _ENTRY.pack_into(memory, offset, number, time.monotonic_ns(), 0, len(text))
+        begin = offset + _ENTRY.size
+        memory[begin : begin + len(text)] = text
+        _ENTRY.pack_into(memory, offset, number, sequence, time.monotonic_ns(), 0, len(text))
         if sequence:  # last: who sees it may read the entry
-            _SHARED.pack_into(memory, _shared_offset(sequence), sequence, crc32(f"{operation} {detail}".encode()))
+            _SHARED.pack_into(memory, _shared_offset(sequence), sequence, digest)
         self._open.append(number)
         return True
 
@@ -135,14 +140,15 @@ class Record:
     def leave(self) -> None:
         """Notes that the operation begun last has ended."""
         number = self._open.pop()
-        offset = _SLOTS_AT + (number % SLOTS) * _SLOT
-        held, began, _, length = _ENTRY.unpack_from(self._memory, offset)
-        if held == number:
-            _ENTRY.pack_into(self._memory, offset, number, began, time.monotonic_ns(), length)
+        if number == self._together:
+            self._together = 0
+        if self._number - number < SLOTS:  # else its place is another's by now
+            offset = _SLOTS_AT + (number % SLOTS) * _SLOT
+            _ENDED.pack_into(self._memory, offset + _ENDED_AT, time.monotonic_ns())
 
     def withdraw(self) -> None:
         """The operation begun last was refused before any other rank was needed: it counts for nothing."""
-        if self._open == [self._number] and self.sequence:
+        if self._together == self._number and self.sequence:
             _SHARED.pack_into(self._memory, _shared_offset(self.sequence), 0, 0)
             self.sequence -= 1
 
@@ -167,18 +173,19 @@ class Record:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _text(self, operation: str, detail: str, frame: FrameType | None, sequence: int) -> bytes:
-        code = None if frame is None else frame.f_code
-        key = (code, -1 if frame is None else frame.f_lasti, operation, detail)
-        text = self._texts.get(key)
-        if text is None:
-            site = "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            parts = (operation[:32], detail[:88], site[-88:])
-            text = (_SEPARATOR.join(parts) + _SEPARATOR).encode()[: _TEXT - 12]
-            if len(self._texts) > 4096:
-                self._texts.clear()
-            self._texts[key] = text
-        return text + b"%d" % sequence
+    def _describe(self, key: tuple[int, int, str, str], frame: FrameType | None) -> tuple[bytes, int, CodeType | None]:
+        """The text and the digest of an operation, kept for the next time that this line does the same.
+
+        With the code, which lives as long, so that no other has its ``id``: hashing code itself takes longer.
+        """
+        operation, detail = key[2:]
+        site = "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        text = _SEPARATOR.join((operation[:32], detail[:88], site[-88:])).encode()[:_TEXT]
+        digest = crc32(f"{operation} {detail}".encode())
+        if len(self._texts) > 4096:
+            self._texts.clear()
+        described = self._texts[key] = text, digest, None if frame is None else frame.f_code
+        return described
 
 
 def _shared_offset(sequence: int) -> int:
@@ -192,11 +199,11 @@ def decode(image: bytes) -> Snapshot:
     entries = []
     for slot in range(SLOTS):
         offset = _SLOTS_AT + slot * _SLOT
-        number, began, ended, size = _ENTRY.unpack_from(image, offset)
+        number, sequence, began, ended, size = _ENTRY.unpack_from(image, offset)
         parts = image[offset + _ENTRY.size : offset + _ENTRY.size + size].decode(errors="replace").split(_SEPARATOR)
-        if number and len(parts) == 4 and parts[3].isdigit():
+        if number and len(parts) == 3:
             times = began / 1e9, ended / 1e9 if ended else None
-            entries.append(Entry(number, int(parts[3]), parts[0], parts[1], parts[2], *times))
+            entries.append(Entry(number, sequence, parts[0], parts[1], parts[2], *times))
     entries.sort(key=lambda entry: entry.number)
     return Snapshot(tuple(entries), beat / 1e9, processor / 1e9, said)
 
@@ -205,14 +212,21 @@ _OURS = frozenset({"accel", "accel_state", "accel_data", "accel_backends", "acce
 _THEIRS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(os.__file__) + os.sep)
 
 
-@lru_cache(maxsize=4096)
 def _belongs_to_library(file: str, module: str) -> bool:
     return file.startswith("<") or module.partition(".")[0] in _OURS or any(part in file for part in _THEIRS)
 
 
+# Of files whose code has run: looked up for every frame above every collective.
+_library_files: dict[str, bool] = {}
+
+
 def is_library(frame: FrameType) -> bool:
     """Whether code is Python's, an installed package's or ours, rather than the program's own."""
-    return _belongs_to_library(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
+    found = _library_files.get(file)
+    if found is None:
+        found = _library_files[file] = _belongs_to_library(file, frame.f_globals.get("__name__", ""))
+    return found
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

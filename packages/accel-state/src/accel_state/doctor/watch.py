@@ -12,7 +12,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.doctor import active
-from accel_state.doctor.diagnosis import REMARKABLE, STALLED, Diagnosis, RankState, diagnose, first_difference
+from accel_state.doctor.diagnosis import (
+    REMARKABLE,
+    STALLED,
+    Diagnosis,
+    RankState,
+    describe,
+    diagnose,
+    first_difference,
+    late,
+)
 from accel_state.doctor.flight import flight_record
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 _PULSE = 0.5
 _DISTANT_PULSE = 2.0
 _GRACE = 5.0
+_MEETING = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
 
@@ -36,11 +46,11 @@ class Doctor:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.record = Record()
-        self._group = group
+        self._group: ProcessGroup | None = group
         self._rank, self._size = group.rank(), group.size()
         store = PrefixStore("accel/doctor", group.get_group_store().clone())  # type: ignore[attr-defined]
         self._peers = Peers(store, self._rank, self._size, self.record)
-        self._main = threading.main_thread().ident or 0
+        self.main = threading.main_thread().ident or 0
         self._finding: Diagnosis | None = None
         self._remarked: int | None = None
         self._patience = REMARKABLE
@@ -53,13 +63,29 @@ class Doctor:
         self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
 
     def start(self) -> "Doctor":
-        """Begins to watch."""
-        self.record.beat(describe_place(self._main))
+        """Begins to watch, once the ranks know each other: the first collective is compared like every other.
+
+        Those that do not come within a few seconds are met later.
+        """
+        self.record.beat(describe_place(self.main))
+        self._meet()
         self._thread.start()
         active.add(self)
         atexit.register(self.close)
         self._shown_by, sys.excepthook = sys.excepthook, self._uncaught
         return self
+
+    def _meet(self) -> None:
+        deadline, pause = time.monotonic() + _MEETING, 1e-3
+        with contextlib.suppress(RuntimeError):  # the watch finds the same, and goes on without the store
+            self._peers.meet()
+            while not self._peers.complete and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+                self._peers.meet()
+        self._memories = self._peers.memories
+        if self._peers.complete:
+            self._informed.set()
 
     def close(self) -> None:
         """This rank leaves: says so, and why, and watches no more. Twice is once."""
@@ -78,8 +104,12 @@ class Doctor:
             with contextlib.suppress(RuntimeError):
                 if self._peers.scattered or farewell:  # one that has not mapped the memory by now cannot any more
                     self._peers.send()
+                    if self._rank == 0:  # which may serve the store, and would take it along
+                        self._peers.outlast(2 * _PULSE)
+                self._peers.stop_asking()
             self._peers.close()
             self.record.close()
+            self._group = None  # a process that is forked later has no use for it, nor for its connections
 
     def concerns(self, group: Any) -> bool:
         """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
@@ -115,10 +145,25 @@ class Doctor:
             informed = self._informed.is_set() or deadline - time.monotonic() < _SEARCH / 2
             found = diagnose(self._look(), lost=True) if informed else None
             if found is None or not found.final:
-                found = None
+                found = late(self._look(), self._rank) if informed and active.has_timed_out(broken) else None
+                if found is not None:
+                    break
                 time.sleep(0.1)
         if found is not None:
             raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
+
+    def passed_by(self) -> dict[int, str]:
+        """Ranks that cannot come to what this one is about to do first, and where each is.
+
+        They have ended, or are inside of a common operation that this rank has not reached.
+        """
+        states = self._look()
+        return {
+            state.rank: describe(state)
+            for state in states
+            if state.life in ("dead", "left")
+            or (state.current is not None and state.current.sequence > self.record.sequence)
+        }
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Adds what is known of the other ranks to an error that ends the program.
@@ -156,7 +201,7 @@ class Doctor:
         sent = 0.0
         lost = False
         while not self._closed.wait(_PULSE if self._informed.is_set() else 0.05):
-            self.record.beat(describe_place(self._main))
+            self.record.beat(describe_place(self.main))
             try:
                 if not lost and not self._peers.complete:
                     self._peers.meet()
@@ -171,6 +216,9 @@ class Doctor:
             if lost or self._peers.complete:
                 self._informed.set()
             states = self._look()
+            if not lost and states[0].life in ("left", "dead"):
+                lost = True
+                self._peers.stop_asking()
             own = states[self._rank]
             if own.waiting >= STALLED:
                 self._examine(states)
@@ -197,7 +245,8 @@ class Doctor:
             _say(found.text)
         _say(f"stacks of rank {self._rank}:\n{_stacks()}{flight_record()}")
         before = self.record.read().current
-        _break_connections(self._group)
+        if self._group is not None:
+            _break_connections(self._group)
         deadline = time.monotonic() + _GRACE
         while time.monotonic() < deadline:
             if self._closed.wait(0.05):
