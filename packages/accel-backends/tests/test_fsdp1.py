@@ -258,3 +258,14 @@ def test_a_whole_state_goes_where_its_options_say(rank: int) -> None:
     assert bool(backend.whole_model_state(model)) == (rank == 0)
     state = backend.whole_optimizer_state(optimizer, [model])
     assert state["state"]["first.weight"]["exp_avg"].shape == (16, 8)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16", torch.float32), ("bf16,output=none", torch.bfloat16), ("bf16-true", torch.bfloat16)],
+)
+def test_outputs_have_the_dtype_of_the_policy(precision: str, expected: torch.dtype) -> None:
+    backend = open_backend(precision)
+    model = backend.prepare(Bundle([make_model("transformer")])).models[0]
+    assert model(tokens(0)).dtype == expected

@@ -216,3 +216,14 @@ def test_reading_options_again_changes_nothing() -> None:
 @pytest.mark.parametrize(("version", "name"), [(2, "fsdp"), ("1", "fsdp1")])
 def test_the_version_names_the_backend(version: Any, name: str) -> None:
     assert Plugin(fsdp_version=version).backend == name
+
+
+def test_unused_parameters_are_refused_by_a_torch_that_cannot_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    from accel_backends.fsdp_shard import check_torch
+
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)  # as before torch 2.13
+    check_torch(Plugin())
+    with pytest.raises(ConfigError, match=r"needs torch 2\.13 or newer .*nearest: leave it out"):
+        check_torch(Plugin(find_unused_parameters=True))

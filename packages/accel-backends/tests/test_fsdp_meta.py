@@ -68,6 +68,29 @@ def test_other_ranks_values_can_be_dropped_first(rank: int) -> None:
     assert backend.step(optimizer)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+def test_all_shards_train_where_other_ranks_values_are_dropped(rank: int, stepped: bool) -> None:
+    def step(model: nn.Module, optimizer: Any, backward: Any, tokens: torch.Tensor) -> None:
+        backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batches = torch.randint(0, 32, (3, 4, 6), generator=torch.Generator().manual_seed(0))
+    backend = open_backend(cpu_ram_efficient_loading=True)
+    model, expected = (make_model("transformer", dtype=torch.float64) for _ in range(2))
+    optimizer, stepping = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, expected))
+    for one, other in ((model, optimizer), (expected, stepping)) if stepped else ():
+        step(one, other, torch.Tensor.backward, batches[0])
+    backend.prepare(Bundle([model], [optimizer]))
+    for tokens in batches[1:]:
+        step(expected, stepping, torch.Tensor.backward, tokens)
+        step(model, optimizer, backend.backward, tokens.chunk(2)[rank])
+    state = whole(backend, model)
+    for name, value in expected.named_parameters():
+        assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
+
+
 class Own(nn.Module):
     """No reset_parameters."""
 

@@ -292,3 +292,16 @@ def test_options_are_made_of_plain_mappings():
 def test_options_that_are_none_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         Options.build(values)
+
+
+def test_a_hook_that_writes_into_the_losss_gradient_changes_that_backward_only(single):
+    backend = single()
+    found = []
+    for hooked in (True, False, False):
+        weight = nn.Parameter(torch.ones(2))
+        loss = weight.sum()
+        if hooked:
+            loss.register_hook(lambda gradient: gradient.mul_(2.0))
+        backend.backward(loss, scale=0.5)
+        found.append(weight.grad.tolist())
+    assert found == [[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]

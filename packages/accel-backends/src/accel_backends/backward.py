@@ -15,11 +15,12 @@ class ScaledBackward:
     A factor enters as that gradient, which gives the same as multiplying the loss and saves the product.
     """
 
-    __slots__ = ("_key", "_root")
+    __slots__ = ("_key", "_root", "_version")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._root: torch.Tensor | None = None
+        self._version = 0
 
     def __call__(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
         """Computes the gradients; ``kwargs`` go to ``torch.Tensor.backward``.
@@ -44,10 +45,12 @@ class ScaledBackward:
 
     def _gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         key = (scale, loss.dtype, loss.device, loss.shape)
-        if self._root is None or self._key != key:
+        # A hook on the loss gets this very tensor, and may have written into it.
+        if self._root is None or self._key != key or self._root._version != self._version:
             if loss.numel() != 1:
                 raise RuntimeError("not a scalar")  # explained by the caller
             self._key, self._root = key, torch.full_like(loss, scale, requires_grad=False)
+            self._version = self._root._version
         return self._root
 
 

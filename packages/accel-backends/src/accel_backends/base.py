@@ -1,5 +1,6 @@
 """Everything that differs between one device and many: the one seam."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_backends.alike import compare_bundles
 from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, finite, scale_gradients
+from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, finite, norm_of_held, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.held import Held
+from accel_backends.masters import upcast_parameters
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
+from accel_backends.scaling import check_scaled, scaled_backward, scaled_step
 from accel_backends.spreading import BackendSpread
 from accel_backends.stateful import BackendStates
 from accel_backends.watching import Keep, watch_steps
@@ -109,7 +113,7 @@ class Backend(BackendStates, BackendSpread):
         Collective: every rank prepares the same, and if one cannot, all raise.
 
         Raises:
-            PrepareError: see ``check_bundle``.
+            PrepareError: see ``check_bundle``; ranks prepare models or optimizers that differ.
         """
         problem: Exception | None = None
         try:
@@ -128,6 +132,8 @@ class Backend(BackendStates, BackendSpread):
         except PrepareError as error:
             problem = error
         self._agree(problem)
+        if self.session.world_size > 1:
+            compare_bundles(bundle, group=self.session.group)
         return self.bind(bundle)
 
     def check(self, bundle: Bundle) -> None:
@@ -156,6 +162,8 @@ class Backend(BackendStates, BackendSpread):
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """One model of a bundle, prepared. Default: placed, given its precision, and wrapped if it trains."""
+        if training:
+            upcast_parameters(model, self.policy)
         model = self.apply_precision(self.place(model) if placed else model)
         return self.prepare_model(model) if training else model
 
@@ -248,13 +256,22 @@ class Backend(BackendStates, BackendSpread):
 
         Raises:
             BackendError: a loss that is no scalar or has no graph.
+            PrecisionError: gradients from which the loss scale was taken out have got others added that carry it.
         """
-        self._backward(loss, scale if self.scaler is None else scale * self.scaler.current, kwargs)
+        if self.scaler is None:
+            self._backward(loss, scale, kwargs)
+        else:
+            scaled_backward(self.scaler, lambda factor: self._backward(loss, scale * factor, kwargs))
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Takes the loss scale out of gradients, once for each optimizer in a step. Default: if there is a scaler."""
+        """Takes the loss scale out of gradients, once for each optimizer in a step. Default: if there is a scaler.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled.
+        """
         if self.scaler is not None:
             for optimizer in optimizers:
+                check_scaled(self.scaler, optimizer, self._owned.names)
                 self.scaler.unscale(optimizer)
 
     def clip_grad_norm(
@@ -279,6 +296,20 @@ class Backend(BackendStates, BackendSpread):
             pieces=self.gradient_pieces,
         )
 
+    def norm_so_far(
+        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """The norm of what this rank holds of a window that is still open, without the loss scale. Collective.
+
+        Nothing is changed. Default: of what ``held_gradients`` gives for these parameters of the models.
+        """
+        if type(self).held_gradients is Backend.held_gradients:
+            norm = self.clip_grad_norm(parameters, math.inf, norm_type)
+        else:
+            held = [(named_parameters(model), self.held_gradients(model)) for model in models]
+            norm = norm_of_held(held, parameters, norm_type)
+        return norm if self.scaler is None else norm / self.scaler.current
+
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limits unscaled gradients element by element.
 
@@ -292,14 +323,23 @@ class Backend(BackendStates, BackendSpread):
         scale_gradients(models, factor)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Updates parameters; False if the step was left out on all ranks because gradients overflowed."""
+        """Updates parameters; False if the step was left out on all ranks because gradients overflowed.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled, where there is a loss scale.
+        """
         if self.scaler is not None:
-            return self.scaler.step(optimizer, closure)
+            return scaled_step(self.scaler, optimizer, closure, names=self._owned.names)
         if closure is None:
             optimizer.step()
         else:
             optimizer.step(closure)
         return True
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises BackendError for a parameter group whose gradients would not be averaged over ranks."""
+        if self.gradient_average > 1 or self.capabilities.sharded:
+            self._owned.check_added(group["params"])
 
     def update_scaler(self, *, hold: bool = False) -> None:
         """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler.
@@ -312,6 +352,12 @@ class Backend(BackendStates, BackendSpread):
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clears gradients. Default: the optimizer does."""
         optimizer.zero_grad(set_to_none=set_to_none)
+        if self.scaler is not None:
+            self.scaler.forget(optimizer)
+
+    def overflow_dropped(self) -> bool:
+        """Whether gradients that overflowed were cleared without a step, so that the loss scale has to adapt."""
+        return self.scaler is not None and self.scaler.overflow_dropped()
 
     def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
         """Calls ``keep`` before each step with this rank's parts of the gradients. Default: as parameters hold them."""

@@ -26,6 +26,8 @@ class Capabilities:
         gathers_fp8: whether sharded weights can be gathered in 8 bits.
         offload: whether parameters or optimizer states can live on the host.
         meta_device: whether it takes models without values and gives them theirs.
+        loads_in_place: whether a state may be loaded whose tensors are, in part, those of ``model_state`` and
+            ``optimizer_state`` themselves, with new values in them.
     """
 
     device_types: frozenset[str] | None = None
@@ -37,6 +39,7 @@ class Capabilities:
     gathers_fp8: bool = False
     offload: bool = False
     meta_device: bool = False
+    loads_in_place: bool = False
 
     def refusal(self, backend: str, policy: PrecisionPolicy, device_type: str, world_size: int) -> str | None:
         """Why the combination is not possible, with the nearest that is; None if it is."""

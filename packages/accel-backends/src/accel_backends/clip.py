@@ -103,6 +103,22 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Piece
     return _joined(parts, norm_type, _local(gradients[0]).device)
 
 
+def norm_of_held(
+    models: Iterable[tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]],
+    parameters: "torch.Tensor | Iterable[torch.Tensor]",
+    norm_type: float,
+) -> torch.Tensor:
+    """The norm of what is held for these parameters, of models given as their parameters and gradients by name."""
+    asked = {id(parameter) for parameter in _listed(parameters)}
+    held = [
+        gradients[name]
+        for named, gradients in models
+        for name, parameter in named.items()
+        if id(parameter) in asked and name in gradients
+    ]
+    return total_norm(held, norm_type) if held else torch.tensor(0.0)
+
+
 def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
     """The names of the parameters whose gradients, as far as they are here, hold nan or inf; the first ten."""
     known = names() if names is not None else {}

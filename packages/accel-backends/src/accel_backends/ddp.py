@@ -14,6 +14,7 @@ from accel_backends.averaging import average_tensors
 from accel_backends.base import _NOTHING, Backend
 from accel_backends.capabilities import Capabilities
 from accel_backends.config import BackendConfig
+from accel_backends.ddp_reduction import Reduction
 from accel_backends.hooks import DDPCommunicationHookType, hook_name, reduce_in, register_comm_hook
 from accel_backends.names import named_parameters, wrapped_name
 from accel_precision.policy import dtype_name
@@ -28,7 +29,8 @@ class DDPConfig(BackendConfig):
         dim: dimension along which batches are spread (torch's own, without use here).
         broadcast_buffers: give buffers of rank 0 to all before each forward.
         bucket_cap_mb: size of the buckets in which gradients are sent, MiB.
-        find_unused_parameters: look in each forward for parameters that get no gradient; slower, needed if there are.
+        find_unused_parameters: look in each forward for parameters that get no gradient, so that others do not wait
+            for them; faster where most steps leave some out, slower otherwise. Gradients are the same either way.
         check_reduction: accepted, without effect in torch.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of them.
         static_graph: promise that every step runs the same graph.
@@ -109,7 +111,11 @@ class DDPBackend(Backend):
 
     name: ClassVar[str] = "ddp"
     Config: ClassVar[type[BackendConfig]] = DDPConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(uneven_inputs=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(uneven_inputs=True, loads_in_place=True)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reductions: list[Reduction] = []
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """The model in DDP, or itself if it is frozen, wrapped by the user already, or there is one rank only.
@@ -118,7 +124,11 @@ class DDPBackend(Backend):
             PrepareError: parameters that are sharded already (DTensors).
         """
         bare = not any(parameter.requires_grad for parameter in model.parameters())
-        if bare or self.session.world_size == 1 or find_ddp(model) is not None:
+        if bare or self.session.world_size == 1:
+            return model
+        given = find_ddp(model)
+        if given is not None:
+            self._reductions.append(Reduction(given, given.process_group))
             return model
         _check_whole(model)
         config = cast(DDPConfig, self.config)
@@ -131,7 +141,23 @@ class DDPBackend(Backend):
             model, device_ids=device_ids, process_group=self.session.group, **config.arguments()
         )
         self._register_hook(wrapped, config)
+        self._reductions.append(Reduction(wrapped, self.session.group))
         return wrapped
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Forgets their reductions as well."""
+        models = list(models)
+        gone = [find_ddp(model) for model in models]
+        self._reductions[:] = [one for one in self._reductions if one.model not in (None, *gone)]
+        super().release(models)
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """As on one device; then the gradients of every model that synchronises are means over ranks."""
+        for reduction in self._reductions:
+            reduction.prepare(loss)
+        super().backward(loss, scale=scale, **kwargs)
+        for reduction in self._reductions:
+            reduction.finish()
 
     @property
     def gradient_average(self) -> int:
@@ -206,10 +232,12 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # What DDP.forward does when it knows that the next backward is to synchronise; there is no public name for it.
-    if torch.is_grad_enabled() and not before:
-        model.require_forward_param_sync = True
+    # What DDP.forward does when it knows that the next backward is to synchronise; there is no public name for it. The
+    # search for unused parameters starts from the loss, in ``backward``.
+    prepared = model.require_forward_param_sync is True
+    if torch.is_grad_enabled() and not prepared and not model.find_unused_parameters:
         model.reducer.prepare_for_backward([])
+        model.require_forward_param_sync = True
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
 from accel_backends.compile import TorchDynamoPlugin, compile_regions
 from accel_backends.config import BackendConfig
+from accel_backends.copying import refuse_copies
 from accel_backends.deepspeed_agreement import LAYERS, SEQUENCES
 from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
 from accel_backends.deepspeed_config import DeepSpeedConfig
@@ -112,6 +113,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         prepared, result = bind_model(self, bundle)
         self._engines.add(prepared)
         self._owned.add(innermost(model), prepared.engine)
+        refuse_copies([prepared.engine], type(innermost(model)).__name__, self.name)
         return replace(bundle, models=[prepared.engine], optimizers=result.optimizers, schedulers=result.schedulers)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -181,7 +183,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         run_backward(used, loss if scale == 1.0 else loss * scale, retain_graph=retain_graph)
         if not retain_graph:
             for prepared in used:
-                prepared.outputs.clear()
+                prepared.open = False
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
         """Multiplies what engines have accumulated, before it is reduced where that is still to come."""
@@ -238,14 +240,17 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         Without a backward since the last one there is nothing to step with, and nothing happens.
 
         Raises:
-            BackendError: a closure, or an optimizer of no engine.
+            BackendError: a closure, an optimizer of no engine, or gradients that it would leave out.
         """
         if closure is not None:
             raise BackendError("DeepSpeed's optimizers take no closure; compute the loss before step()")
         prepared = self._engines.of_optimizer(optimizer)
         gradients = prepared.gradients
         assert gradients is not None
-        return gradients.step() if gradients.filled else True
+        if gradients.filled:
+            return gradients.step()
+        gradients.check_empty()
+        return True
 
     def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
         """Calls ``keep`` with this rank's parts, reduced and not yet clipped, before each step of the engine."""
@@ -260,7 +265,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.gradients is not None and prepared.gradients.filled:
             prepared.gradients.discard()
-            prepared.outputs.clear()
+            prepared.open = False
 
     # States
 

@@ -85,6 +85,7 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
     check_experts(model, stage)
     for optimizer in bundle.optimizers:
         check_whole(optimizer, stage, cut=options.tensor_parallel_size > 1)
+    check_sparse(model)
     scalars = [name for name, parameter in named_parameters(model).items() if parameter.dim() == 0]
     if scalars:
         raise PrepareError(
@@ -99,6 +100,20 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
             f"({', '.join(left[:3])}), whose gradients ZeRO would not reduce; give them to it, or freeze them with "
             "requires_grad_(False)"
         )
+
+
+def check_sparse(model: nn.Module) -> None:
+    """Refuses embeddings whose gradients are sparse, which ZeRO cannot spread over ranks.
+
+    Raises:
+        PrepareError: the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise PrepareError(
+                f"{name or type(module).__name__} is an {type(module).__name__} with sparse=True, whose gradients "
+                "DeepSpeed cannot spread over ranks; nearest: sparse=False, or strategy='ddp'"
+            )
 
 
 def check_values(model: nn.Module) -> None:

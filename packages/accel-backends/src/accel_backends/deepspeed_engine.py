@@ -24,6 +24,9 @@ from accel_state.nested import map_leaves
 if TYPE_CHECKING:
     from accel_state.session import Session
 
+# Under which key the node of an engine's output holds the id of what is prepared.
+_ENGINE = "accel_engine"
+
 
 @final
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,7 @@ class Prepared:
         clip: the norm that the configuration clips to, 0 for none, and where it says so.
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model.
-        outputs: graph nodes of what forward gave since the last backward, to tell engines of one process apart.
+        open: there has been a forward with a graph since the last backward.
         first: what looks at the gradients of the first backward; None: nothing does, or did already.
     """
 
@@ -51,7 +54,7 @@ class Prepared:
     clip: tuple[float, str]
     saves_16bit: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    open: bool = False
     first: FirstGradients | None = None
 
     def compare_first(self) -> None:
@@ -66,6 +69,8 @@ class Prepared:
             handle.remove()
         if self.first is not None:
             self.first.remove()
+        if self.gradients is not None:
+            self.gradients.remove()
         self.engine.destroy()
         forget_module(self.engine.module)
         self.engine.__dict__.pop(WRAPS, None)
@@ -185,20 +190,20 @@ def forget_first_step(prepared: Prepared) -> None:
 
 def engine_of_graph(candidates: list[Prepared], loss: torch.Tensor) -> list[Prepared]:
     """The engines whose outputs a loss was computed from, in the order of ``candidates``."""
-    wanted = {id(node): prepared for prepared in candidates for node in prepared.outputs}
-    found: list[Prepared] = []
-    seen: set[int] = set()
-    stack = [loss.grad_fn]
-    while stack and len(found) < len(candidates):
+    wanted = set(map(id, candidates))
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack and found != wanted:
         node = stack.pop()
-        if node is None or id(node) in seen:
+        if node is None or node in seen:
             continue
-        seen.add(id(node))
-        owner = wanted.get(id(node))
-        if owner is not None and owner not in found:
-            found.append(owner)
+        seen.add(node)
+        owner = node.metadata.get(_ENGINE)
+        if owner in wanted:
+            found.add(owner)
         stack += [below for below, _ in node.next_functions]
-    return [prepared for prepared in candidates if prepared in found]
+    return [prepared for prepared in candidates if id(prepared) in found]
 
 
 def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -247,22 +252,25 @@ def _through(others: list[Prepared], run: Callable[[], None]) -> None:
 
 @final
 class _Remember:
-    """Notes the graph nodes of an engine's outputs."""
+    """Marks the graph nodes of an engine's outputs, which live as long as their graph."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self._outputs = prepared.outputs
+        self._prepared = prepared
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                self._outputs.append(leaf.grad_fn)
-            return leaf
+        if not torch.is_grad_enabled():
+            return
+        self._prepared.open = True
+        if isinstance(output, torch.Tensor):
+            self._note(output)
+        else:
+            map_leaves(self._note, output)
 
-        if torch.is_grad_enabled():
-            if isinstance(output, torch.Tensor):
-                note(output)
-            else:
-                map_leaves(note, output)
+    def _note(self, leaf: Any) -> Any:
+        node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        if node is not None:
+            node.metadata[_ENGINE] = id(self._prepared)
+        return leaf
 
 
 def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:

@@ -99,7 +99,7 @@ class Engines:
         trained = [one for one in self._all if one.gradients is not None]
         if len(trained) == 1:
             return trained
-        open_ = [one for one in trained if one.outputs]
+        open_ = [one for one in trained if one.open]
         if len(open_) > 1:
             open_ = engine_of_graph(open_, loss) or open_
         chosen = open_[:1] if len(open_) == 1 else open_ or trained[:1]

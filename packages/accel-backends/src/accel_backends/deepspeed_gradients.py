@@ -14,7 +14,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.clip import listed
+from accel_backends.deepspeed_by_hand import ByHand
 from accel_backends.deepspeed_cuts import is_cut, local_shape_of, part_of_whole, shape_of, whole_of_cut
+from accel_backends.deepspeed_order import ReductionOrder
 from accel_backends.watching import Keep
 from accel_state.errors import BackendError
 
@@ -27,8 +30,11 @@ class Gradients(ABC):
     Attributes:
         engine: the engine.
         parameters: the model's, by id.
+        names: of those, by id.
         filled: whether there has been a backward since the last step.
         settled: whether what there is has been reduced and lies where the step takes it from.
+        running: a backward of the backend is running.
+        order: in which order backwards reduce; None where none does.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -36,12 +42,18 @@ class Gradients(ABC):
         self.optimizer = engine.optimizer
         self.filled = False
         self.settled = False
+        self.running = False
         self._boundary: bool | None = None
         self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
+        self.names = {id(one): name for name, one in engine.module.named_parameters()}
+        held = {id(one) for group in engine.basic_optimizer.param_groups for one in group["params"]}
+        self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
         # Whoever looks at each rank's parts just before a step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
         # A method, of what, and what it gave for what is settled: the step need not call it again.
         self._done: tuple[Any, str, Any] | None = None
+        self.order: ReductionOrder | None = None
+        self._by_hand = ByHand(engine, lambda: self.running)
 
     def backward(self, run: Callable[[], Any]) -> None:
         """Runs one backward, whose gradients add to what there is."""
@@ -50,8 +62,21 @@ class Gradients(ABC):
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()  # without it stage 3 takes two backwards with no forward between them for one
-        run()
+        if self.order is not None:
+            self.order.forget()
+        self._by_hand.start()
+        self.running = True
+        try:
+            run()
+        finally:
+            self.running = False
         self.filled = True
+
+    def remove(self) -> None:
+        """Gives the engine its own methods back."""
+        self._by_hand.remove()
+        if self.order is not None:
+            self.order.remove()
 
     def settle(self) -> None:
         """Reduces what has been accumulated; collective.
@@ -65,6 +90,34 @@ class Gradients(ABC):
             raise BackendError("an optimizer step without gradients: no backward has run since the step before")
         self.reduce()
         self.settled = True
+
+    def check_empty(self) -> None:
+        """Refuses to pass over a step for which gradients have come in another way.
+
+        Raises:
+            BackendError: the engine's own ``backward`` was called, or one by hand.
+        """
+        if self._by_hand.own:
+            raise BackendError(
+                "the engine's own backward was called, whose gradients accelerator's step does not take; call "
+                "accelerator.backward(loss), or the engine's own step, too"
+            )
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses a step that would leave out gradients, or parameters, without a word.
+
+        Raises:
+            BackendError: see the messages.
+        """
+        thawed = [self.names[id(one)] for one in self._frozen if one.requires_grad]
+        if thawed:
+            raise BackendError(
+                f"{listed(thawed, 3)}: frozen when the model was prepared, and trained since; a DeepSpeed engine steps "
+                "the parameters that required gradients then; call requires_grad_(True) before prepare"
+            )
+        if self.order is not None:
+            self.order.check()
 
     def scale(self, factor: Factor) -> None:
         """Multiplies what there is."""
@@ -93,7 +146,12 @@ class Gradients(ABC):
         self.measure()
 
     def step(self) -> bool:
-        """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective."""
+        """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective.
+
+        Raises:
+            BackendError: it would leave out gradients or parameters without a word.
+        """
+        self._check()
         self.settle()
         for keep in self.watchers.values():
             keep(self.parts())

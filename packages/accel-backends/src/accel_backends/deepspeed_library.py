@@ -24,6 +24,7 @@ EXTRA = "accel-backends[deepspeed]"
 # A kernel for inference that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
 _SHM = "deepspeed_shm_comm"
 _STALE_AFTER = 600.0
+_COMPARES = "assert_ints_same_as_other_ranks"
 # What DeepSpeed sets in the environment when it is imported.
 _SETS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _DEVICES = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu")
@@ -122,6 +123,7 @@ def _tell_local_rank(session: "Session") -> ExitStack:
 
     It reads the rank from a variable that is there with some launchers only, and never in a program run as it is.
     """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.runtime.zero import utils
 
     undo = ExitStack()
@@ -129,6 +131,10 @@ def _tell_local_rank(session: "Session") -> ExitStack:
         compare = getattr(utils, name)
         undo.callback(setattr, utils, name, compare)
         setattr(utils, name, local_rank(session)(compare))
+    # It compares the modules of a forward on those ranks only that computed others than before: they would wait for
+    # the rest, and rank 0 would never hear of it. ``deepspeed_gathers`` compares on all of them.
+    undo.callback(setattr, coordinator, _COMPARES, getattr(coordinator, _COMPARES))
+    setattr(coordinator, _COMPARES, lambda numbers: None)
     return undo
 
 

@@ -1,5 +1,6 @@
 """Which optimizer and scheduler an engine gets: the user's, DeepSpeed's for the host, or those of its configuration."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,11 @@ def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
             f"{kind} evaluates a closure several times in a step, and a DeepSpeed engine steps once with the gradients "
             "that it has; nearest: strategy='fsdp' or 'ddp'"
         )
+    if _needs_two_backwards(optimizer):
+        raise PrepareError(
+            f"{kind} computes gradients twice for a step, between which it moves the parameters by gradients that it "
+            "looks at; a DeepSpeed engine keeps and reduces them elsewhere; nearest: strategy='ddp'"
+        )
     if not (stage or cut) or isinstance(optimizer, DummyOptim) or steps_by_element(optimizer):
         return
     if cut:
@@ -92,6 +98,13 @@ def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
         f"{kind} looks at whole parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
         "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
     )
+
+
+def _needs_two_backwards(optimizer: Optimizer) -> bool:
+    """Whether a step consists of two (SAM and the like), or cannot do without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs = closure is not None and closure.default is closure.empty
+    return needs or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
 
 
 def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accel_backends.deepspeed_gradients import Gradients
+from accel_backends.deepspeed_order import ReductionOrder, fill
 
 
 @final
@@ -27,6 +28,9 @@ class PartitionedGradients(Gradients):
         if not self.partitions:  # nothing travels in a backward, so no backward has to be told that it is not the last
             engine.enable_backward_allreduce = False
             engine.set_gradient_accumulation_boundary(True)
+        else:
+            each = [(one, index) for index, group in enumerate(self.optimizer.bit16_groups) for one in group]
+            self.order = ReductionOrder(self.optimizer, "process_gradients", each, names=self.names)
 
     def at_boundary(self, boundary: bool) -> None:
         """Told to the engine where a backward reduces, at stage 2."""
@@ -41,12 +45,23 @@ class PartitionedGradients(Gradients):
         else:
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
+            if torch.distributed.get_world_size(self.optimizer.dp_process_group) > 1:
+                self._fill_missing()
             self.engine.allreduce_gradients()
         if self._aside is not None:
             for tensor, before in zip(self.in_place(), self._aside, strict=True):
                 tensor.add_(before)
             self._aside = None
             self.measure()
+
+    def _fill_missing(self) -> None:
+        """Zeros for parameters without a gradient, of which other ranks may have one: all reduce the same."""
+        for group in self.optimizer.bit16_groups:
+            for parameter in group:
+                if parameter.requires_grad and self.optimizer.get_gradient_for_reduction(parameter) is None:
+                    fill(parameter)
+                    if self.optimizer.use_grad_accum_attribute:
+                        self.optimizer._fill_param_grad_accum_attribute(parameter)
 
     def reopen(self) -> None:
         """Keeps aside what the next reduction would replace."""

@@ -6,7 +6,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_gathers import Gathers
 from accel_backends.deepspeed_gradients import Gradients
+from accel_backends.deepspeed_order import ReductionOrder
 from accel_state.errors import BackendError
 
 
@@ -14,14 +16,32 @@ from accel_state.errors import BackendError
 class ShardedGradients(Gradients):
     """Stage 3: every backward reduces, and each rank's parts add up in one buffer."""
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        each = [(parameter,) for group in self.optimizer.fp16_groups for parameter in group]
+        self._gathers = Gathers(engine) if torch.distributed.get_world_size() > 1 else None
+        self.order = ReductionOrder(self.optimizer, "reduce_ready_partitions_and_remove_grads", each, names=self.names)
+
     def reduce(self) -> None:
-        """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is."""
+        """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is.
+
+        Raises:
+            CollectiveMismatchError: ranks computed different modules.
+        """
+        if self._gathers is not None:
+            self._gathers.compare()
         if self.optimizer.offload_optimizer:
             self.at_boundary(True)
             self.optimizer.finalize_gradient_accumulation_boundary()
 
     def reopen(self) -> None:
         """Nothing: the buffer stays as it is."""
+
+    def remove(self) -> None:
+        """Also of the gathers."""
+        super().remove()
+        if self._gathers is not None:
+            self._gathers.remove()
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """This rank's part goes into the buffer."""

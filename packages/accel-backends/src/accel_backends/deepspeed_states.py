@@ -18,6 +18,7 @@ from accel_backends.deepspeed_parts import Part, Parts
 from accel_backends.fsdp_states import gathered, is_dtensor
 from accel_backends.names import first_names, innermost, named_parameters, places
 from accel_backends.states import GROUPS, PARAMS, STATE, differences, fitted_groups
+from accel_state.doctor.active import recorded
 from accel_state.errors import CheckpointMismatchError
 
 STEP, EXTRA_STATE = "step", "_extra_state"
@@ -211,6 +212,18 @@ def whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, An
 
     Without ``parts``, weights are those that the model computes with.
     """
+    if engine.zero_optimization():
+        return _gathered_state(engine, parts, keep=keep)
+    return _whole_state(engine, parts, keep=keep)
+
+
+@recorded("get_state_dict", lambda engine, parts, keep: "")
+def _gathered_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
+    """As an operation that a rank cannot do by itself."""
+    return _whole_state(engine, parts, keep=keep)
+
+
+def _whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
         held = parts is not None and parts.holds(parameter)

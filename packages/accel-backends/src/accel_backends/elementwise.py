@@ -1,10 +1,12 @@
 """Optimizers that look beyond single elements, with which ranks that hold a part of each parameter cannot step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 #: torch's optimizers that, on the parts that a backend leaves every rank, fail or step elsewhere than on whole
@@ -17,8 +19,7 @@ BEYOND_ELEMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _TORCHS = "torch.optim"
-# Of a trial: shape of its parameters, elements of the first piece, and steps.
-_SHAPE, _CUT, _STEPS = (4, 6), 9, 2
+_STEPS = 2
 
 
 def beyond_elements(optimizer: Optimizer, backend: str) -> str | None:
@@ -27,45 +28,91 @@ def beyond_elements(optimizer: Optimizer, backend: str) -> str | None:
     return next((name for name in BEYOND_ELEMENTS[backend] if name in torchs), None)
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own, about which ``BEYOND_ELEMENTS`` says all there is."""
+    return type(optimizer).__module__.startswith(_TORCHS)
+
+
 def steps_by_element(optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates two pieces of a flat tensor as it updates the whole matrix: tried on a small one.
+    """Whether an optimizer updates pieces of flat tensors as it updates the whole ones; True if it cannot be tried."""
+    return tried_by_element(optimizer) is not False
 
-    torch's own are known. Of others one is made of the same class and options for each of the two; True where that
-    cannot be done, or where an optimizer does not do the same twice.
+
+def tried_by_element(optimizer: Optimizer) -> bool | None:
+    """Whether an optimizer updates pieces of flat tensors, on several ranks, as it updates whole ones; None: unknown.
+
+    torch's own are known; of others, some are made of the same class and options for small parameters. Unknown are
+    those that cannot be made so, that need more than gradients, or that do not do the same twice.
     """
-    if type(optimizer).__module__.startswith(_TORCHS):
+    if is_torchs(optimizer):
         return beyond_elements(optimizer, "deepspeed") is None
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = (torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS + 1))
+    trial = Trial.of(optimizer)
     with torch.random.fork_rng([]):
-        whole = _tried(type(optimizer), options, [value], [[one] for one in gradients])
-        again = _tried(type(optimizer), options, [value], [[one] for one in gradients])
-        if whole is None or again is None or not torch.equal(whole, again):
-            return True
-        pieces = _tried(type(optimizer), options, _pieces(value), [_pieces(one) for one in gradients])
-    return pieces is not None and torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6)
+        whole = trial.expected()
+        if whole is None:
+            return None
+        (matrix, vector), gradients = trial.values, trial.gradients
+        cut = 9
+        ranks = [
+            trial.stepped([matrix.flatten()[:cut]], [[one.flatten()[:cut]] for one, _ in gradients]),
+            trial.stepped([matrix.flatten()[cut:], vector], [[one.flatten()[cut:], other] for one, other in gradients]),
+        ]
+    return all(part is not None for part in ranks) and agree_closely(
+        whole, [tensor for part in ranks if part is not None for tensor in part]
+    )
 
 
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    flat = tensor.reshape(-1)
-    return [flat[:_CUT], flat[_CUT:]]
+@final
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A few steps of an optimizer's class and options on a small matrix and a vector.
 
+    Attributes:
+        values: the parameters before the first step.
+        gradients: of each step, one for each parameter.
+    """
 
-def _tried(
-    kind: type[Optimizer],
-    options: Mapping[str, Any],
-    values: Iterable[torch.Tensor],
-    gradients: Iterable[Sequence[torch.Tensor]],
-) -> torch.Tensor | None:
-    """What parameters are after these gradients, flattened into one; None if such an optimizer does not take them."""
-    parameters = [torch.nn.Parameter(value.clone()) for value in values]
-    try:
-        optimizer = kind(parameters, **options)
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+    values: Sequence[torch.Tensor]
+    gradients: Sequence[Sequence[torch.Tensor]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, rows: int = 4) -> "Trial":
+        """The trial of an optimizer like this one; ``rows``: of the matrix, and elements of the vector."""
+        group = optimizer.param_groups[0]
+        options = {key: value for key, value in group.items() if key in optimizer.defaults}
+        generator = torch.Generator().manual_seed(0)
+        values, *gradients = (
+            [torch.randn(shape, generator=generator) for shape in ((rows, 6), (rows,))] for _ in range(_STEPS + 1)
+        )
+        return cls(type(optimizer), options, values, gradients)
+
+    def expected(self) -> list[torch.Tensor] | None:
+        """The parameters after the steps; None if that cannot be found out, see ``tried_by_element``."""
+        whole, again = (self.stepped(self.values, self.gradients) for _ in range(2))
+        return whole if whole is not None and again is not None and all(map(torch.equal, whole, again)) else None
+
+    def stepped(
+        self, values: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor] | None:
+        """These parameters after steps with these gradients; None if such an optimizer does not take them."""
+        try:
+            return self.step([nn.Parameter(value.clone()) for value in values], gradients)
+        except Exception:
+            return None
+
+    def step(self, parameters: list[nn.Parameter], gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Makes the optimizer for the parameters and steps; raises what it raises."""
+        optimizer = self.kind(parameters, **self.options)
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-    except Exception:
-        return None
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        return [parameter.detach() for parameter in parameters]
+
+
+def agree_closely(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether two lists hold the same numbers, however they are cut, but for rounding."""
+    first, second = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (one, other))
+    return torch.allclose(first, second, rtol=1e-4, atol=1e-6)

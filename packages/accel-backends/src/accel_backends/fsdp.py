@@ -8,37 +8,50 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_backends.base import _NOTHING, Backend
 from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
+from accel_backends.compile import TorchDynamoPlugin
 from accel_backends.config import BackendConfig
+from accel_backends.copying import refuse_copies
+from accel_backends.fsdp_backward import explained
 from accel_backends.fsdp_check import (
+    check_flattened,
+    check_gradients,
+    check_hooks,
     check_model,
     check_optimizers,
     check_separate,
     compare_ranks,
     is_sharded,
-    upcast_parameters,
 )
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_fp8 import follow
 from accel_backends.fsdp_gradients import held_gradients, hold_gradients
+from accel_backends.fsdp_loading import take_whole_tensors
 from accel_backends.fsdp_mesh import Spread
 from accel_backends.fsdp_shard import (
     Sharded,
     Sharder,
     adopt,
     average_whole,
+    check_torch,
     shard_dtypes,
     shard_model,
     synchronising,
     units_of,
 )
 from accel_backends.fsdp_states import is_dtensor, placed_like, sharded_like, whole_parameters
+from accel_backends.fsdp_trial import check_on_shards, holds_any
+from accel_backends.masters import upcast_parameters
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
-from accel_backends.names import innermost
+from accel_backends.names import innermost, named_parameters
+from accel_backends.outside_forward import outside_units, refuse_outside
+from accel_backends.replaced import replace_parameters
 from accel_backends.states import STATE, optimizer_names, with_aliases
+from accel_backends.unit_watch import watch_units
 from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
@@ -57,16 +70,21 @@ class FSDPBackend(Backend):
 
     name: ClassVar[str] = "fsdp"
     Config: ClassVar[type[BackendConfig]] = FSDPConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(sharded=True, gathers_fp8=True, offload=True, meta_device=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        sharded=True, gathers_fp8=True, offload=True, meta_device=True, loads_in_place=True
+    )
     distributed_type: ClassVar[str] = "FSDP"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
+        check_torch(self._options)
         self._spread = Spread(self.session, self._options)
         self._source_filled = True
         self._all_filled = True
+        self._dropping = False
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+        self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
@@ -85,17 +103,18 @@ class FSDPBackend(Backend):
         if not bundle.training:
             return
         check_separate(bundle.models)
-        splitting: dict[int, nn.Parameter] = {}
         for model in bundle.models:
             if is_sharded(innermost(model)):
-                splitting |= {id(parameter): parameter for parameter in model.parameters() if is_dtensor(parameter)}
                 continue
-            units = self._units(model)
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
+            units = self._units(model)
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
-            splitting |= {id(p): p for p in parameters_to_split(model, units) if p.dim() > 0}
+            check_hooks(model, units, version=2)
+            check_gradients(model, units)
+        splitting = self._splitting(bundle.models)
         check_optimizers(bundle.optimizers, self._options, splitting)
+        check_flattened(bundle.optimizers, splitting, self.degrees[1])
 
     def bind(self, bundle: Bundle) -> Bundle:
         """As every backend, once all ranks are known to prepare the same."""
@@ -106,12 +125,14 @@ class FSDPBackend(Backend):
             )
             self._source_filled = filled[0]
             self._all_filled = all(filled) and not config.cpu_ram_efficient_loading
-            if config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0:
-                for model in bundle.models:
-                    if not is_sharded(innermost(model)):
-                        drop_values(innermost(model))
+            self._dropping = config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0
         elif bundle.training:
             self._source_filled = self._all_filled = not any(map(is_meta, bundle.models))
+            self._dropping = False
+        if bundle.training:
+            splitting = self._splitting(bundle.models)
+            tried = [one for one in bundle.optimizers if holds_any(one, splitting)]
+            check_on_shards(tried, self._spread.mesh, offload=bool(config.cpu_offload))
         bound = super().bind(bundle)
         for optimizer in bundle.optimizers:
             for group in optimizer.param_groups:
@@ -134,19 +155,37 @@ class FSDPBackend(Backend):
         if is_sharded(root):
             self._sharded[root] = adopt(root)
             return model
+        given, kind = named_parameters(root), type(root).__name__
+        if self._dropping:
+            drop_values(root)
         units = self._units(model)
         if units.tied:
             _log.info("not units, because parameters of theirs are used elsewhere, too: %s", ", ".join(units.tied))
-        widened = upcast_parameters(model, self.policy)
-        if widened:
-            _log.info("parameters that train are kept in fp32: %s", _few(widened))
+        upcast_parameters(model, self.policy)
         self.convert_layers(cast_parameters(root, self.policy))
-        sharded = shard_model(root, self._units(model), self._sharder())
+        units = self._units(model)
+        sharded = shard_model(root, units, self._sharder())
         average_whole(sharded, self.session.group, self.session.world_size)
         backend = self.session.device.collective_backend
         sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
         self._sharded[root] = sharded
+        replace_parameters(given, named_parameters(root), kind)
+        refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
+        take_whole_tensors(root)
+        self._outside[root] = refuse_outside(
+            outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
+        )
+        if self.session.world_size > 1:
+            own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
+            watch_units(root, kind, {name: (module, module) for name, module in own.items()}, self.session.group)
         return model
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """As every backend; modules that are called outside of forward end in torch's own errors from then on."""
+        if plugin.enabled:
+            for handle in self._outside.pop(innermost(model), ()):
+                handle.remove()
+        return super().compile(model, plugin)
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """This rank's part of a whole state."""
@@ -171,6 +210,15 @@ class FSDPBackend(Backend):
     def gradient_average(self) -> int:
         """All ranks of the session."""
         return self.session.world_size
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """As on one device.
+
+        Raises:
+            BackendError: it needs parameters that are gathered no longer; see ``fsdp_backward``.
+        """
+        with explained(2):
+            super().backward(loss, scale=scale, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Whole gradients add up on each rank until a backward outside of it reduces them."""
@@ -250,6 +298,16 @@ class FSDPBackend(Backend):
     def _units(self, model: nn.Module) -> Units:
         return units_of(model, self.policy, self._options)
 
+    def _splitting(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+        """The parameters that are going to be sharded, or are already, by id."""
+        found: dict[int, nn.Parameter] = {}
+        for model in models:
+            if is_sharded(innermost(model)):
+                found |= {id(parameter): parameter for parameter in model.parameters() if is_dtensor(parameter)}
+            else:
+                found |= {id(p): p for p in parameters_to_split(model, self._units(model)) if p.dim() > 0}
+        return found
+
     def _sharder(self) -> Sharder:
         return Sharder(
             self._options,
@@ -279,7 +337,3 @@ class FSDPBackend(Backend):
         cast(Any, root).reshard()
         for unit in sharded.kept:
             unit.reshard()
-
-
-def _few(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

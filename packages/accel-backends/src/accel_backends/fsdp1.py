@@ -3,36 +3,50 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_backends.base import _NOTHING, Backend
 from accel_backends.bundle import Bundle
 from accel_backends.capabilities import Capabilities
 from accel_backends.clip import Pieces
+from accel_backends.compile import TorchDynamoPlugin
 from accel_backends.config import BackendConfig
+from accel_backends.copying import refuse_copies
 from accel_backends.fsdp1_gradients import held_gradients, hold_gradients
-from accel_backends.fsdp1_wrap import find_fsdp1, first_names_of, wrapper_arguments
+from accel_backends.fsdp1_wrap import find_fsdp1, first_names_of, outside_units, wrapper_arguments
+from accel_backends.fsdp_backward import explained
 from accel_backends.fsdp_check import (
+    check_dimensions,
+    check_gradients,
+    check_hooks,
     check_model,
     check_optimizers,
     check_separate,
     compare_ranks,
-    upcast_parameters,
 )
 from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_loading import refuse_whole_tensors
 from accel_backends.fsdp_mesh import Spread
-from accel_backends.fsdp_shard import checkpointed, replace_modules, units_of
+from accel_backends.fsdp_shard import checkpointed, replace_modules, shard_dtypes, units_of
 from accel_backends.fsdp_states import placed_like, sharded_like
+from accel_backends.fsdp_trial import check_on_pieces
 from accel_backends.fsdp_values import Sharding
+from accel_backends.masters import upcast_parameters
 from accel_backends.meta_init import Made, check_initialisers, is_meta, materialise
-from accel_backends.names import innermost, named_parameters
+from accel_backends.names import innermost, named_parameters, places
+from accel_backends.outside_forward import refuse_outside
 from accel_backends.states import STATE, optimizer_state
+from accel_backends.unit_watch import watch_units
 from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
+from accel_precision.convert import converter
 from accel_state.collectives import broadcast
+from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError, CheckpointMismatchError, PrepareError
 from accel_state.logging import get_logger
 
@@ -65,6 +79,7 @@ class FSDP1Backend(Backend):
         self._options = cast(FSDPConfig, self.config).of_version(1, "fsdp")
         self._spread = Spread(self.session, self._options, flat=True)
         self._filled = [True]
+        self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
@@ -92,8 +107,12 @@ class FSDP1Backend(Backend):
                 continue
             units = self._units(model)
             check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
+            check_hooks(model, units, version=1)
+            check_gradients(model, units)
+            check_dimensions(model, units)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
         check_optimizers(bundle.optimizers, self._options, splitting)
+        check_on_pieces(bundle.optimizers, splitting)
         stepped = {id(optimizer) for optimizer in _to_split(bundle)}
         for optimizer in bundle.optimizers:
             users = len(_updated(optimizer, bundle.models))
@@ -139,7 +158,7 @@ class FSDP1Backend(Backend):
                 _log.warning("%s was %s", type(innermost(model)).__name__, _MESHLESS)
             self._name_states(wrapped)
             return model
-        upcast_parameters(model, self.policy)
+        upcast_parameters(model, self.policy, frozen=True)  # the parameters of a flat one have one dtype
         self.convert_layers(cast_parameters(model, self.policy))
         units, root = self._units(model), innermost(model)
         values: dict[str, Any] = {}
@@ -158,13 +177,30 @@ class FSDP1Backend(Backend):
             replacing = {key: checkpointed(block) for key, block in blocks.items()}
             replace_modules(root, replacing)
         wrapped = FullyShardedDataParallel(model, **arguments, **values)
+        replace_modules(wrapped, {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(wrapped)})
         if self._options.sharding_strategy is Sharding.NO_SHARD:
             # Until they are reduced their gradients have the dtype that they were computed in, which torch refuses.
             for parameter in wrapped.parameters():
                 if hasattr(parameter, "grad_dtype"):
                     parameter.grad_dtype = None
         self._name_states(wrapped)
+        self._convert_outputs(wrapped)
+        names = {id(place.module): place.prefix.removesuffix(".") for place in places(wrapped)}
+        watched = {
+            names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
+        }
+        refuse_whole_tensors(wrapped, root)
+        self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
+        refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
+        watch_units(wrapped, type(root).__name__, watched, self.session.group)
         return wrapped
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """As every backend; modules that are called outside of forward end in torch's own errors from then on."""
+        if plugin.enabled:
+            for handle in self._outside.pop(innermost(model), ()):
+                handle.remove()
+        return super().compile(model, plugin)
 
     def close(self) -> None:
         """Lets go of everything."""
@@ -177,6 +213,15 @@ class FSDP1Backend(Backend):
     def gradient_average(self) -> int:
         """All ranks of the session."""
         return self.session.world_size
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """As on one device.
+
+        Raises:
+            BackendError: it needs parameters that are gathered no longer; see ``fsdp_backward``.
+        """
+        with explained(1):
+            super().backward(loss, scale=scale, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """The wrapper's own."""
@@ -191,8 +236,9 @@ class FSDP1Backend(Backend):
 
     # States
 
+    @recorded("get_state_dict")
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """DTensors under the model's own names.
+        """DTensors under the model's own names; collective.
 
         Raises:
             BackendError: the user has wrapped the model without a mesh.
@@ -307,6 +353,13 @@ class FSDP1Backend(Backend):
                 broadcast([tensor.data for tensor in own if tensor is not None], group=self.session.group)
 
         return initialise
+
+    def _convert_outputs(self, wrapped: nn.Module) -> None:
+        """Makes calls hand out the policy's output dtype, which torch's wrapper leaves as it is computed."""
+        output = shard_dtypes(self.policy, self._options).get("output_dtype")
+        if output is not None:
+            convert = converter(output)
+            wrapped.register_forward_hook(lambda module, inputs, outputs: convert(outputs))
 
     def _name_states(self, wrapped: "FullyShardedDataParallel") -> None:
         from torch.distributed.fsdp import (

@@ -55,6 +55,9 @@ def hold_gradients(
     brought = brought_by_any(gradients, group)
     for handle, names in _units(model):
         flat = handle.flat_param
+        flat.grad = None
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard  # torch takes its being there for something to add to
         pieces = flat._shard_param_infos
         for name, parameter, shape, piece in zip(names, flat._params, flat._shapes, pieces, strict=True):
             parameter.grad = None
@@ -86,6 +89,7 @@ def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
 
 def _whole(unit: _Unit) -> torch.Tensor | None:
     """The whole flat gradient: what adds up here, and what has been reduced already, which every rank counts alike."""
+    unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has emptied the parameters, not the flat one
     reduced: torch.Tensor | None = getattr(unit.flat, "_saved_grad_shard", None)
     added: torch.Tensor | None = unit.flat.grad
     if added is not None and added.shape != unit.flat._unpadded_unsharded_size:

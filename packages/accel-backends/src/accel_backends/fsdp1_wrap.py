@@ -9,6 +9,7 @@ from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_shard import shard_dtypes
 from accel_backends.fsdp_values import BackwardPrefetch, Sharding
 from accel_backends.names import places, wrapped_name
+from accel_backends.outside_forward import Own
 from accel_backends.wrapping import Units
 from accel_precision.policy import PrecisionPolicy
 
@@ -34,16 +35,18 @@ def wrapper_arguments(
     ids = {id(root.get_submodule(name)) for name in units.inside_out}
     dtypes = shard_dtypes(policy, options)
     prefetch = options.backward_prefetch
+    given = {
+        "param_dtype": dtypes.get("param_dtype"),
+        "reduce_dtype": dtypes.get("reduce_dtype"),
+        "buffer_dtype": options.dtypes.get("buffer_dtype", policy.buffers),
+    }
+    mixed = fsdp.MixedPrecision(**given, cast_root_forward_inputs=dtypes.get("cast_forward_inputs", True))
     return {
         "device_mesh": mesh,
         "sharding_strategy": fsdp.ShardingStrategy[_strategy(options, degrees)],
         "auto_wrap_policy": CustomPolicy(lambda module: is_unit(module, ids)),
-        "mixed_precision": fsdp.MixedPrecision(
-            param_dtype=dtypes.get("param_dtype"),
-            reduce_dtype=dtypes.get("reduce_dtype"),
-            buffer_dtype=options.dtypes.get("buffer_dtype", policy.buffers),
-            cast_root_forward_inputs=dtypes.get("cast_forward_inputs", True),
-        ),
+        # With one, even without a dtype, torch computes batch normalisations in fp32.
+        "mixed_precision": mixed if any(given.values()) else None,
         # What trains on the host is there already.
         "cpu_offload": fsdp.CPUOffload(offload_params=bool(options.cpu_offload) and device.type != "cpu"),
         "backward_prefetch": None
@@ -83,6 +86,19 @@ def is_unit(module: nn.Module, ids: set[int]) -> bool:
     """Whether it is a unit, or one in the wrapper of activation checkpointing (which is to be inside of FSDP's)."""
     inner = module._modules.get("_checkpoint_wrapped_module")
     return id(inner) in ids if inner is not None else id(module) in ids
+
+
+def outside_units(model: "FullyShardedDataParallel") -> list[Own]:
+    """The modules that are gathered with the root, each with a parameter of several dimensions."""
+    if model._handle is None:
+        return []
+    flat: Any = model._handle.flat_param
+    names = {id(place.module): place.prefix.removesuffix(".") for place in places(model)}
+    found: dict[int, Own] = {}
+    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+        if len(shape) > 1 and (name := names[id(info.module)]):
+            found.setdefault(id(info.module), Own(info.module, name, info.param_name))
+    return list(found.values())
 
 
 def first_names_of(model: nn.Module) -> dict[str, str]:

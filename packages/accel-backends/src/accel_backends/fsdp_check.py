@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel_backends.alike import check_same, described
 from accel_backends.elementwise import BEYOND_ELEMENTS, beyond_elements
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.meta_init import is_meta
 from accel_backends.names import innermost, named_parameters, wrapped_name
 from accel_backends.wrapping import Units, parameters_of_units
-from accel_precision.policy import PrecisionPolicy, dtype_name
+from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 
 # Packages whose optimizers step on a GPU only.
@@ -49,6 +50,77 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
             "model, or shard all of it yourself"
         )
     _check_dtypes(model, units, upcast=upcast)
+
+
+def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
+    """Refuses hooks on parameters that sharding would lose; version 2 keeps those of after accumulation.
+
+    Raises:
+        PrepareError: with the parameter's name and the hooks that are called.
+    """
+    kind = type(innermost(model)).__name__
+    parameters = named_parameters(model)
+    for name in (name for names in parameters_of_units(model, units).values() for name in names):
+        parameter: Any = parameters.get(name)
+        if parameter is None or (version == 2 and parameter.dim() == 0):
+            continue
+        if parameter._backward_hooks or (version == 1 and parameter._post_accumulate_grad_hooks):
+            kept = "register_post_accumulate_grad_hook"
+            nearest = kept if version == 2 else f"fsdp_version=2 with {kept}"
+            raise PrepareError(
+                f"{name} of {kind} has hooks, which fsdp_version={version} would never call, because backward brings "
+                f"gradients to other tensors; nearest: {nearest}, whose hooks are called with the averaged shard, or "
+                "strategy='ddp'"
+            )
+
+
+def check_gradients(model: nn.Module, units: Units) -> None:
+    """Refuses embeddings whose gradients are sparse tensors, which cannot be cut into shards.
+
+    Raises:
+        PrepareError: with the embedding's name.
+    """
+    inner = innermost(model)
+    left_out = {module for name in units.ignored for module in inner.get_submodule(name).modules()}
+    for name, module in inner.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module not in left_out:
+            raise PrepareError(
+                f"{name} of {type(inner).__name__} is an {type(module).__name__} with sparse=True, whose gradients "
+                "cannot be cut into shards; nearest: sparse=False, or strategy='ddp'"
+            )
+
+
+def check_dimensions(model: nn.Module, units: Units) -> None:
+    """Refuses parameters without dimension, which version 1 cannot flatten.
+
+    Raises:
+        PrepareError: with the parameter's name.
+    """
+    parameters = named_parameters(model)
+    for name in (name for names in parameters_of_units(model, units).values() for name in names):
+        if name in parameters and parameters[name].dim() == 0:
+            raise PrepareError(
+                f"{name} of {type(innermost(model)).__name__} has no dimension, and fsdp_version=1 takes parameters of "
+                "one at least; nearest: nn.Parameter(torch.tensor([value])), or fsdp_version=2"
+            )
+
+
+def check_flattened(optimizers: Iterable[Optimizer], sharded: Mapping[int, nn.Parameter], shards: int) -> None:
+    """Refuses LBFGS, which looks at flattened parameters, where those are not cut into equal shards.
+
+    Raises:
+        PrepareError: with the shape of the first.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in sharded):
+            if parameter.shape[0] % shards:
+                raise PrepareError(
+                    f"LBFGS flattens its parameters, and one of shape {tuple(parameter.shape)} is cut into {shards} "
+                    "shards of different sizes, which torch cannot flatten; nearest: sizes that divide, AdamW, or "
+                    "strategy='ddp'"
+                )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -102,28 +174,6 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
                     _check_state(kind, parameter, optimizer.state.get(parameter, {}))
 
 
-def check_same(everybody: Sequence[Sequence[Any]]) -> None:
-    """Refuses ranks that prepare different models, which would wait for each other for ever.
-
-    Args:
-        everybody: for every rank, one comparable entry for each parameter and unit.
-
-    Raises:
-        PrepareError: on every rank the same, with the first difference.
-    """
-    first = everybody[0]
-    for rank, other in enumerate(everybody):
-        if other == first:
-            continue
-        shorter = min(len(first), len(other))
-        at = next((place for place in range(shorter) if first[place] != other[place]), shorter)
-        here = [entries[at] if at < len(entries) else "nothing more" for entries in (first, other)]
-        raise PrepareError(
-            f"ranks prepare different models: rank 0 has {here[0]} where rank {rank} has {here[1]}; every rank must "
-            "build and prepare the same"
-        )
-
-
 def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
     """Refuses models without values where those that others have would not arrive.
 
@@ -165,29 +215,9 @@ def compare_ranks(
     return filled
 
 
-def fingerprint(model: nn.Module, units: Units) -> list[Any]:
+def fingerprint(model: nn.Module, units: Units) -> list[str]:
     """What must be equal on all ranks: names, shapes, dtypes and training of parameters, and the units."""
-    entries: list[Any] = []
-    for name, parameter in named_parameters(model).items():
-        use = "trained" if parameter.requires_grad else "frozen"
-        entries.append(f"parameter {name} of shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}, {use}")
-    return [*entries, *(f"unit {name}" for name in units.inside_out)]
-
-
-def upcast_parameters(model: nn.Module, policy: PrecisionPolicy) -> list[str]:
-    """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
-
-    Returns:
-        The names of those that were widened.
-    """
-    if not policy.autocast or policy.params is not None:
-        return []
-    widened = []
-    for name, parameter in named_parameters(model).items():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype.itemsize == 2:
-            parameter.data = parameter.data.float()
-            widened.append(name)
-    return widened
+    return [*described(model), *(f"unit {name}" for name in units.inside_out)]
 
 
 def _check_dtypes(model: nn.Module, units: Units, *, upcast: bool) -> None:

@@ -1,6 +1,6 @@
 """Gradients of a model sharded by version 2 in an accumulation window that is still open."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ def held_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
     torch keeps what was not reduced beside the parameters, where no public name reaches it.
     """
-    unreduced = dict(_unreduced(model))
+    unreduced = {id(entry.sharded_param): added for entry, added in _unreduced(model)}
     found: dict[str, torch.Tensor] = {}
     for name, parameter in named_parameters(model).items():
         parts = [] if parameter.grad is None else [gathered(parameter.grad)]
@@ -34,6 +34,10 @@ def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, g
     their rank's share, which backward averages later.
     """
     brought = brought_by_any(gradients, group)
+    for entry, _ in _unreduced(model):
+        entry.unsharded_accumulated_grad = None
+        if (whole := getattr(entry, "_unsharded_param", None)) is not None:
+            whole.grad = None
     for name, parameter in named_parameters(model).items():
         mine = gradients.get(name)
         if name not in brought:
@@ -63,15 +67,23 @@ def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) 
     return total.div_(ranks)
 
 
-def _unreduced(model: nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
-    """Gradients that add up whole on this rank, by the ``id`` of their sharded parameter."""
+def parameter_groups(state: Any) -> Iterable[Any]:
+    """torch's groups of a unit's parameters; before torch 2.13 a unit has one, or none."""
+    groups: Iterable[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
+def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+    """torch's entries of the parameters whose gradients add up whole on this rank, with what has added up."""
     for module in innermost(model).modules():
         state = getattr(module, "_get_fsdp_state", None)
-        for group in state()._fsdp_param_groups if state is not None else ():
+        for group in () if state is None else parameter_groups(state()):
             for entry in group.fsdp_params:
                 added = entry.unsharded_accumulated_grad
                 if added is None:
                     whole = getattr(entry, "_unsharded_param", None)
                     added = None if whole is None else whole.grad
                 if added is not None:
-                    yield id(entry.sharded_param), added
+                    yield entry, added

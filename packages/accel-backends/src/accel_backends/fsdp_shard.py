@@ -12,7 +12,7 @@ from torch import nn
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_values import BackwardPrefetch
 from accel_backends.meta_init import Made, materialise
-from accel_backends.names import places
+from accel_backends.names import natural, places
 from accel_backends.wrapping import Units, find_units
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
@@ -154,8 +154,8 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     how.send([*whole, *left_out, *model.buffers()])
     sharded = adopt(model, whole, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
-        _count_unused(cast(FSDPModule, model))
-    set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=_natural)], model, how.config)
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+    set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=natural)], model, how.config)
     return sharded
 
 
@@ -272,12 +272,19 @@ def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str,
     return chosen
 
 
-def _count_unused(model: "FSDPModule") -> None:
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
+def check_torch(config: FSDPConfig) -> None:
+    """Refuses options that the installed torch does not have.
+
+    Raises:
+        ConfigError: with the version that has them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if config.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
-            f"find_unused_parameters=True needs torch 2.13 or newer with FSDP2, and this is {torch.__version__}"
+            f"find_unused_parameters=True needs torch 2.13 or newer with FSDP2, and this is {torch.__version__}; "
+            "nearest: leave it out and use all parameters in every step, or strategy='ddp'"
         )
-    model.set_reduce_scatter_unused_params(True)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -295,8 +302,3 @@ def replace_modules(model: nn.Module, replacements: dict[int, nn.Module]) -> Non
         for name, child in list(place.module._modules.items()):
             if child is not None and id(child) in replacements:
                 place.module._modules[name] = replacements[id(child)]
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sorts ``block.10`` after ``block.9``."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]

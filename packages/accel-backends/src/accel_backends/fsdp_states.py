@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_backends.names import places
 from accel_backends.states import STATE
+from accel_state.doctor.active import recorded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -76,6 +77,7 @@ def placed_like(value: Any, model: Any) -> Any:
     return sharded_like(value, model) if both else value
 
 
+@recorded("get_state_dict")
 def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
     """A model's state with every tensor whole; collective.
 
@@ -92,6 +94,7 @@ def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = Tru
     return found
 
 
+@recorded("whole optimizer state")
 def whole_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
     """An optimizer's state by names (see ``states``) with every tensor whole; as ``whole_state`` otherwise."""
     values = {name: whole_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}

@@ -39,7 +39,7 @@ def check_initialisers(model: nn.Module, initialise: Initialiser | None) -> None
 
 
 def drop_values(model: nn.Module) -> None:
-    """Moves a model to the meta device, where it takes no memory."""
+    """Moves a model to the meta device, where it takes no memory; parameters that others still hold become empty."""
     made: Made = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -48,6 +48,8 @@ def drop_values(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
+    for parameter in made:
+        parameter.data = parameter.data.new_empty(0)
 
 
 def materialise(

@@ -90,3 +90,8 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def raw_prefixes(model: nn.Module) -> dict[str, str]:
     """For every module's prefix as torch has it, the prefix without wrappers."""
     return {place.raw: place.prefix for place in places(model)}
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """The key that sorts ``block.10`` after ``block.9``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

@@ -63,6 +63,24 @@ class Ownership:
             )
         return listed
 
+    def check_added(self, parameters: "torch.Tensor | Iterable[Any]") -> None:
+        """Refuses parameters for an optimizer, named or not, whose gradients no rank would average.
+
+        Raises:
+            BackendError: with the names of those that prepared models have got since, or their shapes.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        bare = [one[1] if isinstance(one, tuple) else one for one in listed]
+        foreign = [p for p in bare if id(p) not in self._parameters]
+        if foreign:
+            named = {id(p): f"{n} of {type(m).__name__}" for m in self.models for n, p in named_parameters(m).items()}
+            found = ", ".join(named.get(id(p), f"one of shape {tuple(p.shape)}") for p in foreign[:3])
+            raise BackendError(
+                f"add_param_group was given parameters that no model had when it was prepared: {found}; gradients of "
+                "such are not averaged over ranks. Add layers before prepare, or call free_memory() and prepare the "
+                "model and a new optimizer again"
+            )
+
     def names(self) -> dict[int, str]:
         """Names of the parameters by id."""
         return {id(p): name for model in self.models for name, p in named_parameters(model).items()}

@@ -15,7 +15,7 @@ class SingleBackend(Backend):
 
     name: ClassVar[str] = "single"
     Config: ClassVar[type[BackendConfig]] = SingleConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(1, 1), uneven_inputs=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(1, 1), uneven_inputs=True, loads_in_place=True)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """The model itself."""

@@ -54,8 +54,9 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     wanted = {raw: _stored_name(raw, stored, prefixes) for raw in own}
     aliases = {_plain_name(raw, prefixes): name for raw, name in wanted.items()}
     given = {aliases.get(name, name): value for name, value in state.items()}
-    missing = list(dict.fromkeys(name for name in wanted.values() if name not in given))
-    unexpected = [name for name in given if name not in set(wanted.values())]
+    known = dict.fromkeys(wanted.values())
+    missing = [name for name in known if name not in given]
+    unexpected = [name for name in given if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointMismatchError(differences(type(model).__name__, missing, unexpected, list(aliases)))
     misshapen = [

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accel_backends.compile import repeated_blocks
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_values import AutoWrap
-from accel_backends.names import innermost, places
+from accel_backends.names import innermost, natural, places
 from accel_state.errors import PrepareError
 
 Policy = Callable[..., Any]
@@ -40,8 +40,8 @@ class Units:
 
     @property
     def inside_out(self) -> list[str]:
-        """All units, each after those inside it."""
-        return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: -name.count("."))
+        """All units, each after those inside it, in one order on all ranks: block 10 after block 9."""
+        return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: (-name.count("."), natural(name)))
 
 
 def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:

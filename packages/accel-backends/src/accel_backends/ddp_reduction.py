@@ -1,0 +1,149 @@
+"""The gradients of a DDP model after each backward: means over ranks, whichever of its parts the loss has reached."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_backends.averaging import average_tensors
+from accel_backends.names import named_parameters
+from accel_state.errors import BackendError
+
+# How torch's reducer says which of its parameters got no gradient in a backward.
+_WITHOUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
+# Value of ``require_forward_param_sync``, true as the other one is, before the first forward and between a backward and
+# the next forward, which sets it to True: torch's reducer is ready for one backward after each forward.
+_SPENT = 1
+
+
+@final
+class Reduction:
+    """Makes torch's reducer do for one model what the parts of a step need, and leaves it alone where it does so.
+
+    The reducer reduces the parameters that trained when it was built, all of them in each backward, once after each
+    forward. Where a backward leaves some out, the buckets of the others stay unreduced, on this rank, while ranks that
+    used them wait; torch says so in the next forward. Here the missing ones take part in that backward with -0.0, which
+    changes no sum: it is the gradient of a part that was not used. What is -0.0 in all elements afterwards was used
+    on no rank, and has no gradient, as in one process.
+
+    Args:
+        model: the DDP model, just wrapped.
+        group: its process group.
+    """
+
+    __slots__ = ("_expected", "_group", "_model", "_others", "_sparse")
+
+    def __init__(self, model: DistributedDataParallel, group: Any = None) -> None:
+        self._model = ref(model)
+        model.__dict__["require_forward_param_sync"] = _SPENT  # no forward yet: a backward may come from elsewhere
+        self._group = group
+        self._expected = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._others = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._sparse = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The DDP model, while it lives."""
+        return self._model()
+
+    def prepare(self, loss: torch.Tensor) -> None:
+        """Before a backward: makes it reduce, also if it is the second after a forward, or that ran under no_sync.
+
+        Raises:
+            BackendError: it is within ``join``, where ranks that ran out follow one backward for each forward.
+        """
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
+            return
+        if model.static_graph:
+            return
+        if model._join_config.enable and model.require_forward_param_sync is _SPENT:
+            raise BackendError(
+                "join_uneven_inputs follows one backward for each forward of a model, and this is another after the "
+                "same forward; nearest: add the losses up and call backward once"
+            )
+        model._has_rebuilt_buckets = model.reducer._rebuild_buckets() or model._has_rebuilt_buckets
+        model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+
+    def finish(self) -> None:
+        """After a backward: the parameters that it left out take part, and those that were frozen at first."""
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync:
+            return
+        try:
+            model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            self._complete(str(error))
+        model.__dict__["require_forward_param_sync"] = _SPENT
+        for parameter in self._others:
+            if parameter.requires_grad:
+                self._average_thawed(model)
+                break
+
+    def _complete(self, said: str) -> None:
+        found = _WITHOUT.search(said)
+        if found is None:
+            raise BackendError(f"DistributedDataParallel has not reduced all gradients: {said}")
+        missing = [self._expected[int(index)] for index in found[1].split()]
+        without = [parameter for parameter in missing if parameter.grad is None]
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]
+        _set_requires_grad(frozen, True)
+        torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
+        _set_requires_grad(frozen, False)
+        _drop_nothing(without)
+
+    def _average_thawed(self, model: DistributedDataParallel) -> None:
+        """Averages what the reducer does not know of; a mean is the same when it is averaged again."""
+        thawed = [parameter for parameter in self._others if parameter.requires_grad]
+        if model._join_config.enable:
+            names = [name for name, one in named_parameters(model).items() if any(one is other for other in thawed)]
+            raise BackendError(
+                f"join_uneven_inputs cannot average gradients of parameters that were frozen when prepare was called: "
+                f"{', '.join(names[:10])}; set requires_grad before prepare"
+            )
+        without = [parameter for parameter in thawed if parameter.grad is None]
+        for parameter in thawed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter).neg_()
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], self._group)
+        _drop_nothing(without)
+
+    def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter that was not used."""
+        if id(parameter) not in self._sparse:
+            return torch.zeros_like(parameter).neg_()
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+
+
+def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(value)
+
+
+@torch.no_grad()
+def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
+    """Takes away the gradients that are -0.0 in all elements, or have none."""
+    if parameters:
+        unused = torch.stack([_is_nothing(parameter.grad).cpu() for parameter in parameters])
+        for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
+            if nothing:
+                parameter.grad = None
+
+
+def _is_nothing(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    if gradient.is_sparse:
+        return torch.tensor(gradient._nnz() == 0)
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return ((real == 0) & torch.signbit(real)).all()

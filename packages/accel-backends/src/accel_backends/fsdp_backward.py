@@ -1,0 +1,36 @@
+"""Errors of torch in a backward of a sharded model, in the words of who called it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accel_state.errors import BackendError
+
+# Of torch: a view of a parameter whose storage was freed; flat gradients, some of them left from another micro-batch.
+_FREED = "out of bounds for storage of size 0"
+_LEFT = "_saved_grad_shard"
+
+
+@contextmanager
+def explained(version: int) -> Iterator[None]:
+    """Within it, torch's errors about freed parameters and gradients that do not fit are BackendErrors that say why.
+
+    ``version`` is FSDP's.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        said = str(error)
+        if _FREED in said:
+            raise BackendError(
+                f"this backward needs parameters that fsdp_version={version} has given back to other ranks: they are "
+                "gathered for one backward after each forward. Add the losses of one forward up and call backward once "
+                "in place of backward(retain_graph=True); call backward before the next forward, also with no_sync and "
+                "trigger_sync_in_backward; for gradients of gradients (create_graph=True) use strategy='ddp'"
+            ) from error
+        if _LEFT in said:
+            raise BackendError(
+                "a part of the model was used in some micro-batches of a window and not in others, and fsdp_version=1 "
+                "cannot add such gradients up; nearest: fsdp_version=2, or strategy='ddp', with or without "
+                "find_unused_parameters"
+            ) from error
+        raise

@@ -1,0 +1,31 @@
+"""Parameters built in half precision, which a mixed precision keeps and updates in fp32."""
+
+from torch import nn
+
+from accel_backends.names import named_parameters
+from accel_precision.facts import HALVES
+from accel_precision.policy import PrecisionPolicy
+from accel_state.logging import get_logger
+
+_log = get_logger(__name__)
+_NAMED = 5
+
+
+def upcast_parameters(model: nn.Module, policy: PrecisionPolicy, *, frozen: bool = False) -> None:
+    """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
+
+    They stay the same objects. ``frozen``: those that do not train are widened, too. Nothing happens under other
+    precisions, or one that says itself what parameters are.
+    """
+    if not policy.autocast or policy.params is not None:
+        return
+    widened = []
+    for name, parameter in named_parameters(model).items():
+        if (frozen or parameter.requires_grad) and parameter.dtype in HALVES:
+            parameter.data = parameter.data.float()
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.float()
+            widened.append(name)
+    if widened:
+        more = f" and {len(widened) - _NAMED} more" if len(widened) > _NAMED else ""
+        _log.info("parameters are kept in fp32: %s%s", ", ".join(widened[:_NAMED]), more)

@@ -1,0 +1,200 @@
+"""Gradients of DDP models of which a step uses a part: those of one process on all the samples, on every rank."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_backends import Bundle, DDPBackend, DDPConfig
+from accel_precision import PrecisionPolicy
+from accel_state import BackendError, Session
+
+WIDTH, STEPS, RANKS = 4, 6, 2
+Chosen = Callable[[int, int, int], tuple[int, ...]]
+"""The blocks that a rank uses in a micro-batch of a step."""
+
+CHOICES: dict[str, Chosen] = {
+    "the same part never": lambda step, micro, rank: (0, 2),
+    "a part in no micro-batch of a step": lambda step, micro, rank: (0, 1, 2) if step % 2 else (0, 2),
+    "a part not in the last micro-batch": lambda step, micro, rank: (0, 2) if micro else (0, 1, 2),
+    "a part not on one rank": lambda step, micro, rank: (0, 2) if rank else (0, 1, 2),
+    "an expert for each rank": lambda step, micro, rank: (0, 1 + (rank + step) % 2),
+    "an expert for each micro-batch and rank": lambda step, micro, rank: (0, 1 + (rank + step + micro) % 2),
+    "a part on another rank in another step": lambda step, micro, rank: (1,) if (step + rank) % 3 else (0, 2),
+}
+
+
+class Blocks(nn.Module):
+    """Layers of which each call uses those that its argument names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for number in chosen:
+            x = torch.tanh(self.blocks[number](x))
+        return x
+
+
+def make() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks().double()
+
+
+def opened(**options: Any) -> DDPBackend:
+    policy = PrecisionPolicy.parse("no", device_type="cpu")
+    return DDPBackend(Session.open(device="cpu"), policy, DDPConfig(**options))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves a parameter whose gradient is zero, and leaves one without gradient."""
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def rows(step: int, micro: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * step + micro)
+    return torch.randn(RANKS, 3, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    mine, expected = flat(model), flat(reference)
+    assert float((mine - expected).norm() / expected.norm()) <= 1e-10
+    everywhere = [torch.zeros_like(mine) for _ in range(RANKS)]
+    dist.all_gather(everywhere, mine)
+    assert all(torch.equal(mine, other) for other in everywhere)
+
+
+def prepared(make_model: Callable[[], nn.Module] = make, **options: Any) -> tuple[DDPBackend, Any, Any, nn.Module, Any]:
+    """A backend, its model and optimizer, and those of one process."""
+    ddp, model, reference = opened(**options), make_model(), make_model()
+    own, other = adam(model), adam(reference)
+    return ddp, ddp.prepare(Bundle([model], [own])).models[0], own, reference, other
+
+
+def step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", CHOICES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
+    ids=["one bucket", "many buckets", "find unused"],
+)
+def test_parts_that_a_backward_leaves_out_train_as_in_one_process(rank: int, what: str, options: Any) -> None:
+    chosen = CHOICES[what]
+    ddp, model, own, reference, other = prepared(**options)
+    for number in range(STEPS):
+        for micro in range(2):
+            batch = rows(number, micro)
+            with ddp.no_sync(reference if micro else model):
+                ddp.backward(model(batch[rank], chosen(number, micro, rank)).square().mean(), scale=0.5)
+            for each in range(RANKS):
+                loss = reference(batch[each], chosen(number, micro, each)).square().mean()
+                (loss / (2 * RANKS)).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("thaw", [True, False], ids=["thawed", "frozen"])
+def test_parameters_thawed_or_frozen_after_prepare_train_as_in_one_process(rank: int, thaw: bool) -> None:
+    def some_frozen() -> nn.Module:
+        model = make()
+        model.blocks[1].requires_grad_(not thaw)
+        return model
+
+    ddp, model, own, reference, other = prepared(some_frozen)
+    for number in range(STEPS):
+        if number == 2:
+            for one in (model.module, reference):
+                one.blocks[1].requires_grad_(thaw)
+        for micro in range(2):
+            batch = rows(number, micro)
+            with ddp.no_sync(reference if micro else model):
+                ddp.backward(model(batch[rank], (0, 1, 2)).square().mean())
+            for each in range(RANKS):
+                (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_two_backwards_are_both_reduced(rank: int, forwards: int, unused: bool) -> None:
+    """Of one forward, and of two forwards before both."""
+    ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
+    for number in range(3):
+        batch = rows(number, 0)
+        outputs = [model(batch[rank], (0, 1, 2)) for _ in range(forwards)]
+        ddp.backward(outputs[0].square().mean(), retain_graph=forwards == 1)
+        ddp.backward(outputs[-1].mean())
+        for each in range(RANKS):
+            output = reference(batch[each], (0, 1, 2))
+            ((output.square().mean() + output.mean()) / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
+def test_a_triggered_backward_reduces_after_the_block_of_its_forward_has_ended(rank: int, unused: bool) -> None:
+    ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
+    for number in range(3):
+        batch = rows(number, 0)
+        with ddp.no_sync(model):
+            loss = model(batch[rank], (0, 1, 2)).square().mean()
+        with ddp.trigger_sync(model):
+            ddp.backward(loss)
+        for each in range(RANKS):
+            (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_embedding_that_one_rank_does_not_use_trains_as_in_one_process(rank: int) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, 1)
+
+        def forward(self, token: int | None) -> torch.Tensor:
+            x = torch.ones(1, WIDTH, dtype=torch.float64)
+            return self.head(x if token is None else self.words(torch.tensor([token])))
+
+    torch.manual_seed(0)
+    reference = Words().double()
+    ddp, model = opened(), copy.deepcopy(reference)
+    own, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    model = ddp.prepare(Bundle([model], [own])).models[0]
+    tokens = [(1, None), (None, None), (2, 1), (None, 3)]
+    for each in tokens:
+        ddp.backward(model(each[rank]).square().sum())
+        for token in each:
+            (reference(token).square().sum() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) -> None:
+    ddp, model, *_ = prepared()
+    with ddp.join([model]):
+        output = model(rows(0, 0)[rank], (0, 1, 2))
+        ddp.backward(output.mean(), retain_graph=True)
+        with pytest.raises(BackendError, match="add the losses up"):
+            ddp.backward(output.square().mean())
