@@ -133,7 +133,7 @@ def measure(case: Case, *, pairs: int, steps: int, control: bool, one_engine: bo
             prepared.gradients.at_boundary(True)
             hand()
             model.enable_backward_allreduce = reduces
-            prepared.outputs.clear()
+            prepared.open = False
     else:
         second = several(raw_step(case, batch), steps)
     before = dist.barrier if dist.is_initialized() else None

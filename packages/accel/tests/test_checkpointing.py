@@ -426,16 +426,109 @@ def test_an_unwritable_folder_leaves_earlier_checkpoints_intact(tmp_path: Path) 
     accelerator.load_state(tmp_path / "good")
 
 
+def flip(folder: Path, name: str = "tensors-00000.safetensors") -> None:
+    """Flips a bit of the last byte of a file; a second time, back."""
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+
+
 @pytest.mark.ranks(2)
-def test_damage_raises_on_every_rank(tmp_path: Path, rank: int) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(64, 64))
-    accelerator.save_state(tmp_path / "a")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_damage_raises_on_every_rank_and_another_load_makes_the_run_whole(
+    tmp_path: Path, rank: int, strategy: str
+) -> None:
+    saving, _, _ = touched(7, strategy=strategy)
+    saving.save_state(tmp_path / "a")
+    expected = copy.deepcopy(everything(saving))
     if rank == 0:
-        damage(tmp_path / "a")
-    accelerator.wait_for_everyone()
-    with pytest.raises(CheckpointCorruptError):
-        accelerator.load_state(tmp_path / "a")
+        flip(tmp_path / "a")
+    loading, _, first = touched(3, strategy=strategy)
+    before = {name: copy.deepcopy(state) for name, state in everything(loading).items() if name not in LARGE}
+    with pytest.raises(CheckpointCorruptError, match=r"tensors-00000.*; of the run, model, optimizer may hold a part"):
+        loading.load_state(tmp_path / "a")
+    after = everything(loading)
+    assert_untouched(before, {name: after[name] for name in before})
+    assert first.value == 3
+    loading.wait_for_everyone()
+    if rank == 0:
+        flip(tmp_path / "a")
+    loading.wait_for_everyone()
+    loading.load_state(tmp_path / "a")
+    assert_untouched(expected, everything(loading))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "tree.json", "local-00000.json"])
+def test_all_but_a_changed_byte_is_found_before_anything_changes(tmp_path: Path, name: str, strict: bool) -> None:
+    """A file cut off, a damaged document; without ``strict``, changed bytes of tensors as well."""
+    saving, _, _ = touched(7)
+    saving.save_state(tmp_path / "a")
+    if strict and name.startswith("tensors"):
+        os.truncate(tmp_path / "a" / name, (tmp_path / "a" / name).stat().st_size - 1)
+    else:
+        flip(tmp_path / "a", name)
+    loading, _, _ = touched(3)
+    before = copy.deepcopy(everything(loading))
+    with pytest.raises(CheckpointCorruptError, match=name):
+        loading.load_state(tmp_path / "a", strict=strict)
+    assert_untouched(before, everything(loading))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_newest_intact_checkpoint_is_loaded_whole_over_a_damaged_one(
+    tmp_path: Path, rank: int, strategy: str
+) -> None:
+    saving, _, first = touched(7, strategy=strategy, folder=tmp_path)
+    saving.save_state()
+    expected = copy.deepcopy(everything(saving))
+    first.value = 8
+    damaged = saving.save_state()
+    if rank == 0:
+        flip(Path(damaged))
+    loading, _, _ = touched(3, strategy=strategy, folder=tmp_path)
+    assert loading.load_state("latest").name == "checkpoint_0"
+    assert_untouched(expected, everything(loading))
+
+
+def test_without_an_intact_checkpoint_the_error_says_what_is_loaded_in_part(tmp_path: Path) -> None:
+    saving, _, _ = touched(7, folder=tmp_path)
+    flip(Path(saving.save_state()))
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint .* model, optimizer may hold a part"):
+        saving.load_state("latest")
+    saving.end_training()  # what was logged holds it until the test is over
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_states_are_read_into_the_memory_that_they_have(tmp_path: Path, rank: int, strategy: str) -> None:
+    accelerator, _, _ = touched(7, strategy=strategy)
+    accelerator.save_state(tmp_path / "a")
+    expected = copy.deepcopy(everything(accelerator))
+    held = addresses(everything(accelerator))
+    for part in (everything(accelerator)[name] for name in LARGE):
+        scramble(part)
+    accelerator.load_state(tmp_path / "a")
+    assert addresses(everything(accelerator)) == held
+    assert_untouched(expected, everything(accelerator))
+
+
+def memories(state: object) -> list[torch.Tensor]:
+    """This rank's memory behind each tensor of a state."""
+    if isinstance(state, torch.Tensor):
+        return [getattr(state, "_local_tensor", state).detach()]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return [memory for value in values for memory in memories(value)]
+
+
+def addresses(parts: dict[str, object]) -> list[int]:
+    return [memory.data_ptr() for name in LARGE for memory in memories(parts[name])]
+
+
+def scramble(state: object) -> None:
+    for memory in memories(state):
+        memory.add_(1)
 
 
 @pytest.mark.ranks(2)
@@ -530,10 +623,16 @@ class Fussy:
         self.value = state["value"]
 
 
-def touched(seed: int, *, other: str = "", refuses: bool = False) -> tuple[Accelerator, list[object], Fussy]:
+LARGE = ("model", "optimizer")
+
+
+def touched(
+    seed: int, *, other: str = "", refuses: bool = False, strategy: str | None = None, folder: Path | None = None
+) -> tuple[Accelerator, list[object], Fussy]:
     """A run that has trained a little; ``other`` says in what it differs from the one that is saved."""
     torch.manual_seed(seed)
-    accelerator = Accelerator(cpu=True)
+    series = None if folder is None else project(folder)
+    accelerator = Accelerator(cpu=True, strategy=strategy, project_config=series)
     model = nn.Linear(4, 2)
     optimizer = {
         "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -564,7 +663,7 @@ def assert_untouched(before: object, after: object) -> None:
         for key, value in before.items():
             assert_untouched(value, after[key])
     elif isinstance(before, torch.Tensor):
-        assert torch.equal(before, after)
+        assert torch.equal(getattr(before, "_local_tensor", before), getattr(after, "_local_tensor", after))
     else:
         assert before == after
 

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from click.core import ParameterSource
 
 from accel.cli.app import COMMANDS, Listed, command_line, run
+from accel.cli.printing import outlined
 from accel.config import resolve_config, settings
 
 
@@ -73,6 +75,7 @@ def test_options_end_where_the_program_begins(
     ("argv", "words"),
     [
         (["--num-proceses", "2", "a.py"], "unknown option --num-proceses; did you mean --num_processes?"),
+        (["--strategy", "fsdp", "a.py"], "unknown option --strategy; did you mean --backend?"),
         (["--num-proceses=2", "a.py"], "unknown option --num-proceses; did you mean --num_processes?"),
         (["--xyzzy", "a.py"], "unknown option --xyzzy; --help"),
         (["-x", "a.py"], "unknown option -x"),
@@ -323,3 +326,23 @@ def test_a_command_of_another_package_runs_as_ours_do(
     done = accel(*argv, env=plugin)
     assert done.returncode == status, done.stderr
     assert words in done.stdout + done.stderr
+
+
+def test_a_command_of_accel_testing_says_how_to_install_that(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert run(["check", "train.py"]) == 2
+    assert "comes with accel-testing, which is not installed here; from a checkout: pip install ./testing" in (
+        capsys.readouterr().err
+    )
+
+
+def test_lists_in_nested_facts_are_shown_without_brackets() -> None:
+    facts = {"origins": {"cpu": ["flag", "--cpu"]}, "none": []}
+    assert outlined("config", facts) == ["config:", "  origins:", "    cpu: flag, --cpu", "  none: none"]
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_a_backend_without_its_library_is_listed_as_such() -> None:
+    assert "xla (torch_xla is not installed)" in accel("env").stdout

@@ -53,3 +53,13 @@ def test_a_check_that_cannot_be_run_says_why(
     monkeypatch.chdir(tmp_path)
     assert run(["check", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_misspelt_function_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def program():\n    return 3\n")
+    assert run(["check", "train.py:progam"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("has no function 'progam'; did you mean 'program'?")

@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -337,6 +338,8 @@ def test_completion_prints_a_script(shell: str, capsys: pytest.CaptureFixture[st
         ("accel config sc", ["schema"]),
         ("accel launch --fsdp_sharding_str", ["--fsdp_sharding_strategy"]),
         ("accel launch --mixed_precision bf16-", ["bf16-true"]),
+        ("accel launch --mixed-precision bf16-", ["bf16-true"]),
+        ("accel launch --fsdp-sharding-str", ["--fsdp-sharding-strategy"]),
     ],
 )
 def test_commands_options_and_values_are_completed(words: str, expected: list[str]) -> None:
@@ -344,3 +347,52 @@ def test_commands_options_and_values_are_completed(words: str, expected: list[st
     env["COMP_CWORD"] = str(len(words.split()) - 1)
     done = subprocess.run([sys.executable, "-m", "accel"], env=env, capture_output=True, text=True)
     assert [line.partition(",")[2] for line in done.stdout.splitlines()] == expected
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("accel launch tra", "accel launch train.py"),
+        ("accel launch --cpu train.py da", "accel launch --cpu train.py data.txt"),
+        ("accel launch --config_file my", "accel launch --config_file my.yaml"),
+        ("accel launch --num-proc", "accel launch --num-processes"),
+        ("accel report ru", "accel report runs/"),
+        ("accel ckpt ls ru", "accel ckpt ls runs/"),
+        ("accel explain tra", "accel explain train.py"),
+    ],
+)
+def test_a_shell_with_the_script_still_completes_files(typed: str, completed: str, tmp_path: Path) -> None:
+    for name in ("train.py", "data.txt", "my.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs").mkdir()
+    bin_folder = tmp_path / ".bin"
+    bin_folder.mkdir()
+    command = bin_folder / "accel"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel "$@"\n')
+    command.chmod(0o755)
+    env = dict(os.environ) | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "$ "}
+    keyboard, terminal = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        cwd=tmp_path,
+        env=env,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        setup = 'bind "set enable-bracketed-paste off"; eval "$(accel completion bash)"'
+        os.write(keyboard, f"{setup}\n{typed}\t".encode())
+        said = ""
+        deadline = time.monotonic() + 60
+        while completed not in said and time.monotonic() < deadline:
+            if select.select([keyboard], [], [], 1)[0]:
+                said += os.read(keyboard, 4096).decode()
+        assert completed in said
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(keyboard)

@@ -1,8 +1,16 @@
 """accel plan and accel estimate-memory: tables for people, JSON for programs, and errors that say what would work."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +74,42 @@ def test_a_plan_is_a_table_with_the_choice_and_its_reasons(models: Path, capsys:
     assert "none is faster" in out
 
 
+@pytest.mark.parametrize("columns", [60, 80, 110, 200])
+def test_a_plan_keeps_its_units_in_a_terminal_of_any_width(columns: int, models: Path) -> None:
+    """In a real terminal: every row ends in whether it fits, and every number has its unit."""
+    keyboard, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    argv = [sys.executable, "-m", "accel", *PLAN, "--devices", "8x80GB", "--batch_size", "16"]
+    shell = subprocess.Popen(argv, cwd=models, env=env, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    said = b""
+    with suppress(OSError):  # the end of a terminal
+        while part := os.read(keyboard, 4096):
+            said += part
+    assert shell.wait() == 0
+    os.close(keyboard)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).replace("\r", "")
+    head, *rows = text[text.index("strategy") :].split("\n")
+    rows = rows[: next(number for number, row in enumerate(rows) if not re.search(r" (yes|no) *$", row))]
+    assert len(rows) > 5
+    assert "\u2026" not in text
+    assert head.split()[-1] == "fits"
+    for row in rows:
+        assert len(re.findall(r" [\d.e+-]+ ([KMGT]i)?B\b", row)) >= head.count("peak") + head.count("sent"), row
+        assert re.search(r"[\d.]+ s  +(yes|no) *$", row), row
+    assert ("param" in head) == (columns > 110)
+
+
+def test_strategies_that_take_the_same_are_one_row(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAN, "--devices", "1x80GB", "--batch_size", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [" ".join(line.split("+")[-1].split()[1:]) for line in lines if line.rstrip().endswith((" yes", " no"))]
+    assert len(rows) == len(set(rows))
+    assert any(line.startswith("alike: ") for line in lines)
+    assert re.search(r"[\d,]+ parameters, .* on 1 x 74\.51 GiB", lines[0])
+
+
 def test_a_plan_as_json_has_every_byte(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = as_json(capsys, *PLAN, "--devices", "4x80GB", "--nodes", "2", "--mixed_precision", "bf16", "--optimizer=sgd")
     by_name = {plan["strategy"]: plan for plan in data["plans"]}
@@ -85,7 +129,7 @@ def test_a_file_of_python_is_found_where_it_lies(models: Path, capsys: pytest.Ca
 def test_what_does_not_fit_is_shown_and_ends_with_one(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*PLAN, "--devices", "8x1kB"]) == 1
     captured = capsys.readouterr()
-    assert "nothing fits 8 x 1 kB with a margin of 10%. Nearest is" in captured.err
+    assert "nothing fits 8 x 1000 B with a margin of 10%. Nearest is" in captured.err
     assert "ddp" in captured.out
     assert as_json(capsys, *PLAN, "--devices", "8x1kB", status=1)["choice"] is None
 
@@ -145,6 +189,8 @@ def test_an_estimate_has_a_row_for_each_dtype(models: Path, capsys: pytest.Captu
     "argv",
     [
         ["--dtypes", "float32", "int8", "planned_models:build"],
+        ["--dtypes", "fp32", "int8", "planned_models:build"],
+        ["planned_models:build", "--dtypes", "fp32,int8"],
         ["planned_models:build", "--dtypes", "float32", "int8"],
         ["planned_models:build", "--dtypes", "float32,int8"],
         ["planned_models:build", "--dtypes", "float32", "--dtypes", "int8"],

@@ -106,6 +106,9 @@ class Updates(list[bool]):
     def update_scaler(self, *, hold: bool = False) -> None:
         self.append(hold)
 
+    def overflow_dropped(self) -> bool:
+        return False
+
 
 def test_the_loss_scale_is_settled_once_a_round() -> None:
     clock, updates = clock_of(1), Updates()

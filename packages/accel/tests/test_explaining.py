@@ -186,13 +186,12 @@ def test_shards_are_gathered_once_a_step_and_counted() -> None:
 
 @pytest.mark.ranks(2, group=False)
 def test_the_timeout_is_the_one_in_force(tmp_path: Path) -> None:
-    import os
     import time
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    options = InitProcessGroupKwargs(timeout=timedelta(seconds=3), init_method=os.environ["ACCEL_TESTING_INIT_METHOD"])
+    options = InitProcessGroupKwargs(timeout=timedelta(seconds=3))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
     told = accelerator.explain().timeout_seconds
     assert told == 3
@@ -225,6 +224,56 @@ def test_settings_are_told_with_their_origins() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     assert ("gradient_accumulation_steps", "3", "call") in accelerator.explain().settings
     assert "gradient_accumulation_steps = 3  (call)" in str(accelerator.explain())
+
+
+RUN_WITH_A_PROJECT = """
+import os, torch
+from accel import Accelerator, ProjectConfiguration
+from accel.utils import ProfileKwargs
+project = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True)
+accelerator = Accelerator(log_with="tensorboard", project_config=project)
+own = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+accelerator.init_trackers("net", {"lr": 0.1})
+accelerator.resume()
+if os.path.exists("project/checkpoints"):
+    accelerator.load_state()
+with accelerator.profile(ProfileKwargs(output_trace_dir="project/trace")) as profiler:
+    for step in range(8):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        accelerator.log({"loss": float(step)}, step=step)
+        accelerator.save_state()
+        accelerator.save_model(model, "project/model")
+        profiler.step()
+accelerator.end_training()
+"""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_explaining_leaves_the_project_of_a_run_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    script = tmp_path / "train.py"
+    script.write_text(RUN_WITH_A_PROJECT)
+    run_command([sys.executable, script], cwd=tmp_path, timeout=120).check()
+    before = contents(tmp_path)
+    assert len(before) > 20
+    words = [sys.executable, "-m", "accel", "explain", "--num_processes", "2", "--cpu", "train.py"]
+    said = run_command(words, cwd=tmp_path, timeout=120).check().output
+    assert "backend ddp: 2 processes" in said
+    assert "module" not in said, "it is the launcher's own setting"
+    assert contents(tmp_path) == before
+
+
+def test_a_script_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "accel", "explain", "nothere.py"]
+    said = run_command(words, cwd=tmp_path, timeout=120)
+    assert said.output.splitlines()[0].startswith("accel: error: there is no script 'nothere.py'")
+    assert "Traceback" not in said.output
 
 
 def test_a_script_is_explained_and_ended(tmp_path: Path) -> None:

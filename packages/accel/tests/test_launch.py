@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -573,3 +574,75 @@ def test_a_machine_that_finds_nobody_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nobody listens at 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def foreign_server(kind: str) -> Iterator[int]:
+    """The port of something that is no launcher: it listens and is silent, answers as HTTP, or has another store."""
+    with ExitStack() as stack:
+        if kind == "store":
+            from torch.distributed import TCPStore
+
+            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            yield store.port
+            return
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        if kind == "http":
+
+            def answer() -> None:
+                with suppress(OSError):
+                    while True:
+                        connection, _ = server.accept()
+                        with connection:
+                            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
+        yield server.getsockname()[1]
+
+
+def join_line(port: int, patience: str) -> list[str]:
+    argv = ["--cpu", "--num_machines", "2", "--machine_rank", "1", "--num_processes", "2", "--join_timeout", patience]
+    return [*argv, "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "script.py"]
+
+
+@pytest.mark.parametrize("kind", ["silent", "http", "store"])
+def test_a_foreign_answer_at_the_rendezvous_is_one_line_after_join_timeout(kind: str, tmp_path: Path) -> None:
+    with foreign_server(kind) as port:
+        done = launch(tmp_path, *join_line(port, "2s"), timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"what answers at 127.0.0.1:{port} is no launcher of machine 0" in line
+    assert "after 2 s (join_timeout)" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_meets_something_foreign_can_be_ended(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SHOW)
+    with foreign_server("silent") as port:
+        process = subprocess.Popen(
+            [*LAUNCH, *join_line(port, "10m")],
+            cwd=tmp_path,
+            env=clean_env(),
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear_signals,
+        )
+        assert process.stderr is not None
+        assert "what answers at" in process.stderr.readline()  # it says for what it waits
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        said = process.communicate(timeout=20)[1]
+    assert process.returncode == 128 + number
+    assert f"ended by {number.name}" in said
+    assert survivors(children) == []
+
+
+def test_a_flag_of_the_launcher_after_the_script_gets_a_note(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--cpu", "script.py", "--num-processes", "2", "--lr=1", "--mixed_precision", "bf16")
+    (row,) = shown(done)
+    assert row["argv"] == ["script.py", "--num-processes", "2", "--lr=1", "--mixed_precision", "bf16"]
+    (note,) = done.stderr.splitlines()
+    assert note.startswith("accel launch: note: --num-processes stands after script.py, so the script gets it")

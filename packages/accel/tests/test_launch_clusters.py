@@ -532,6 +532,41 @@ def test_two_machines_in_networks_of_their_own_form_one_job(
     assert met("".join(out for _, out, _ in ended)), ended
 
 
+ALONE = """
+import sys
+import torch
+from accel import Accelerator
+accelerator = Accelerator(strategy=sys.argv[1])
+model, _ = accelerator.prepare(torch.nn.Linear(4, 4), None)
+if accelerator.is_main_process:
+    accelerator.save_state("saved")
+accelerator.wait_for_everyone()
+accelerator.load_state("saved")
+accelerator.end_training()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_main_process_of_two_machines_saves_by_itself_or_is_refused_everywhere(
+    strategy: str, two_networks: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    (tmp_path / "run.py").write_text(f"import runpy, sys; sys.argv[1:] = [{strategy!r}]; runpy.run_path('train.py')")
+    began = time.monotonic()
+    ended = launched_on(two_networks, tmp_path, "--num_machines", "2", "--num_processes", "2", "run.py")
+    if strategy == "ddp":
+        assert [status for status, _, _ in ended] == [0, 0], ended
+        assert "".join(out for _, out, _ in ended).count("done") == 2, ended
+        assert not any("frame #" in err for _, _, err in ended), ended
+        return
+    assert all(status for status, _, _ in ended), ended
+    assert "rank 1 did not come to save_state" in ended[0][2], ended
+    assert re.search("rank 0 failed on machine 0|rank 1 did not come to save_state", ended[1][2]), ended
+    assert time.monotonic() - began < 50, "the main process sees that rank 1 is elsewhere, and does not wait for it"
+
+
 PART = """
 import os, signal, sys, time
 import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure, report
+from accel.launch.failure import Exit, Failure, failed_at, in_order, read_end, read_failure, report
 
 
 def ended(rank: int, status: int, at: float = 100.0, *, stopped: bool = False) -> Exit:
@@ -84,9 +84,34 @@ def test_statuses_are_those_of_a_shell(status: int, shown: int, words: str) -> N
     assert words in failure.ending
 
 
-def test_the_first_failure_is_told_last_and_its_trace_ends_the_report() -> None:
+def test_an_error_that_only_repeats_another_ranks_is_never_first_however_early_it_was() -> None:
+    relayed = Failure(ended(1, 1), 1.0, "CollectiveError: process 0 failed", "trace of 1", relayed=True)
+    assert in_order([relayed, Failure(ended(0, 1), 9.0, "KeyError")])[0].exit.rank == 0
+    assert in_order([relayed])[0].exit.rank == 1
+    assert "rank 1 of 2 failed because of another rank" in report([relayed], 2)
+
+
+def test_a_rank_that_ended_well_is_the_cause_only_of_errors_that_repeat_its_end(tmp_path: Path) -> None:
+    path = error_file(tmp_path, seconds=99.0)
+    left = read_end(ended(1, 0), path)
+    assert left is not None
+    lost = Failure(ended(0, 1), 99.5, "RuntimeError: closed by peer", "its trace", relayed=True)
+    assert in_order([lost], [left])[0].exit.rank == 1
+    assert in_order([Failure(ended(0, 1), 99.5, "KeyError")], [left])[0].exit.rank == 0
+    assert in_order([], [left]) == []
+    assert read_end(ended(1, 0, stopped=True), path) is None
+
+
+def test_a_rank_that_was_killed_is_reported_with_the_words_of_a_peer() -> None:
+    lost = Failure(ended(0, 1), 99.5, "RuntimeError: closed by peer", "rank 1 was last seen at a.py:3", relayed=True)
+    text = report(in_order([lost, Failure(ended(1, -9), 99.6)]), 2)
+    assert text.startswith("accel launch: rank 1 of 2 failed first")
+    assert text.endswith("a.py:3")
+
+
+def test_the_first_failure_begins_the_report_and_its_trace_ends_it() -> None:
     first = Failure(ended(1, 1), 1.0, "ValueError: boom", "Traceback\nValueError: boom\n")
     text = report([first, Failure(ended(0, 1), 2.0, "RuntimeError: lost")], 2)
     assert text.endswith("Traceback\nValueError: boom")
     assert text.count("ValueError: boom") == 1
-    assert text.index("rank 0 then failed too") < text.index("rank 1 of 2 failed first")
+    assert text.index("rank 1 of 2 failed first") < text.index("rank 0 then failed too")

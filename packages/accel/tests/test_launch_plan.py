@@ -73,6 +73,13 @@ def test_one_process_replaces_the_launcher(settings: dict[str, object], argv: tu
     assert made.processes[0].argv == argv
 
 
+@pytest.mark.parametrize(("given", "port"), [({}, 29500), ({"main_process_port": 4000}, 4000)])
+def test_machines_that_were_given_no_port_meet_at_the_usual_one(given: dict[str, object], port: int) -> None:
+    made = planned({"num_machines": 2, "num_processes": 2, "main_process_ip": "10.0.0.1", **given})
+    assert made.main_port == port
+    assert planned({"num_processes": 2}).main_port == 0
+
+
 @pytest.mark.parametrize("settings", [{"max_restarts": 1}, {"prefix_output": True}, {"log_dir": "logs"}])
 def test_one_process_that_needs_watching_is_watched(settings: dict[str, object]) -> None:
     assert not planned(settings).direct
@@ -122,8 +129,8 @@ def test_chosen_accelerators_count_what_the_launcher_sees(env: dict[str, str], v
         ({"module": True, "no_python": True}, CPU, ("module and no_python",)),
         ({"num_machines": 2, "machine_rank": 2}, CPU, ("machine_rank is 2", "expected 0 to 1")),
         ({"machine_rank": 1}, CPU, ("machine_rank is 1", "expected 0 to 0")),
-        ({"num_machines": 2}, CPU, ("main_process_ip and main_process_port",)),
-        ({"num_machines": 2, "main_process_ip": "h", "main_process_port": 0}, CPU, ("main_process_port",)),
+        ({"num_machines": 2}, CPU, ("2 machines need main_process_ip",)),
+        ({"num_machines": 2, "main_process_ip": "h", "main_process_port": 0}, CPU, ("main_process_port is 0", "29500")),
         ({"num_processes": 3} | TWO_MACHINES, CPU, ("3 cannot be shared by 2 machines", "nearest that can: 2")),
         ({"num_processes": 1} | TWO_MACHINES, CPU, ("1 cannot be shared by 2 machines", "nearest that can: 2")),
         ({"gpu_ids": "0,9"}, GPUS, ("'0,9'", "0,1,2,3")),

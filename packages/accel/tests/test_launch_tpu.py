@@ -56,7 +56,7 @@ def test_what_a_launcher_does_besides_holds_on_tpus_too(tmp_path):
     ("settings", "words"),
     [
         ({"num_processes": 8}, "num_processes is 8 .* one process drives all TPU cores .* num_processes 1"),
-        ({"num_machines": 2}, "2 machines need main_process_ip and main_process_port"),
+        ({"num_machines": 2}, "2 machines need main_process_ip"),
         ({**TWO, "num_processes": 8}, "num_processes is 8 .* say num_processes 2"),
         ({**TWO, "num_machines": 1, "nnodes": "1:2"}, "the machines of a TPU pod neither come nor go; say 2"),
         ({**POD, "num_machines": 2}, "each machine of a pod knows how many they are"),

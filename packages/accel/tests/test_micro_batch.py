@@ -84,6 +84,37 @@ def test_a_smaller_memory_trains_to_the_same_weights(rank: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp, whole after forward": {"fsdp_plugin": {"fsdp_version": 2, "reshard_after_forward": False}},
+    "fsdp1": {"strategy": "fsdp1"},
+    **{f"zero {stage}": {"deepspeed_plugin": {"zero_stage": stage}} for stage in range(4)},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_the_search_leaves_nothing_in_the_next_steps(rank: int, strategy: dict[str, Any]) -> None:
+    def trained(*searches: int) -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(cpu=True, **strategy)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(3):
+            rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step * 2 + rank))
+            if step in searches:
+                assert accelerator.find_micro_batch_size(lambda rows: 100 * model(rows).square().mean(), rows) == 4
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        accelerator.end_training()
+        return {name: value.clone() for name, value in state.items()}
+
+    torch.testing.assert_close(trained(0, 2), trained(), rtol=0, atol=0)
+
+
 @pytest.mark.ranks(2)
 def test_another_error_on_one_rank_reaches_all(rank: int) -> None:
     accelerator, model = prepared()

@@ -1,7 +1,10 @@
 """Functions on several processes from an interpreter, and from a cell of a real notebook run by a real kernel."""
 
+import copy
 import io
+import linecache
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from accel import debug_launcher, notebook_launcher
+from accel import Accelerator, debug_launcher, notebook_launcher
 from accel.notebook.cell import Copier
 from accel.notebook.parcel import pack_call, pack_result, unpack_call, unpack_results
 from accel.notebook.place import has_tpu, place_of, processes_for
@@ -98,6 +101,45 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
 
     with pytest.raises(LaunchError, match="holds cannot be sent to other processes"):
         debug_launcher(holds)
+
+
+def test_an_accelerator_of_the_notebook_is_refused_by_the_name_of_its_variable() -> None:
+    fresh = Accelerator(cpu=True)
+
+    def prepare() -> None:
+        fresh.prepare(torch.nn.Linear(1, 1))
+
+    def train() -> None:
+        prepare()
+
+    for function, args, words in (
+        (train, (), "fresh, which prepare uses"),
+        (print, (fresh,), "argument 0"),
+        (print, (fresh.state,), "argument 0"),
+    ):
+        with pytest.raises(LaunchError, match=rf"because of {words} .*belongs to the process that made it") as caught:
+            notebook_launcher(function, args, num_processes=2)
+        assert "inside" in str(caught.value)
+    holder = {"accelerator": fresh}
+    assert copy.deepcopy(holder)["accelerator"] is fresh
+    fresh.end_training()
+
+
+@pytest.mark.parametrize("args", [0.1, "cpu", {"lr": 0.1}])
+def test_args_that_are_no_tuple_are_refused_with_the_tuple(args: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"({args!r},)")):
+        notebook_launcher(print, args, num_processes=2)
+
+
+def test_the_source_of_a_cell_is_shown_in_tracebacks_of_its_processes() -> None:
+    source = "def fails():\n    raise KeyError('the culprit')  # the line\n"
+    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "<cell 1>", "exec"), cell)
+    with redirect_stderr(io.StringIO()), pytest.raises(LaunchError) as caught:
+        debug_launcher(cell["fails"])
+    assert "# the line" in str(caught.value)
+    assert "notebook/worker.py" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

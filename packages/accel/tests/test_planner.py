@@ -70,15 +70,18 @@ def test_hardware_is_read_as_people_write_it(text: str, nodes: int, devices: int
     [
         ("", "not understood"),
         ("8x", "not understood"),
-        ("8x80GX", "not understood"),
+        ("8x80GX", "did you mean G"),
         ("0x80GB", "no number of devices"),
-        ("ax80GB", "no number of devices"),
-        ("8x80Gb/x", "not understood"),
+        ("ax80GB", "neither a size nor one of"),
+        ("8x80Gb/x", "is no size"),
         ("8x80qb", "did you mean"),
         ("8x0GB", "is nothing"),
         ("8xH10", "did you mean H100"),
         ("1x2x3x80GB", "not understood"),
         ("eight", "neither a size nor one of"),
+        ("8xRTX4090", "'RTX4090' in devices '8xRTX4090' is neither a size nor one of V100, .*H100"),
+        ("8", "as in 8x80GB or 8xH100"),
+        ("2x8", "say nothing of a device's memory"),
     ],
 )
 def test_nonsense_hardware_is_refused_with_what_would_work(text: str, words: str) -> None:
@@ -395,18 +398,18 @@ def test_the_choice_fits_and_nothing_faster_does(found: list[tuple[int, int]], b
 def test_a_choice_says_what_would_change_it() -> None:
     decision = choose([made("ddp", 150 * GB, 1), made("fsdp", 60 * GB, 2), made("slow", 10 * GB, 3)], 80 * GB, 0.0)
     assert decision.plan.candidate.name == "fsdp"
-    assert decision.changes == ("with 70 GB more per device: ddp",)
+    assert decision.changes == ("with 65.2 GiB more per device: ddp",)
     assert "1 faster one does not fit" in str(decision)
 
 
 def test_more_memory_of_the_size_that_was_said_does_change_it() -> None:
     every = [made("ddp", 150 * GB, 1), made("fsdp", 60 * GB, 2)]
-    assert choose(every, 80 * GB).changes == ("with 86.7 GB more per device: ddp",)
-    assert choose(every, int(166.7 * GB)).plan.candidate.name == "ddp"
+    assert choose(every, 80 * GB).changes == ("with 80.72 GiB more per device: ddp",)
+    assert choose(every, 80 * GB + int(80.72 * 2**30)).plan.candidate.name == "ddp"
 
 
 def test_nothing_that_fits_names_the_nearest_and_by_how_much() -> None:
-    with pytest.raises(PlanError, match=r"Nearest is small, which needs 95 GB per device, 5 GB too much"):
+    with pytest.raises(PlanError, match=r"Nearest is small, which needs 88.48 GiB per device, 4.657 GiB too much"):
         choose([made("big", 200 * GB, 1, 100 * GB), made("small", 95 * GB, 2, 100 * GB)])
 
 

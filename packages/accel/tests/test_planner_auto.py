@@ -150,7 +150,7 @@ def test_flat_pieces_are_chosen_only_for_optimizers_that_can_step_on_them(rank: 
 @pytest.mark.ranks(2)
 def test_nothing_fits_on_every_rank(rank: int) -> None:
     accelerator = Accelerator(cpu=True, strategy=auto(hardware=Hardware.of_cpu(2, 1, 2000)))
-    with pytest.raises(AccelError, match=r"nothing fits 2 x 1 kB .* Nearest is fsdp:full_shard") as raised:
+    with pytest.raises(AccelError, match=r"nothing fits 2 x 1000 B .* Nearest is fsdp:full_shard") as raised:
         accelerator.prepare(model())
     assert isinstance(raised.value, PlanError) == (rank == 0)
 

@@ -1,10 +1,15 @@
 """Several models, optimizers and schedulers in one loop."""
 
+import copy
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from accel import Accelerator, GradScalerKwargs
+from accel import Accelerator, DataLoaderConfiguration, GradScalerKwargs
+from accel_state.errors import BackendError, PrepareError
 
 
 def two(accelerator: Accelerator):
@@ -91,8 +96,6 @@ def test_weights_of_two_losses_do_not_mix() -> None:
 def test_a_model_that_was_not_prepared_cannot_accumulate() -> None:
     accelerator = Accelerator(cpu=True)
     two(accelerator)
-    from accel_state.errors import PrepareError
-
     with pytest.raises(PrepareError, match="prepare did not return"), accelerator.accumulate(nn.Linear(1, 1)):
         pass
 
@@ -168,3 +171,117 @@ def test_clipping_one_model_leaves_the_scale_in_the_gradients_of_another() -> No
     half_a_round(accelerator, first, optimizers[0])
     half_a_round(accelerator, first, optimizers[0])
     assert torch.equal(second.weight.grad, held)
+
+
+def joint(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    return models[1](models[0](x)).square().sum()
+
+
+def steps_of(weighted: bool, named: int, batches: int) -> list[torch.Tensor]:
+    """Weights after windows of three micro-batches of a loss of two models, of which ``accumulate`` is given some."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    generator, critic, *optimizers = two(accelerator)
+    rows = torch.randn(2 * batches, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    stream = accelerator.prepare(DataLoader(Stream(rows), batch_size=2))
+    for number, batch in enumerate(stream):
+        with accelerator.accumulate(*[generator, critic][:named]):
+            loss = joint([generator, critic], batch)
+            accelerator.backward(loss if weighted else loss / 2, weight=1 + 2 * number if weighted else None)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [parameter.detach() for model in (generator, critic) for parameter in model.parameters()]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows whose number is not known before the last."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(("weighted", "batches"), [(True, 6), (False, 5)], ids=["weighted", "short window"])
+def test_a_second_model_of_the_loss_is_normalised_though_accumulate_is_given_the_first(
+    weighted: bool, batches: int
+) -> None:
+    for one, other in zip(steps_of(weighted, 1, batches), steps_of(weighted, 2, batches), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_an_open_window_goes_on_when_another_model_is_prepared() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    dues = []
+    for number in range(6):
+        if number == 1:
+            accelerator.prepare(nn.Linear(2, 1))
+        with accelerator.accumulate(model):
+            dues.append(accelerator.sync_gradients)
+    assert dues == [False, False, True] * 2
+
+
+def test_a_prepared_model_that_is_compiled_accumulates() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.compile(accelerator.prepare(nn.Linear(2, 1)), backend="eager")
+    dues = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            dues.append(accelerator.sync_gradients)
+    assert dues == [False, True]
+
+
+def test_a_scheduler_of_an_optimizer_that_is_not_prepared_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    foreign = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 1)
+    with pytest.raises(PrepareError, match=r"StepLR drives a Adam that is not prepared \(SGD is\)"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), foreign)
+    optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[1]
+    with pytest.raises(PrepareError, match="StepLR drives a Adam"):
+        accelerator.prepare(foreign)
+    for one in (optimizer, optimizer.optimizer):
+        assert accelerator.prepare(torch.optim.lr_scheduler.StepLR(one, 1)).optimizers == (optimizer,)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+def test_inside_a_window_the_norm_is_that_of_what_this_process_has_accumulated(
+    rank: int, strategy: str, precision: str
+) -> None:
+    scaling = GradScalerKwargs(init_scale=1024.0)
+    accelerator = Accelerator(
+        cpu=True,
+        strategy=strategy,
+        mixed_precision=precision,
+        gradient_accumulation_steps=3,
+        kwargs_handlers=[scaling],
+    )
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = copy.deepcopy(plain)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(2):
+        x = torch.full((2, 4), 1.0 + rank + number)
+        (plain(x).square().mean() / 3).backward()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        expected = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-2 if precision == "fp16" else 1e-5, atol=1e-5)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_weights_within_a_join_are_refused_on_every_rank(rank: int) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.join_uneven_inputs([model]):
+        loss = model(torch.ones(2, 2)).sum()
+        with pytest.raises(BackendError, match=r"weight=.*join_uneven_inputs.*even_batches=True"):
+            accelerator.backward(loss, weight=2)
+    accelerator.backward(model(torch.ones(2, 2)).sum(), weight=2)
+    accelerator.end_training()

@@ -726,3 +726,18 @@ def test_a_row_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
     again.log({"loss": 2.0}, 1)
     again.finish()
     assert list(csv.reader(io.StringIO(table.read_text()))) == [["step", "loss"], ["0", "1.0"], ["1", "2.0"]]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_logged_before_init_trackers_is_said_to_be_lost_once(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel.tracking").addHandler(handler)
+    accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 2.0})
+    accelerator.get_tracker("wandb").log({"loss": 3.0}, step=3)
+    logging.getLogger("accel.tracking").removeHandler(handler)
+    told = "log keeps nothing: no trackers are there; call init_trackers first, and log before end_training"
+    assert said == ([told] if rank == 0 else [])

@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
 from torch import nn
@@ -27,11 +27,11 @@ from accel.facets.weights import WeightsFacet
 from accel.handlers import ProjectConfiguration
 from accel.micro_batch import MicroBatch
 from accel.optimizer import PreparedOptimizer
-from accel.preparation import batch_sizes, kind_of
+from accel.preparation import batch_sizes, check_driven, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.train_state import Companion, Stateful
 from accel_state.doctor.active import recorded
-from accel_state.errors import ConfigError, PrepareError
+from accel_state.errors import UNSENDABLE, BackendError, ConfigError, PrepareError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -172,6 +172,13 @@ class Accelerator(
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._listen_by_default()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(UNSENDABLE.format(kind="an Accelerator"))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself: what holds an Accelerator can be copied, but its process and group are there once."""
+        return self
+
     # ------------------------------------------------------------------------------------------------ prepare
 
     @recorded("prepare", shared=False)
@@ -254,6 +261,10 @@ class Accelerator(
         }
         if not any(where.values()):
             return
+        check_driven(
+            [results[position] for position in where["scheduler"]],
+            [*self._optimizers, *(results[position] for position in where["optimizer"])],
+        )
         if self._undecided is not None and training:
             self._decide(results, kinds, split_batches=self.split_batches)
         bundle = self.backend.prepare(
@@ -323,7 +334,7 @@ class Accelerator(
         all weights, whatever each micro-batch and rank holds. ``kwargs`` go to ``loss.backward``.
 
         Raises:
-            BackendError: the loss is no scalar, or has no graph.
+            BackendError: the loss is no scalar, or has no graph; or ``weight`` is given within ``join_uneven_inputs``.
             PrepareError: no model has been prepared, so nothing would keep the ranks together.
         """
         if not self._models:
@@ -334,25 +345,44 @@ class Accelerator(
         if backend.scaler is not None:
             clock.settle_scale(backend)
         if weight is not None:
+            if self._joining:
+                raise BackendError(
+                    "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
+                    "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
+                )
             window = clock.window
+            if clock.due:
+                self._forget_dropped(window)
             scale = accumulation.weighted_scale(window, weight, backend, loss.device)
-            backend.backward(loss * scale, **kwargs)
+            self._backward(loss * scale, 1.0, kwargs)
             if clock.due:
                 accumulation.normalise(window, self._accumulated(), backend)
             return
-        backend.backward(loss, scale=clock.scale, **kwargs)
+        if clock.key:
+            self._backward(loss, clock.scale, kwargs)
+        else:
+            backend.backward(loss, scale=clock.scale, **kwargs)
         if clock.due and clock.correction != 1.0:
             accumulation.correct_short_window(clock, self._accumulated(), backend)
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Which prepared models these are; () for all of them or none in particular."""
+        if len(models) == len(self._models) == 1 and models[0] is self._models[0]:
+            self.clock.num_models = 1
+            return ()
         positions = tuple(map(self._position, models))
-        return () if len(positions) == len(self._models) else positions
+        if len(positions) < len(self._models):
+            return positions
+        self.clock.num_models = len(positions)
+        return ()
 
     def _position(self, model: nn.Module) -> int:
         for position, prepared in enumerate(self._models):
             if prepared is model:
                 return position
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            return self._position(compiled)
         raise PrepareError(
             f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
             "prepare returned"

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel.clock import StepClock, Window
 
@@ -39,8 +40,7 @@ def weighted_scale(window: Window, weight: Weight, over: Averager, device: torch
     first: one small collective), so that half-precision gradients have the size that a mean loss gives them.
     ``normalise`` puts the exact weight in its place; a power of two changes no bit of the result.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    added = torch.as_tensor(weight, device=device).detach().to(dtype)
+    added = torch.as_tensor(weight, device=device).detach().to(weight_dtype(device))
     if window.denominator is None:
         if window.reference is None:
             first = added * window.size
@@ -48,6 +48,23 @@ def weighted_scale(window: Window, weight: Weight, over: Averager, device: torch
         window.denominator = window.reference
     window.weight = added if window.weight is None else window.weight + added
     return over.gradient_average / window.denominator
+
+
+def weight_dtype(device: torch.device) -> torch.dtype:
+    """In which weights are summed: float64 where all devices of a type have it, otherwise float32 (mps, Arc GPUs)."""
+    return torch.float64 if device.type in ("cpu", "cuda", "xla") else torch.float32
+
+
+def forget_dropped(window: Window, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
+    """Forgets the weights of losses whose gradients were cleared without a step, before the next loss adds its own.
+
+    They were if each of the optimizers cleared its own, or if there were gradients and none is left.
+    """
+    if window.weight is not None:
+        everywhere = window.cleared.issuperset(map(id, optimizers))
+        if (window.cleared and everywhere) or (window.seen and all(p.grad is None for p in parameters)):
+            window.close()
+    window.cleared.clear()
 
 
 def normalise(window: Window, models: Iterable[nn.Module], over: Averager) -> None:
@@ -61,8 +78,10 @@ def normalise(window: Window, models: Iterable[nn.Module], over: Averager) -> No
     assert before is not None
     total = _summed(total, over)
     total = torch.where(total > 0, total, torch.ones_like(total))
+    models = list(models)
     over.scale_gradients(models, before / total)
     window.denominator, window.reference = total, _power_of_two(total)
+    window.seen = any(p.grad is not None for model in models for p in model.parameters())
 
 
 def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:

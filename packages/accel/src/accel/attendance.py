@@ -2,15 +2,19 @@
 
 Many scripts say ``if accelerator.is_main_process: accelerator.save_state(...)``. A collective would hang there. So each
 rank leaves a note in the store when it comes, and the main one decides: everybody is here, or it goes on without those
-that are missing. It waits for them the first time; once some have stayed away it does not wait again, unless one of
-them came after all.
+that are missing. It waits for them the first time, and no longer than until the hang doctor sees them in a collective
+that comes later; once some have stayed away it does not wait again, unless one of them came after all.
+
+Coming is no collective: a rank that did not come may be in its next one already, and numbers it as the others do.
 """
 
 import json
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
+from accel_state.doctor.active import active, recorded
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 _PREFIX = "accel/attendance"
-_LOOK_EVERY = 0.005
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-3
+_SEARCH_EVERY = 0.1
 GRACE = 5.0
 """Seconds for which the main rank waits for the others where it could do without them, once."""
 SHARDED_GRACE = 60.0
@@ -40,6 +45,8 @@ class Attendance:
         self._round = 0
         self._missing: tuple[int, ...] = ()
         self._late = 0
+        self.places: Mapping[int, str] = {}
+        """Where ranks are that cannot come any more, as far as the hang doctor knows them."""
 
     @classmethod
     def of(cls, session: "Session") -> "Attendance | None":
@@ -64,14 +71,12 @@ class Attendance:
 
     def _decide(self, grace: float) -> tuple[int, ...]:
         late = self._store.add("late", 0)
-        others = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]
+        waiting = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]
         self._late = late
-        deadline = time.monotonic() + grace
-        waiting = others
-        while waiting := [rank for rank in waiting if not self._store.check([self._note(rank)])]:
-            if time.monotonic() >= deadline:
+        for _ in self._moments(grace):
+            waiting = [rank for rank in waiting if not self._store.check([self._note(rank)])]
+            if all(rank in self.places for rank in waiting):
                 break
-            time.sleep(_LOOK_EVERY)
         here = {rank for rank in range(1, self._size) if self._store.check([self._note(rank)])}
         self._missing = tuple(rank for rank in range(1, self._size) if rank not in here)
         self._store.set(f"{self._round}/missing", json.dumps(self._missing))
@@ -79,16 +84,25 @@ class Attendance:
         self._store.set("rounds", str(self._round))
         return self._missing
 
+    @recorded("save_state", shared=False)
     def _ask(self) -> tuple[int, ...]:
         self._store.set(self._note(self._rank), "")
         decision = f"{self._round}/missing"
+        came = f"rank {self._rank} came to save and rank 0 did not"
+        remedy = "call save_state on all processes, or on the main one at least"
         try:
-            self._store.wait([decision], self._patience)
+            for _ in self._moments(self._patience.total_seconds()):
+                gone = self.places.get(0)
+                if self._store.check([decision]):
+                    break
+                if gone is not None:  # and was so before it was seen that it has decided nothing
+                    raise CheckpointError(f"{came}: {gone}; {remedy}")
+            else:
+                raise CheckpointError(f"{came} within {self._patience}; {remedy}")
         except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self._rank} came to save and rank 0 did not within {self._patience}; call save_state on all "
-                "processes, or on the main one at least"
-            ) from error
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{came}: the store that the ranks share is gone; {remedy}") from error
         missing = tuple(json.loads(self._store.get(decision)))
         if self._rank in missing:  # from now on in step with the main rank, which is told that this one comes
             self._round = int(self._store.get("rounds"))
@@ -96,6 +110,24 @@ class Attendance:
         else:
             self._round += 1
         return missing
+
+    def _moments(self, patience: float) -> Iterator[None]:
+        """Moments to look for notes, for ``patience`` seconds; keeps ``places`` up to date meanwhile."""
+        self.places = {}
+        now = time.monotonic()
+        deadline, search, pause = now + patience, now, _SHORTEST_PAUSE
+        while True:
+            yield
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if now >= search:
+                doctor = active()
+                self.places = {} if doctor is None else doctor.passed_by()
+                search = now + _SEARCH_EVERY
+                continue
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _note(self, rank: int) -> str:
         return f"{self._round}/here/{rank}"

@@ -76,6 +76,7 @@ class Scaling(Protocol):
     """What adapts a loss scale: a backend."""
 
     def update_scaler(self, *, hold: bool = False) -> None: ...
+    def overflow_dropped(self) -> bool: ...
 
 
 class Window:
@@ -89,9 +90,24 @@ class Window:
         reference: the denominator that the next window starts with.
         stepped: an optimizer has stepped since the loss scale was last adapted.
         rounds: of steps of other groups since this one's last micro-batch.
+        cleared: optimizers (ids) whose gradients were cleared since the last weighted loss.
+        seen: the models held gradients after the last weighted loss.
+        reached: models (positions) of no group of their own that losses of this window have reached.
     """
 
-    __slots__ = ("denominator", "position", "reference", "rounds", "size", "step", "stepped", "weight")
+    __slots__ = (
+        "cleared",
+        "denominator",
+        "position",
+        "reached",
+        "reference",
+        "rounds",
+        "seen",
+        "size",
+        "step",
+        "stepped",
+        "weight",
+    )
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
@@ -102,6 +118,9 @@ class Window:
         self.reference: torch.Tensor | None = None
         self.stepped = False
         self.rounds = 0
+        self.cleared: set[int] = set()
+        self.seen = False
+        self.reached: set[int] = set()
 
     @property
     def open(self) -> bool:
@@ -112,12 +131,15 @@ class Window:
         """Begins the next window, of ``size`` micro-batches as far as can be known."""
         self.position = 0
         self.size = size
+        if self.reached:
+            self.reached.clear()
         self.close()
 
     def close(self) -> None:
-        """Forgets the weights given so far: their optimizer step was taken, or the next window begins."""
+        """Forgets the weights given so far: their step was taken, their gradients dropped, or a window begins."""
         self.weight = None
         self.denominator = None
+        self.seen = False
 
 
 @final
@@ -133,11 +155,24 @@ class StepClock:
         share: what the mean loss of the current micro-batch is multiplied with, so that the window's gradients add
             up to that of one big batch.
         key: the group of models that is being accumulated for; its window is ``window``.
+        claimed: the models (positions) of all such groups.
+        num_models: how many models there were when all of them were accumulated for last.
         correction: what the gradients must be multiplied with after the last backward of the window, because it
             turned out shorter than could be known (a stream that ended); 1.0 nearly always.
     """
 
-    __slots__ = ("_loaders", "_windows", "correction", "due", "key", "plugin", "share", "window")
+    __slots__ = (
+        "_loaders",
+        "_windows",
+        "claimed",
+        "correction",
+        "due",
+        "key",
+        "num_models",
+        "plugin",
+        "share",
+        "window",
+    )
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin
@@ -147,6 +182,8 @@ class StepClock:
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self._windows: dict[Key, Window] = {}
         self.key: Key = ()
+        self.num_models = 0
+        self.claimed: set[int] = set()
         self.window = self._windows.setdefault((), Window())
 
     @property
@@ -184,13 +221,19 @@ class StepClock:
         self.window.close()
         self.window.stepped = True
 
+    def cleared(self, optimizer: object) -> None:
+        """The gradients of an optimizer were cleared; without a step before, its losses are to be forgotten."""
+        if self.window.weight is not None:
+            self.window.cleared.add(id(optimizer))
+
     def settle_scale(self, scaling: Scaling) -> None:
         """Lets the loss scale adapt, before a backward, if a round of steps is over: some group is about to go again.
 
         The optimizers of one group, and groups that step in turn (a GAN's), make one round and one change of the
         scale. While another group holds gradients of an unfinished window, the scale has to stay as it is in them.
+        Clearing gradients that overflowed, instead of stepping, ends a round, too.
         """
-        if not self.window.stepped:
+        if not self.window.stepped and not scaling.overflow_dropped():
             return
         others = [window for window in self._windows.values() if window is not self.window]
         scaling.update_scaler(hold=any(window.open and window.rounds < PATIENCE for window in others))
@@ -203,7 +246,8 @@ class StepClock:
         """Enters the next micro-batch of the models ``key``; returns whether it ends their window."""
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = Window()
+            window = self._windows[key] = self._continued(key) or Window()
+            self.claimed.update(key)
         window.rounds = 0
         self.window = window
         self.key = key
@@ -227,6 +271,13 @@ class StepClock:
             window.size = window.position
         self.due = due
         return due
+
+    def _continued(self, key: Key) -> Window | None:
+        """The open window of these models from when they were all that were prepared, which is theirs alone now."""
+        if key != tuple(range(self.num_models)) or not self._windows[()].open:
+            return None
+        window, self._windows[()] = self._windows[()], Window()
+        return window
 
     def _tick_planned(self, window: Window, planned: WindowFacts) -> bool:
         if planned.index == 0:
@@ -270,6 +321,7 @@ class StepClock:
     def reset(self) -> None:
         """Forgets every window, as at the start."""
         self._windows.clear()
+        self.claimed.clear()
         self.key = ()
         self.window = self._windows.setdefault((), Window())
         self.due = True
@@ -292,5 +344,6 @@ class StepClock:
         for text, (step, position, size) in steps.items():
             key = tuple(int(part) for part in text.split(",") if part)
             window = self._windows.setdefault(key, Window())
+            self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
         self.window = self._windows[()]

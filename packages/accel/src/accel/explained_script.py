@@ -1,12 +1,20 @@
-"""``python -m accel.explained_script SCRIPT ...``: runs a script until its steps have been seen, and explains them."""
+"""``python -m accel.explained_script SCRIPT ...``: runs a script until its steps have been seen, and explains them.
+
+The project stays as it is: the Accelerator of an explained script neither tracks nor saves, and starts afresh.
+"""
 
 import runpy
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from accel_ckpt.storage import Location
 
 
 @final
@@ -35,7 +43,45 @@ class _Spectator:
 
     def tell(self, accelerator: Accelerator) -> None:
         self._stack.close()
-        accelerator.print(accelerator.explain(), flush=True)
+        told = accelerator.explain()
+        own = tuple(row for row in told.settings if row[0] != "module")  # how this module itself was started
+        accelerator.print(replace(told, settings=own), flush=True)
+
+
+@final
+class _Silent:
+    """Takes every call and does nothing, in the place of a profiler."""
+
+    def __getattr__(self, name: str) -> "_Silent":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Silent":
+        return self
+
+
+@contextmanager
+def _unprofiled(self: Accelerator, *args: Any, **kwargs: Any) -> Iterator[_Silent]:
+    yield _Silent()
+
+
+def _elsewhere(self: Accelerator, place: Any = None, *args: Any, **kwargs: Any) -> "Location":
+    """The folder that ``save_state`` and ``load_state`` return."""
+    from accel_ckpt.storage import locate
+
+    return locate(place or str(self.project_dir or "."))
+
+
+def _nothing(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    """Neither reads nor writes."""
+
+
+# The methods that read or write files of the project, and what they are while a script is explained.
+_WITHOUT_FILES = {
+    **dict.fromkeys(("init_trackers", "_warn_untracked", "resume", "on_preemption", "_listen_by_default"), _nothing),
+    **dict.fromkeys(("save", "save_model"), _nothing),
+    **dict.fromkeys(("save_state", "load_state"), _elsewhere),
+    "profile": _unprofiled,
+}
 
 
 def main(words: list[str]) -> None:
@@ -48,6 +94,8 @@ def main(words: list[str]) -> None:
         backward(self, *args, **kwargs)
 
     Accelerator.backward = watched  # type: ignore[method-assign]
+    for name, method in _WITHOUT_FILES.items():
+        setattr(Accelerator, name, method)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).absolute().parent))
     try:

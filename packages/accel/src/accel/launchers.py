@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         log_line_prefix_template: written before each line, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
 
     Raises:
-        ConfigError: an argument that cannot work, such as an unknown precision.
+        ConfigError: an argument that cannot work, such as an unknown precision, or ``args`` that are no sequence.
         LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
     """
     if rdzv_backend not in _RENDEZVOUS:
@@ -80,6 +80,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
     count = processes_for(num_processes, place, _num_accelerators)
     if count < (num_processes or 1):
         print(f"{place} offers no second GPU here: {count} process instead of {num_processes}.")
+    _check_args(function, args)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     settings: dict[str, object] = {
         "mixed_precision": str(mixed_precision).lower(),
@@ -102,8 +103,10 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     For tests: everything is as with ``accel launch --cpu``, local ranks included.
 
     Raises:
+        ConfigError: ``args`` are no sequence.
         LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
     """
+    _check_args(function, args)
     return _launch(function, args, {"num_processes": num_processes, "cpu": True, "mixed_precision": "no"})
 
 
@@ -150,6 +153,13 @@ def _call_on_tpu(
     config = resolve_config({"num_processes": 1, "mixed_precision": mixed_precision}, {})
     with patch_environment(PJRT_DEVICE=os.environ.get("PJRT_DEVICE") or "TPU"):
         return _call_here(function, args, config)
+
+
+def _check_args(function: Callable[..., Any], args: object) -> None:
+    if not callable(function):
+        raise ConfigError(f"function is {function!r}; expected one that can be called: give train, not train()")
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
+        raise ConfigError(f"args is {args!r}; expected a tuple of the function's arguments: ({args!r},)")
 
 
 def _num_accelerators() -> int:

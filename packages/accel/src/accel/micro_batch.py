@@ -28,7 +28,8 @@ class MicroBatch:
         if not due and not accelerator.clock.plugin.sync_each_batch:
             self._stack = ExitStack()
             for model in self._models:
-                self._stack.enter_context(accelerator.backend.no_sync(model))
+                prepared = accelerator._models[accelerator._position(model)]
+                self._stack.enter_context(accelerator.backend.no_sync(prepared))
 
     def __exit__(self, *exc: object) -> None:
         if self._stack is not None:

@@ -1,7 +1,7 @@
 """An optimizer that steps only when the accumulation window ends."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, final
 
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ class Stepper(Protocol):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool: ...
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None: ...
+    def check_group(self, group: Mapping[str, Any]) -> None: ...
 
 
 @final
@@ -75,6 +76,7 @@ class PreparedOptimizer(Optimizer):
         """Clears the gradients if a step is due; inside an accumulation window they are kept."""
         if not self._clock.due:
             return
+        self._clock.cleared(self.optimizer)
         if self._backend is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
@@ -92,6 +94,11 @@ class PreparedOptimizer(Optimizer):
         if callable(switch):
             switch()
 
+    @property
+    def unprepared(self) -> Optimizer:
+        """The user's optimizer."""
+        return self.optimizer
+
     def release(self) -> None:
         """Lets go of the backend; stepping afterwards is an error."""
         self.__dict__["_backend"] = None
@@ -105,7 +112,15 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds the group to the inner optimizer."""
+        """Adds the group to the inner optimizer.
+
+        Raises:
+            BackendError: parameters of no prepared model, where several ranks train.
+        """
+        if self._backend is not None:
+            if isinstance(given := param_group["params"], Iterator):
+                param_group["params"] = list(given)
+            self._backend.check_group(param_group)
         self.optimizer.add_param_group(param_group)
 
     @property

@@ -1,6 +1,6 @@
 """What kind of object was given to ``prepare``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel.optimizer import PreparedOptimizer
 from accel.scheduler import PreparedScheduler
+from accel_state.errors import PrepareError
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "prepared", "other"]
 
@@ -53,6 +54,24 @@ def _(item: PreparedOptimizer) -> Kind:
 @kind_of.register
 def _(item: PreparedScheduler) -> Kind:
     return "prepared"
+
+
+def check_driven(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
+    """Makes sure that schedulers drive optimizers that are prepared, or are about to be.
+
+    Raises:
+        PrepareError: one drives another, whose learning rates it would change without effect.
+    """
+    for scheduler in schedulers:
+        driven = getattr(scheduler, "optimizer", None)
+        if not isinstance(driven, Optimizer) or not optimizers:
+            continue
+        if not any(driven is one or driven.param_groups is one.param_groups for one in optimizers):
+            kinds = ", ".join(type(getattr(one, "optimizer", one)).__name__ for one in optimizers)
+            raise PrepareError(
+                f"{type(scheduler).__name__} drives a {type(driven).__name__} that is not prepared ({kinds} is); "
+                "build it on the optimizer that prepare is given"
+            )
 
 
 def batch_sizes(items: Sequence[Any], kinds: Sequence[str], share: float) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Puts the parts of a checkpoint back: all of them on all ranks, or none and an error that says which does not fit."""
+"""Puts the parts of a checkpoint back on all ranks, or raises an error that says which does not fit and what holds."""
 
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
@@ -17,6 +17,7 @@ from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful,
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
+    from accel_ckpt.checkpoint import Fetched
     from accel_ckpt.peers import Peers, Ranks
     from accel_state.session import Session
 
@@ -27,12 +28,16 @@ RNG, SEED_KEY = "rng", "seed"
 @final
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Everything that a checkpoint gives to a run, read and compared; nothing of the run has changed yet."""
+    """Everything that a checkpoint gives to a run, compared with it; nothing of the run has changed yet."""
 
     checkpoint: "Checkpoint"
     session: "Session"
-    large: Mapping[str, tuple[ModelState | OptimizerState, Callable[[], Any]]]
-    """Models and optimizers, with what puts their tensors into place."""
+    peers: "Peers"
+    """The session's ranks as they see the checkpoint's files."""
+    large: Mapping[str, ModelState | OptimizerState]
+    """Models and optimizers."""
+    fetch: "Callable[[], Fetched]"
+    """Reads what they get, straight into the tensors that they have where that can be."""
     small: Mapping[str, tuple[Stateful, Any]]
 
     @classmethod
@@ -44,10 +49,12 @@ class Restoration:
         ranks: "Ranks",
         *,
         ignored: Collection[str],
+        in_place: bool,
     ) -> "Restoration":
-        """Compares what each part needs with what is saved, then reads it, and compares every byte. Collective.
+        """Compares what each part needs with what is saved, and reads all but models and optimizers. Collective.
 
-        ``ranks`` are the session's as they see the checkpoint's files.
+        Of those, names, shapes and sizes are compared. Unless ``in_place`` they are read as well, and every byte of
+        the checkpoint is compared.
 
         Raises:
             CheckpointMismatchError: the checkpoint is another run's.
@@ -61,52 +68,81 @@ class Restoration:
         def compare_names() -> None:
             parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
 
-        _agreed(compare_names, checkpoint, peers)
+        _agreed(compare_names, peers)
         wanted = {name: part for name, part in parts.items() if name not in ignored}
-        models = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
-        likes = {name: part.state_dict() for name, part in models.items()}
+        large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
+        likes = {name: part.state_dict() for name, part in large.items()}
         places: dict[str, Any] = {}
-
-        def compare() -> None:
-            for name, part in models.items():
-                part.check(name, likes[name], checkpoint.facts(name))
-                places[name] = part.placement() if isinstance(part, OptimizerState) else None
-
-        _agreed(compare, checkpoint, peers)
-        large: dict[str, tuple[ModelState | OptimizerState, Callable[[], Any]]] = {}
+        planned: list[Callable[[], Fetched]] = []
         small: dict[str, tuple[Stateful, Any]] = {}
 
-        def fetch() -> None:
-            puts = checkpoint.fetch(likes, places=places, group=peers)
-            large.update({name: (part, puts[name]) for name, part in models.items()})
-
-        def read() -> None:
+        def compare() -> None:
+            for name, part in large.items():
+                part.check(name, likes[name], checkpoint.facts(name))
+                places[name] = part.placement() if isinstance(part, OptimizerState) else None
             if session.rank < checkpoint.world_size and RNG not in checkpoint.local_names(session.rank):
                 raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
-            for name in wanted.keys() - models.keys():
-                small[name] = (wanted[name], _read(checkpoint, name, wanted[name], session))
+            for name, one in wanted.items():
+                if name not in large:
+                    small[name] = (one, _read(checkpoint, name, one, session))
 
-        _agreed(fetch, checkpoint, peers)
-        _agreed(read, checkpoint, peers)
-        checkpoint.verify(group=peers)  # what no rank has read
-        return cls(checkpoint, session, large, small)
+        def plan() -> None:
+            planned.append(checkpoint.plan(likes, places=places, group=peers, in_place=in_place))
+
+        _agreed(compare, peers)
+        _agreed(plan, peers)
+        restoration = cls(checkpoint, session, peers, large, planned[0], small)
+        if in_place:
+            return restoration
+        fetched = restoration.fetched()
+        return replace(restoration, fetch=lambda: fetched)
+
+    def fetched(self) -> "Fetched":
+        """What models and optimizers get, every byte of it, and of what no rank reads, compared. Collective."""
+        found: list[Fetched] = []
+        _agreed(lambda: found.append(self.fetch()), self.peers)
+        self.checkpoint.verify(group=self.peers)
+        return found[0]
 
     def apply(self) -> None:
-        """Loads all parts, or none. Collective.
+        """Loads all parts. Collective.
 
-        First those of which only loading tells whether they accept it (loaders, objects of the user); they are put
-        back if one of them does not, on any rank. Models and optimizers, which were compared and would be large to
-        put back, come last.
+        First those whose acceptance only loading shows (loaders, objects of the user), then models and
+        optimizers, which were compared. If any part fails, on any rank, the former are put back on all.
 
         Raises:
-            Exception: what a part raised when it was loaded; every part is as it was.
+            CheckpointCorruptError: a block is damaged; models and optimizers, which it names, hold a part of the
+                checkpoint if they are read in place.
+            Exception: what a part raised when it was loaded.
         """
-        _load_small(self.small, self.session)
-        for part, values in self.large.values():
-            part.load_state_dict(values())
+        from accel_state.errors import CheckpointCorruptError
+
+        before = _load_small(self.small, self.session)
+        try:
+            values = self.fetched()
+
+            def load() -> None:
+                for name, part in self.large.items():
+                    part.load_state_dict(values[name]())
+
+            _agreed(load, self.peers)
+        except CheckpointCorruptError as error:
+            _put_back(self.small, before)
+            raise CheckpointCorruptError(f"{error}; {self._in_parts()}") from error
+        except Exception as error:
+            _put_back(self.small, before)
+            error.add_note(self._in_parts())
+            raise
+
+    def _in_parts(self) -> str:
+        """What the run holds after a failure half-way."""
+        return (
+            f"of the run, {', '.join(self.large)} may hold a part of {self.checkpoint.path} now, and everything else "
+            "is as it was; load_state of an intact checkpoint restores all of it"
+        )
 
 
-def _agreed(work: Callable[[], None], checkpoint: "Checkpoint", peers: "Peers") -> None:
+def _agreed(work: Callable[[], None], peers: "Peers") -> None:
     """Does ``work`` on all ranks; damage that one of them finds is damage on all, any other failure fails all."""
     from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
     from accel_state.objects import agree
@@ -121,8 +157,7 @@ def _agreed(work: Callable[[], None], checkpoint: "Checkpoint", peers: "Peers") 
         damage = str(caught)
     except Exception as caught:
         error = caught
-    agree(error, group=peers.group)
-    told = peers.together(f"reading {checkpoint.path}", lambda: damage)
+    told = agree(error, group=peers.group, note=damage)
     if found := sorted({text for text in told if text is not None}):
         raise CheckpointCorruptError("; ".join(found))
 
@@ -167,7 +202,8 @@ def restore_local(
         )
 
 
-def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> None:
+def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> dict[str, Any]:
+    """Loads all of ``parts``, or none. Returns what they were before. Collective."""
     from accel.belonging import check_keys
     from accel_state.objects import agree
 
@@ -185,9 +221,14 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
     try:
         agree(error, group=session.group)
     except Exception:
-        for name, state in before.items():
-            parts[name][0].load_state_dict(state)
+        _put_back(parts, before)
         raise
+    return before
+
+
+def _put_back(parts: Mapping[str, tuple[Stateful, Any]], before: Mapping[str, Any]) -> None:
+    for name, state in before.items():
+        parts[name][0].load_state_dict(state)
 
 
 def _read(checkpoint: "Checkpoint", name: str, part: Stateful, session: "Session") -> Any:

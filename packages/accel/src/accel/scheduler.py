@@ -58,9 +58,12 @@ class PreparedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        if self._repeats == 1:
+            self.scheduler.step(*args, **kwargs)
+            return
+        total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
-            total = getattr(self.scheduler, "total_steps", None)
-            if total is not None and self._repeats > 1 and self.scheduler.last_epoch >= total:  # type: ignore[attr-defined]
+            if total is not None and self.scheduler.last_epoch >= total:  # type: ignore[attr-defined]
                 return
             self.scheduler.step(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """The ``accel`` command: finds the command that was asked for and turns errors into messages."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,6 +40,9 @@ _ELSEWHERE = {
     "test": ("accel-testing", "Train on this machine's devices in every way; a table of what works."),
 }
 """Commands of packages that belong to this one: the package, and the line about it."""
+
+_SYNONYMS = {"--strategy": "--backend", "--distributed_type": "--backend"}
+"""Words for an option that are used in other places."""
 
 _BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
 
@@ -100,6 +104,10 @@ def command_line() -> CommandLine:
 def run(argv: Sequence[str]) -> int:
     """Runs one command line (without the program's name) and gives its exit status."""
     try:
+        if "_ACCEL_COMPLETE" in os.environ:
+            from accel.cli.completion import answer
+
+            return answer()
         return command_line().main(list(argv), "accel", standalone_mode=False) or 0
     except click.UsageError as error:
         print(f"accel: error: {_explain(error, argv)}", file=sys.stderr)
@@ -115,12 +123,14 @@ def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
     if isinstance(error, NoSuchOption):
         typed = (word.partition("=")[0] for word in argv)
         name = next((word for word in typed if _normalized(word) == _normalized(error.option_name)), error.option_name)
-        return f"unknown option {name}; {_hint(error.possibilities, '')}"
+        near = [_SYNONYMS[error.option_name]] if error.option_name in _SYNONYMS else error.possibilities
+        return f"unknown option {name}; {_hint(near, '')}"
     if isinstance(error, NoSuchCommand):
         assert error.ctx is not None
         if error.command_name in _ELSEWHERE and error.ctx.command_path == "accel":
             package, _ = _ELSEWHERE[error.command_name]
-            return f"accel {error.command_name} comes with {package}, which is not installed here"
+            missing = f"accel {error.command_name} comes with {package}, which is not installed here"
+            return f"{missing}; from a checkout: pip install ./testing"
         prefix = f"{error.ctx.command_path} ".removeprefix("accel ")
         return f"unknown command '{prefix}{error.command_name}'; {_hint(error.possibilities, prefix)}"
     return error.format_message()

@@ -11,7 +11,8 @@ from accel.cli.ckpt_options import PLACE
 from accel.cli.ckpt_reshard import reshard
 from accel.cli.ckpt_upkeep import prune, repair
 from accel.cli.options import as_json
-from accel.cli.printing import outlined, print_json, print_table, readable_bytes
+from accel.cli.printing import outlined, print_json, print_table
+from accel.sizes import readable_bytes
 
 if TYPE_CHECKING:
     from accel_ckpt.inspection import Comparison, DescribedState, Listed

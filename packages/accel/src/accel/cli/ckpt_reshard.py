@@ -3,7 +3,8 @@
 import rich_click as click
 
 from accel.cli.options import as_json
-from accel.cli.printing import print_json, readable_bytes
+from accel.cli.printing import print_json
+from accel.sizes import readable_bytes
 
 
 @click.command()

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import rich_click as click
 
@@ -119,10 +120,20 @@ def _topology() -> str:
     return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
 
 
+# The libraries without which a backend is there by name only.
+_LIBRARIES = {"deepspeed": "deepspeed", "xla": "torch_xla"}
+
+
 def _backends() -> str:
     from accel_backends import installed_backends
 
-    return ", ".join(installed_backends())
+    return ", ".join(map(_with_library, installed_backends()))
+
+
+def _with_library(backend: str) -> str:
+    library = _LIBRARIES.get(backend)
+    missing = library is not None and find_spec(library) is None
+    return f"{backend} ({library} is not installed)" if missing else backend
 
 
 def _limits() -> dict[str, object]:

@@ -9,9 +9,11 @@ from typing import Any
 import rich_click as click
 
 from accel.cli.options import as_json
-from accel.cli.printing import print_json, print_table, readable_bytes
+from accel.cli.printing import print_json, print_table
+from accel.sizes import readable_bytes
 from accel_state.errors import ConfigError
 
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 DEFAULTS = ("float32", "float16", "int8", "int4")
 _TRAINED = ("float32", "float16", "bfloat16")
@@ -78,9 +80,10 @@ def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
 
 def _model_and_dtypes(words: Iterable[str], dtypes: Iterable[str]) -> tuple[str, list[str]]:
     """The model, and the dtypes: several may follow one ``--dtypes``, as they do with other estimators."""
-    named = [word for text in dtypes for word in text.replace(",", " ").split()]
+    named = [_SHORT.get(word, word) for text in dtypes for word in text.replace(",", " ").split()]
     models: list[str] = []
-    for word in words:
+    for given in words:
+        word = _SHORT.get(given, given) if named else given
         (named if word in BITS and named else models).append(word)
     unknown = [name for name in named if name not in BITS]
     if unknown:

@@ -14,8 +14,13 @@ import rich_click as click
 def explain(script: str, arguments: tuple[str, ...], *, num_processes: int, cpu: bool) -> int:
     """Runs SCRIPT for two optimizer steps, says what was chosen for it and what the second one sent, and ends it.
 
-    What the script does before that, it does.
+    The project stays as it is: trackers, save_state, load_state, resume and profile do nothing meanwhile. Files that
+    the script itself writes are written.
     """
+    from accel.config import resolve_config
+    from accel.launch.host import check_program
+
+    check_program(resolve_config({}, {}), (script,))
     where = ["--cpu"] if cpu else []
     launched = ["launch", "--num_processes", str(num_processes), *where, "-m", "accel.explained_script"]
     return subprocess.run([sys.executable, "-m", "accel", *launched, script, *arguments]).returncode

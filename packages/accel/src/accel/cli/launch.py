@@ -1,6 +1,8 @@
 """``accel launch``."""
 
 import os
+import sys
+from collections.abc import Iterator, Sequence
 
 import rich_click as click
 
@@ -27,9 +29,28 @@ def launch(
 
     start = prepare(config_from(flags, config_file), program, os.environ)
     if not dry_run:
+        for note in misplaced(program):
+            print(f"accel launch: note: {note}", file=sys.stderr, flush=True)
         return start.run()
     if as_json:
         print_json(start.plan.to_json())
     else:
         print(start.plan, end="")
     return 0
+
+
+# Flags that a script of its own hardly ever has, unlike --cpu or --mixed_precision.
+_LAUNCHERS_OWN = frozenset(
+    [
+        *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "nnodes"),
+        *("multi_gpu", "gpu_ids", "use_fsdp", "use_deepspeed", "config_file", "max_restarts", "dry_run"),
+    ]
+)
+
+
+def misplaced(program: Sequence[str]) -> Iterator[str]:
+    """A note for each flag of the launcher that stands after the script, to which it is given."""
+    for word in program[1:]:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in _LAUNCHERS_OWN:
+            yield f"{name} stands after {program[0]}, so the script gets it; accel launch reads what stands before it"

@@ -1,6 +1,7 @@
 """``accel plan``: what every way of training a model would take, and which to choose."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -10,10 +11,14 @@ from accel.cli.printing import print_json
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from accel.planner import Decision, Hardware, MemoryPlan, ModelProfile
 
 
-_COLUMNS = ("", "strategy", "param", "grad", "optim", "activ", "comm", "peak", "host", "sent", "step", "fits")
+_PARTS = ("param", "grad", "optim", "activ", "comm")
+_PAGE = 1000
+_COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
 
 
 @click.command()
@@ -145,20 +150,40 @@ def as_data(
     }
 
 
-def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
-    """One line for each strategy; where there is no terminal to fit into, as wide as it takes."""
-    from rich.console import Console
+def _table(rows: list[tuple[str, ...]], fitting: list[bool], hidden: Sequence[str]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        left = column in ("", "strategy", "fits")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    shown = [
+        number
+        for number, column in enumerate(_COLUMNS)
+        if column not in hidden and (column != "host" or any(row[number] for row in rows))
+    ]
+    for number in shown:
+        left = _COLUMNS[number] in ("", "strategy", "fits")
+        table.add_column(_COLUMNS[number], justify="left" if left else "right", no_wrap=True)
     for row, fit in zip(rows, fitting, strict=True):
-        table.add_row(*map(Text, row), style=None if fit else "dim")
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
+        table.add_row(*(Text(row[number]) for number in shown), style=None if fit else "dim")
+    return table
+
+
+def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
+    """One line for each strategy; where it does not fit into the terminal, without what the peak is made of.
+
+    Where there is no terminal to fit into, it is as wide as it takes.
+    """
+    from rich.console import Console
+
+    console, page = Console(highlight=False), Console(highlight=False, width=_PAGE)
+    table, narrow = _table(rows, fitting, ()), _table(rows, fitting, _PARTS)
+    whole = page.measure(table).maximum
+    if not console.is_terminal or whole <= console.width:
+        Console(highlight=False, width=whole).print(table)
+        return
+    # In a terminal that is narrower still, the terminal breaks the lines, and no number loses its unit.
+    Console(highlight=False, width=max(console.width, page.measure(narrow).maximum)).print(narrow)
+    print(f"({', '.join(_PARTS)}: in a terminal of {whole} columns, or with --json)")
 
 
 def _show(
@@ -169,32 +194,41 @@ def _show(
     margin: float,
 ) -> None:
     from accel.planner.choosing import fits
-    from accel.planner.hardware import gigabytes
+    from accel.sizes import readable_count
 
-    print(
-        f"{profile.name}: {profile.numel / 1e9:.3g} billion parameters, precision {profile.policy.name}, on {hardware}"
-    )
+    print(f"{profile.name}: {readable_count(profile.numel)} parameters, precision {profile.policy.name}, on {hardware}")
     chosen = None if decision is None else decision.plan
-    fitting = [fits(plan, hardware.memory, margin) for plan in plans]
-    rows = [
-        (
-            "->" if plan is chosen else "",
-            plan.candidate.name,
-            *map(gigabytes, (plan.parts.parameters, plan.parts.gradients, plan.parts.optimizer)),
-            gigabytes(plan.parts.activations),
-            gigabytes(plan.parts.communication),
-            gigabytes(plan.peak),
-            gigabytes(plan.host_of_node) if plan.parts.host else "",
-            gigabytes(plan.traffic.total),
-            f"{plan.seconds:.3g} s",
-            "yes" if fit else "no",
-        )
-        for plan, fit in zip(plans, fitting, strict=True)
-    ]
+    alike: dict[tuple[str, ...], list[MemoryPlan]] = {}
+    for plan in plans:
+        alike.setdefault((*_numbers(plan), "yes" if fits(plan, hardware.memory, margin) else "no"), []).append(plan)
+    rows, fitting = [], []
+    for numbers, same in alike.items():
+        shown = next((plan for plan in same if plan is chosen), same[0])
+        others = f" +{len(same) - 1}" if len(same) > 1 else ""
+        rows.append(("->" if shown is chosen else "", f"{shown.candidate.name}{others}", *numbers))
+        fitting.append(numbers[-1] == "yes")
     _print_rows(rows, fitting)
+    for same in alike.values():
+        if len(same) > 1:
+            print(f"alike: {', '.join(plan.candidate.name for plan in same)}")
     if decision is not None:
         print(f"{decision.plan.candidate.name}: {'; '.join(decision.reasons)}")
         for change in decision.changes:
             print(f"  {change}")
     for note in profile.notes:
         print(f"note: {note}")
+
+
+def _numbers(plan: "MemoryPlan") -> tuple[str, ...]:
+    """What a plan takes, as the columns between its name and whether it fits."""
+    from accel.sizes import readable_bytes
+
+    parts = plan.parts
+    return (
+        *map(readable_bytes, (parts.parameters, parts.gradients, parts.optimizer, parts.activations)),
+        readable_bytes(parts.communication),
+        readable_bytes(plan.peak),
+        readable_bytes(plan.host_of_node) if parts.host else "",
+        readable_bytes(plan.traffic.total),
+        f"{plan.seconds:.3g} s",
+    )

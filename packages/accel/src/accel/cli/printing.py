@@ -32,17 +32,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dim
 
 def outlined(name: str, value: object, indent: str = "") -> list[str]:
     """Plain data as lines: mappings as a name and what belongs to it below, further in; everything else in one line."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
+        return [f"{indent}{name}: {', '.join(map(str, value)) or 'none'}"]
     if not isinstance(value, Mapping) or not value:
         return [f"{indent}{name}: {value if value != {} else 'none'}"]
     return [f"{indent}{name}:", *(line for key in value for line in outlined(str(key), value[key], indent + "  "))]
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes with a unit of which there are less than 1024: ``1.5 GiB``."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.4g} {units[0]}"
 
 
 def _finite(value: object) -> object:

@@ -6,7 +6,6 @@ import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from accel.scheduler import PreparedScheduler
 from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
 from accel_ckpt.storage import Location, locate
 from accel_state.doctor.active import recorded
-from accel_state.errors import CheckpointError, ConfigError
+from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from accel.config.model import AccelConfig
@@ -94,7 +93,6 @@ class CheckpointFacet(ABC):
         return handle
 
     @observed("saved")
-    @recorded("save_state")
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -110,43 +108,61 @@ class CheckpointFacet(ABC):
         are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
         ``ProjectConfiguration.save_on_each_node`` they are folders on each machine's own disk, which gets all of it.
 
-        Where every process holds all of the state, the main one alone may call too: it waits for the others the first
-        time, says that it saves without them, and their random state is not saved.
+        Where every process holds all of the state, the main one alone may call too: it waits a moment for the others
+        the first time, says that it saves without them, and their random state is not saved.
 
         With ``asynchronous`` the call returns once the values are copied, and they are written while training goes
         on: one save at a time, a failure is raised by the next call, and leaving waits (``last_save`` tells more).
 
         Raises:
             CheckpointError: it cannot be written, or an earlier asynchronous save failed; checkpoints committed
-                before are intact.
+                before are intact; or other processes did not come, and it cannot do without them.
             ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given.
         """
-        import accel_ckpt
-
         self._wait_for_save()
         self._check_place(output_dir)
-        missing = self._missing()
-        alone = bool(missing)
-        if alone and not self.session.is_main_process:
+        if not self._missing():
+            target = self._save_together(output_dir, metadata, asynchronous=asynchronous)
+        elif self.session.is_main_process:
+            target = self._save_alone(output_dir, metadata)
+        else:
             series = self._series()
             return series.path if series is not None else locate(output_dir or "")
-        series, target = self._place(output_dir, alone=alone)
+        self._continue_numbering(target)
+        return target
+
+    @recorded("save_state")
+    def _save_together(
+        self, output_dir: str | os.PathLike[str] | None, metadata: Mapping[str, Any] | None, *, asynchronous: bool
+    ) -> Location:
+        import accel_ckpt
+
+        series, target = self._place(output_dir, alone=False)
         self.backend.update_scaler(hold=self.clock.open)
-        if not alone:
-            self.backend.settle_buffers(self._models)
+        self.backend.settle_buffers(self._models)
         state, local = self._collect(target)
         described = self._described(metadata)
-        if asynchronous and not alone:
+        if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
             self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
-            target = self.last_save.path
-        else:
-            ranks = None if alone else self._ranks()
-            target = accel_ckpt.save(target, state, local=local, metadata=described, group=ranks, alone=alone).path
-            if series is not None:
-                series.prune()
-        self._continue_numbering(target)
+            return self.last_save.path
+        target = accel_ckpt.save(target, state, local=local, metadata=described, group=self._ranks()).path
+        if series is not None:
+            series.prune()
+        return target
+
+    def _save_alone(self, output_dir: str | os.PathLike[str] | None, metadata: Mapping[str, Any] | None) -> Location:
+        """What the main process saves when the others did not come; nothing here waits for them."""
+        import accel_ckpt
+
+        series, target = self._place(output_dir, alone=True)
+        self.backend.update_scaler(hold=self.clock.open)
+        state, local = self._collect(target)
+        described = self._described(metadata)
+        target = accel_ckpt.save(target, state, local=local, metadata=described, group=None, alone=True).path
+        if series is not None:
+            series.prune()
         return target
 
     def _missing(self) -> tuple[int, ...]:
@@ -170,9 +186,10 @@ class CheckpointFacet(ABC):
             "each machine keeps a copy (save_on_each_node)": self._keeps_copies(),
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):
+            places = "".join(f"\n  {place}" for rank, place in self._attendance.places.items() if rank in missing)
             raise CheckpointError(
                 f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
-                "processes, not under `if accelerator.is_main_process:`"
+                f"processes, not under `if accelerator.is_main_process:`{places}"
             )
         if not self._warned_of_absence:
             self._warned_of_absence = True
@@ -248,13 +265,12 @@ class CheckpointFacet(ABC):
 
         Raises:
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
-                What does not fit is found out before anything has changed.
+                What does not fit is found out before anything has changed, as is what is missing or of another size.
+                A block whose bytes have changed is found when it is read into the parameters: models and optimizers
+                hold a part of the checkpoint then, which the error says, and another ``load_state`` makes them whole.
         """
         self._wait_for_save()
-        checkpoint, found = self._find(input_dir, partial(self._read, strict=strict))
-        with checkpoint:
-            restoration = self._read(checkpoint, strict=strict) if found is None else found
-            restoration.apply()
+        with self._loaded(input_dir, strict=strict) as checkpoint:
             restore_local(checkpoint, self.session, self.backend, self._models, self.clock)
             noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
             for name, companion in self._companions().items():
@@ -269,7 +285,9 @@ class CheckpointFacet(ABC):
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
         parts = self._train_state(strict=strict)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        return Restoration.read(checkpoint, parts, self.session, self._ranks(), ignored=ignored)
+        # What a checkpoint lacks would keep what a damaged one has left, so one that may is read beside the tensors.
+        in_place = strict and self.backend.capabilities.loads_in_place
+        return Restoration.read(checkpoint, parts, self.session, self._ranks(), ignored=ignored, in_place=in_place)
 
     def _train_state(self, *, strict: bool = True) -> TrainState:
         state = TrainState()
@@ -320,10 +338,8 @@ class CheckpointFacet(ABC):
             self._machines = PerNode(self.session.live_group(), node=self.session.topology.node_rank)
         return self._machines
 
-    def _find(
-        self, input_dir: str | os.PathLike[str] | None, read: Callable[["Checkpoint"], Restoration]
-    ) -> "tuple[Checkpoint, Restoration | None]":
-        """The checkpoint that ``input_dir`` names, or the newest intact one and what was read of it.
+    def _loaded(self, input_dir: str | os.PathLike[str] | None, *, strict: bool) -> "Checkpoint":
+        """The checkpoint that ``input_dir`` names, or the newest intact one, loaded.
 
         Hooks are shown none that is damaged, so where there are any every byte is compared before they are called.
         """
@@ -331,17 +347,35 @@ class CheckpointFacet(ABC):
 
         verify = bool(self._load_hooks)
         if input_dir is not None and os.fspath(input_dir) != LATEST:
-            return open_checkpoint(locate(input_dir), verify=verify, group=self._ranks()), None
+            checkpoint = open_checkpoint(locate(input_dir), verify=verify, group=self._ranks())
+            self._read(checkpoint, strict=strict).apply()
+            return checkpoint
         series = self._series()
         if series is None:
             raise ConfigError(
                 "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
             )
-        found: list[Restoration] = []
-        latest = series.latest(None if verify else lambda checkpoint: found.append(read(checkpoint)))
+        damaged: list[str] = []
+
+        def load(checkpoint: "Checkpoint") -> None:
+            restoration = self._read(checkpoint, strict=strict)
+            try:
+                restoration.apply()
+            except CheckpointCorruptError as error:
+                damaged.append(str(error))
+                raise
+
+        try:
+            latest = series.latest(None if verify else load)
+        except Exception as error:
+            for text in damaged[-1:]:
+                error.add_note(f"before that, a damaged checkpoint was loaded in part: {text}")
+            raise
         if latest is None:
-            raise CheckpointError(f"there is no intact checkpoint in {series.path}")
-        return latest, found[0] if found else None
+            raise CheckpointError("; ".join([f"there is no intact checkpoint in {series.path}", *damaged[-1:]]))
+        if verify:
+            load(latest)
+        return latest
 
     def _continue_numbering(self, path: Location) -> None:
         """The next automatic checkpoint follows the one that was saved or loaded."""

@@ -53,6 +53,7 @@ class DataFacet(ABC):
     rng_types: tuple[str, ...]
     dataloader_config: "LoaderOptions"
     _dataloaders: list[Any]
+    _joining: bool = False
     _preemption: "Preemption | None"
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -103,7 +104,12 @@ class DataFacet(ABC):
                     stack.enter_context(loader.override_even_batches(even_batches))
             if not even:
                 stack.enter_context(self.backend.join(list(joinables)))
+                self._joining = self.backend.gradient_average > 1
+                stack.callback(self._stop_joining)
             yield
+
+    def _stop_joining(self) -> None:
+        self._joining = False
 
     def _shards_of_ranks(self) -> list[int] | None:
         """The data shard of each rank; None where each has its own."""

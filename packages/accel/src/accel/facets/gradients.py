@@ -1,6 +1,5 @@
 """An Accelerator's side towards gradients: when they travel, how long they are, and the loss scale in them."""
 
-import math
 from abc import ABC
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.clock import StepClock
+from accel.accumulation import forget_dropped
+from accel.clock import StepClock, Window
 from accel.optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ class GradientFacet(ABC):
     ) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-        Acts only when a step is due; before, the norm of what has been accumulated is returned and nothing changes.
+        Acts only when a step is due. Before, nothing changes, and the norm of what this process has accumulated so far
+        is returned, which is not reduced over processes yet, without the loss scale.
         """
         if not self.clock.due:
-            return self.backend.clip_grad_norm(parameters, math.inf, norm_type)
+            return self.backend.norm_so_far(parameters, self._models, norm_type)
         if self.backend.scaler is not None:
             parameters = _listed(parameters)
             self.backend.unscale(self._holding(parameters))
@@ -75,9 +76,32 @@ class GradientFacet(ABC):
         return self.backend.autocast(autocast_handler)
 
     def _accumulated(self) -> list[nn.Module]:
-        """The models whose window is current."""
-        key = self.clock.key
-        return [self._models[position] for position in key] if key else self._models
+        """The models whose window is current, and those without a window of their own that its losses reach."""
+        clock = self.clock
+        if not clock.key:
+            return self._models
+        return [self._models[position] for position in (*clock.key, *sorted(clock.window.reached))]
+
+    def _forget_dropped(self, window: Window) -> None:
+        """See ``accumulation.forget_dropped``, for the models whose window is current."""
+        if window.weight is not None:
+            parameters = [parameter for model in self._accumulated() for parameter in model.parameters()]
+            forget_dropped(window, parameters, self._holding(parameters))
+
+    def _backward(self, loss: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> None:
+        """Goes backward, and notes which models that no block of ``accumulate`` names the loss has reached."""
+        clock = self.clock
+        alone = [n for n in range(len(self._models)) if n not in clock.claimed] if clock.key else ()
+        if not alone:
+            self.backend.backward(loss, scale=scale, **kwargs)
+            return
+        from accel_precision.scaler import gradient_marks
+
+        before = [gradient_marks(self._models[n].parameters()) for n in alone]
+        self.backend.backward(loss, scale=scale, **kwargs)
+        for position, marks in zip(alone, before, strict=True):
+            if gradient_marks(self._models[position].parameters()) != marks:
+                clock.window.reached.add(position)
 
     def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
         """The prepared optimizers, their inner ones, that update some of these parameters."""

@@ -68,38 +68,35 @@ class MemoryFacet(ABC):
 
         with ExitStack() as stack:
             for model in self._models:
+                stack.enter_context(self._unchanged(model))
                 stack.enter_context(self.backend.no_sync(model))
-                stack.enter_context(_unchanged(model))
             try:
-                compute(batch).backward()
+                self.backend.backward(compute(batch))
             except Exception as error:
                 if should_reduce_batch_size(error):
                     return False, None
                 return False, error
         return True, None
 
+    @contextmanager
+    def _unchanged(self, model: nn.Module) -> Iterator[None]:
+        """Puts gradients, buffers and random state back; meanwhile DDP sends no buffers, as ranks may fail apart."""
+        from accel_state.rng import rng_state, set_rng_state
 
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and the random state back; meanwhile DDP sends no buffers, as ranks may fail apart."""
-    from accel_state.rng import rng_state, set_rng_state
-
-    random = rng_state()
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    sending = [module for module in model.modules() if getattr(module, "broadcast_buffers", False)]
-    for module in sending:
-        module.broadcast_buffers = False  # type: ignore[assignment]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        random = rng_state()
+        gradients = self.backend.held_gradients(model)
+        self.backend.hold_gradients(model, {})
+        sending = [module for module in model.modules() if getattr(module, "broadcast_buffers", False)]
         for module in sending:
-            module.broadcast_buffers = True  # type: ignore[assignment]
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        set_rng_state(random, strict=False)
+            module.broadcast_buffers = False  # type: ignore[assignment]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            yield
+        finally:
+            self.backend.hold_gradients(model, gradients)
+            for module in sending:
+                module.broadcast_buffers = True  # type: ignore[assignment]
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            set_rng_state(random, strict=False)

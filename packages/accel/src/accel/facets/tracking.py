@@ -34,6 +34,7 @@ class TrackingFacet(ABC):
     _reductions: "Reductions | None" = None
     _continued: Mapping[str, Any] | None = None
     _run_described: bool = False
+    _warned_untracked: bool = False
 
     def _choose_trackers(self, log_with: "LogWith") -> None:
         from accel.tracking.registry import filter_trackers
@@ -126,7 +127,8 @@ class TrackingFacet(ABC):
         Tensors of one element are numbers; nothing waits for a device. With ``reduce`` (or ``reductions`` of
         ``init_trackers``) the values of all ranks are made one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or
         ``"last"`` for the main process's own; one word for all, or by name or pattern. It is a collective then, so
-        all ranks call it; without, what other ranks log is nobody's.
+        all ranks call it; without, what other ranks log is nobody's. Before ``init_trackers`` nothing is kept, and a
+        warning says so once.
 
         Raises:
             ConfigError: an unknown reduction.
@@ -138,10 +140,17 @@ class TrackingFacet(ABC):
             if reduce is not None:
                 check_reductions(reduce)
             values = reduced(values, reductions, self.session)
-        if self._tracking is not None:
-            if not self._run_described:
-                self._describe()
-            self._tracking.log(values, step, log_kwargs or {})
+        if self._tracking is None:
+            self._warn_untracked("log keeps nothing")
+            return
+        if not self._run_described:
+            self._describe()
+        self._tracking.log(values, step, log_kwargs or {})
+
+    def _warn_untracked(self, what: str) -> None:
+        if self.session.is_main_process and not self._warned_untracked:
+            self._warned_untracked = True
+            _LOG.warning("%s: no trackers are there; call init_trackers first, and log before end_training", what)
 
     def _describe(self) -> None:
         """Notes in the run's own log what has been prepared, once there is something to log about it."""
@@ -194,7 +203,8 @@ class TrackingFacet(ABC):
             self._tracking.event(kind, step, **facts)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker ``name``, started; with ``unwrap`` its library's own object. Blank on other processes.
+        """The tracker ``name``, started; with ``unwrap`` its library's own object. Blank on other processes,
+        and before ``init_trackers``, with a warning.
 
         Calls on it are made at once and on this thread: they take the time they take and raise what they raise.
 
@@ -205,6 +215,7 @@ class TrackingFacet(ABC):
         from accel.tracking.base import GeneralTracker, TrackingError
 
         if self._tracking is None:
+            self._warn_untracked(f"get_tracker({str(name)!r}) gives a blank tracker, whose calls do nothing")
             return GeneralTracker(_blank=True)
         lane = self._tracking.lane_of(str(name))
         if lane is None:

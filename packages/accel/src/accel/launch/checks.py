@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from accel.config.model import PRECEDENCE, AccelConfig, settings
 from accel.degrees import degrees
+from accel.launch.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
 _STRATEGIES = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
@@ -73,6 +74,15 @@ def _check_needs(config: AccelConfig) -> None:
 
 def _check_strategy(config: AccelConfig) -> None:
     """A strategy that no installed package has, or that contradicts ``backend``."""
+    if config.backend not in (None, "auto"):
+        from importlib.metadata import entry_points
+
+        names = sorted({entry.name for entry in entry_points(group="accel.backends")})
+        if config.backend not in names:
+            raise LaunchError(
+                f"backend is {config.backend!r} ({config.origin('backend')}), which is not installed; there are: auto, "
+                f"{', '.join(names)}"
+            )
     for switch, name in _STRATEGIES.items():
         if not getattr(config, switch):
             continue
@@ -123,11 +133,17 @@ def _check_machines(config: AccelConfig) -> None:
     if not is_elastic(config) and config.deepspeed_hostfile is None and config.machine_rank >= many:
         raise LaunchError(f"machine_rank is {config.machine_rank} of num_machines {many}; expected 0 to {many - 1}")
     started_from_here = any(config.is_on(name) for name in _STARTERS)
-    if many > 1 and not started_from_here and not (config.main_process_ip and config.main_process_port):
-        raise LaunchError(
-            f"{many} machines need main_process_ip and main_process_port, the same on each: "
-            f"an address of machine 0 and a free port there, like 29500"
-        )
+    if many > 1 and not started_from_here:
+        if not config.main_process_ip:
+            raise LaunchError(
+                f"{many} machines need main_process_ip, the same on each: an address of machine 0, where port "
+                f"{config.main_process_port or DEFAULT_PORT} is free"
+            )
+        if config.main_process_port == 0:
+            raise LaunchError(
+                f"main_process_port is 0, a free port, which {many} machines cannot know of each other; give the same "
+                f"number on each, or leave it out for {DEFAULT_PORT}"
+            )
     total = config.num_processes
     if total is not None and total % many:
         below, above = total // many * many, (total // many + 1) * many

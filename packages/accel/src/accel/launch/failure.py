@@ -1,4 +1,4 @@
-"""Which process failed first, and how that is told."""
+"""Which process failed first, and the report about it."""
 
 import json
 import signal
@@ -30,18 +30,22 @@ class Exit:
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A process that ended badly: how, and what it wrote about it, if it could."""
+    """A process that ended badly: how, and what it wrote about it, if it could.
+
+    ``relayed``: its error only says that another rank has failed or is gone.
+    """
 
     exit: Exit
     at: float
     summary: str = ""
     trace: str = ""
+    relayed: bool = False
 
     @property
     def status(self) -> int:
         """The exit status that a shell would show; never 0."""
         if self.exit.stopped or self.exit.status == 0:
-            return 1  # it failed before it was stopped, and did not come to say with which status
+            return 1  # it failed before it was stopped, or the others failed because it ended
         return 128 - self.exit.status if self.exit.status < 0 else self.exit.status
 
     @property
@@ -59,18 +63,33 @@ def read_failure(ended: Exit, error_file: Path) -> Failure | None:
     if ended.status == PREEMPTED_STATUS or (ended.status == 0 and not ended.stopped):
         return None
     record = _read(error_file)
-    if record is None:
+    if record is None or (ended.stopped and record.exit == 0):
         return None if ended.stopped else Failure(ended, ended.at)
-    return Failure(ended, record.at, record.summary, record.trace)
+    return Failure(ended, record.at, record.summary, record.trace, record.relayed)
+
+
+def read_end(ended: Exit, error_file: Path) -> Failure | None:
+    """The end of a process that was none of its failures, as the cause of those of others; None if it was stopped."""
+    if ended.status != 0 or ended.stopped:
+        return None
+    record = _read(error_file)
+    return Failure(ended, ended.at) if record is None else Failure(ended, record.at, record.summary)
 
 
 def failed_at(error_file: Path, pid: int) -> float | None:
     """When process ``pid`` wrote down the error that will end it, or None if it has not.
 
-    A file without its number came from a process that it started, and does not speak for it.
+    A file without its number came from a process that it started, and does not speak for it. An exit on purpose is no
+    error, however long threads go on after it.
     """
-    record = _read(error_file)
-    return record.at if record is not None and record.pid == pid else None
+    record = _error_of(error_file, pid)
+    return None if record is None else record.at
+
+
+def has_relayed(error_file: Path, pid: int) -> bool | None:
+    """Whether the error that process ``pid`` wrote down only repeats another rank's; None if it wrote none."""
+    record = _error_of(error_file, pid)
+    return None if record is None else record.relayed
 
 
 @final
@@ -80,6 +99,13 @@ class _Record:
     pid: int
     summary: str
     trace: str
+    relayed: bool = False
+    exit: int | None = None
+
+
+def _error_of(path: Path, pid: int) -> _Record | None:
+    record = _read(path)
+    return record if record is not None and record.pid == pid and record.exit is None else None
 
 
 def _read(path: Path) -> _Record | None:
@@ -91,14 +117,28 @@ def _read(path: Path) -> _Record | None:
         extra = message.get("extraInfo", {})
         # Torch's own writer knows whole seconds only; the file's date is finer.
         at, pid = float(extra.get("seconds", at)), int(extra.get("pid", 0))
-        return _Record(at, pid, str(message.get("message", "")), str(extra.get("py_callstack", "")))
+        status = extra.get("exit")
+        return _Record(
+            at,
+            pid,
+            str(message.get("message", "")),
+            str(extra.get("py_callstack", "")),
+            bool(extra.get("relayed", False)),
+            None if status is None else int(status),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """The failures, the cause of the others first."""
-    return sorted(failures, key=lambda failure: (_began(failure), failure.exit.rank))
+def in_order(failures: Iterable[Failure], ends: Iterable[Failure] = ()) -> list[Failure]:
+    """The failures, the cause of the others first, which is none that only repeats another rank's.
+
+    Where all do, the first of ``ends`` is the cause: a rank that has ended well while the others still needed it.
+    """
+    found = sorted(failures, key=lambda failure: (failure.relayed, _began(failure), failure.exit.rank))
+    if found and found[0].relayed:
+        found[:0] = sorted((end for end in ends if end.at <= found[0].at), key=lambda end: end.at)[:1]
+    return found
 
 
 def _began(failure: Failure) -> float:
@@ -108,24 +148,29 @@ def _began(failure: Failure) -> float:
 
 
 def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) -> str:
-    """What is printed about an attempt that failed: the first failure last, where a reader looks, with its trace.
+    """The report of an attempt that failed: the first failure, then the others, then the first one's traceback.
 
-    ``quiet`` leaves only that one trace, or a line about it where there is none.
+    The traceback stands last, where a reader looks; where the first has left no word, that of a rank that failed
+    because of it. ``quiet`` leaves only the traceback, or the first line where there is none.
     """
     first, *others = failures
     if quiet and first.trace:
         return first.trace.rstrip()
-    others = [] if quiet else others
+    cause = "ended first" if first.exit.status == 0 and not first.exit.stopped else "failed first"
+    cause = "failed because of another rank" if first.relayed else cause
     lines = [
-        f"accel launch: rank {other.exit.rank} then failed too ({other.ending}){_colon(other.summary)}"
-        for other in others
-    ]
-    lines.append(
-        f"accel launch: rank {first.exit.rank} of {num_processes} failed first "
+        f"accel launch: rank {first.exit.rank} of {num_processes} {cause} "
         f"(process {first.exit.pid}, {first.ending}){_colon('' if first.trace else first.summary)}"
-    )
-    if first.trace:
-        lines += ["", first.trace.rstrip()]
+    ]
+    if quiet:
+        return lines[0]
+    for other in others:
+        verb = "failed because of another rank" if other.relayed else "then failed too"
+        lines.append(f"accel launch: rank {other.exit.rank} {verb} ({other.ending}){_colon(other.summary)}")
+    silent = not first.trace and not first.summary
+    trace = next((failure.trace for failure in failures if failure.trace), "") if silent else first.trace
+    if trace:
+        lines += ["", trace.rstrip()]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from accel.launch.interrupts import Interrupts
 from accel.launch.planning import LaunchPlan
 from accel.launch.ports import check_free, reserved_port
+from accel.launch.probing import StoreProbe
 from accel_state.errors import LaunchError
 
 _POLL = 0.05
@@ -63,9 +64,7 @@ class MeetingPoint(RendezvousHandler, ABC):
             self._store = self._open("127.0.0.1", host=True)
             self._store.set("run", uuid.uuid4().hex)
         else:
-            self._until(
-                self._reachable, lambda: f"nobody listens at {self._address}:{self._port}, where machine 0 should be"
-            )
+            self._find_host()
             self._store = self._open(self._address, host=False)
         self._run_id = self._store.get("run").decode()
         self._introduce()
@@ -134,6 +133,23 @@ class MeetingPoint(RendezvousHandler, ABC):
         if theirs != mine:
             raise LaunchError(f"this machine was started with {mine}, another one with {theirs}; they must be the same")
         self._store.add("came", 1)
+
+    def _find_host(self) -> None:
+        """Waits for machine 0's store, of which a connection alone is no proof."""
+        place = f"{self._address}:{self._port}"
+        problems = {
+            False: f"nobody listens at {place}, where machine 0 should be",
+            True: f"what answers at {place} is no launcher of machine 0; check main_process_ip and main_process_port",
+        }
+        heard = False
+
+        def found() -> bool:
+            nonlocal heard
+            heard = heard or self._reachable()
+            return heard and probe.answered()
+
+        with StoreProbe(self._address, self._port, timedelta(seconds=self._timeout), ["run"]) as probe:
+            self._until(found, lambda: problems[heard])
 
     def _reachable(self) -> bool:
         try:

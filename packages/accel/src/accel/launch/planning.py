@@ -9,6 +9,7 @@ from accel.config.model import DOCUMENT_VARIABLE, AccelConfig
 from accel.config.resolve import without_launcher
 from accel.launch.checks import check_settings, machine_range
 from accel.launch.host import HostFacts
+from accel.launch.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
 _VISIBLE_DEVICES = {
@@ -97,7 +98,7 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
     local = _processes_here(config, host)
     total = local * many
     address = config.main_process_ip if many > 1 and config.main_process_ip else _LOOPBACK
-    port = config.main_process_port or 0
+    port = config.main_process_port or (DEFAULT_PORT if many > 1 else 0)
     supervised = (
         config.max_restarts > 0
         or config.prefix_output

@@ -11,13 +11,13 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from accel.config.model import AccelConfig, Origin
 from accel.launch.checks import machine_range
+from accel.launch.ports import DEFAULT_PORT
 from accel_state.clusters.tpu import PodPlace
 from accel_state.environment import parse_flag
 from accel_state.errors import LaunchError
 
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _SERVER = "metadata.google.internal"
-_PORT = 29500
 _PATIENCE_S = 5.0
 
 
@@ -43,7 +43,7 @@ def on_pod(config: AccelConfig, env: Mapping[str, str]) -> AccelConfig:
     if config.num_processes in (None, 1):
         found["num_processes"] = count
     found["main_process_ip"] = config.main_process_ip or place.addresses[0]
-    found["main_process_port"] = config.main_process_port or _PORT
+    found["main_process_port"] = config.main_process_port or DEFAULT_PORT
     origins = {**config.origins, **{name: Origin("env", "TPU pod") for name in found if not config.is_given(name)}}
     return replace(config, origins=origins, **found)
 

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from accel_state.errors import LaunchError
 
+DEFAULT_PORT = 29500
+"""Where machines meet that were given no port, as with torchrun and Accelerate."""
+
 
 @contextmanager
 def reserved_port(port: int, address: str = "") -> Iterator[int]:

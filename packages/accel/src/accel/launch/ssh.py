@@ -13,9 +13,9 @@ from accel.launch.command import forwarded, launcher_argv
 from accel.launch.hostfile import Machine
 from accel.launch.interrupts import Interrupts
 from accel.launch.local import interrupted
+from accel.launch.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
-_DEFAULT_PORT = 29500
 # The remote launchers end their processes within their grace period, and need a moment to notice and to say so.
 _MORE_GRACE = 10.0
 _LOST = 255  # what ssh itself ends with when the connection fails
@@ -61,7 +61,7 @@ def plan_ssh(
         listed = ", ".join(f"{machine.name} {machine.num_processes or 'none given'}" for machine in machines)
         raise LaunchError(f"all machines need the same number of slots; the hostfile has: {listed}")
     (each,) = counts
-    ip, port = config.main_process_ip or machines[0].name, config.main_process_port or _DEFAULT_PORT
+    ip, port = config.main_process_ip or machines[0].name, config.main_process_port or DEFAULT_PORT
     made = []
     for rank, machine in enumerate(machines):
         where: dict[str, str | None] = {"num_machines": str(len(machines)), "machine_rank": str(rank), "nnodes": None}

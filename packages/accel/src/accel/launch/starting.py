@@ -8,6 +8,7 @@ from typing import Protocol, final
 
 from accel.config.model import AccelConfig
 from accel.launch.checks import check_settings
+from accel.launch.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
 
@@ -137,7 +138,7 @@ def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: 
         num_machines=len(machines),
         num_processes=config.num_processes or slots,
         main_process_ip=config.main_process_ip or machines[0].name,
-        main_process_port=config.main_process_port or 29500,
+        main_process_port=config.main_process_port or DEFAULT_PORT,
         deepspeed_hostfile=None,
         deepspeed_multinode_launcher=None,
         deepspeed_inclusion_filter=None,

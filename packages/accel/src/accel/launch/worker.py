@@ -4,15 +4,19 @@
 
 The program runs as the main module, as if Python had started it. An exception that nobody catches is written to the
 file that the launcher named (the format is torch elastic's, so its own tools read it too) and not printed here, so
-that the launcher can print the first one once instead of all of them at the same time.
+that the launcher can print the first one once instead of all of them at the same time. A ``sys.exit`` is written there
+too, as the other ranks may be waiting for this one.
 """
 
+import contextlib
 import json
 import os
 import runpy
 import sys
+import sysconfig
 import time
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from io import TextIOWrapper
 from types import ModuleType, TracebackType
@@ -22,6 +26,16 @@ LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
 WORKER_MODULE, COMMAND = "accel.launch.worker", "command"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
+# Words of torch's errors on a rank whose peer is gone; they say nothing about why it is.
+_LOST_PEER = (
+    "by peer",
+    "broken pipe",
+    "gloo/transport",
+    "remote process exited",
+    "ncclremoteerror",
+    "failed to recv",
+    "tcpstore",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -33,11 +47,19 @@ def main(argv: list[str]) -> None:
     import faulthandler
 
     faulthandler.enable()
-    sys.excepthook = partial(record_exception, os.getpid())
+    process = os.getpid()
+    sys.excepthook = partial(record_exception, process)
     sys.argv = [target, *arguments]
     _write_whole_lines(sys.stdout)
     _write_whole_lines(sys.stderr)
-    {"script": _run_script, "module": _run_module}[kind](target)
+    try:
+        {"script": _run_script, "module": _run_module}[kind](target)
+    except SystemExit as error:
+        if os.getpid() == process:
+            _record_exit(error)
+        raise
+    if os.getpid() == process:
+        _record_exit(None)
 
 
 def end_with_launcher() -> None:
@@ -67,9 +89,54 @@ def record_exception(
     try:
         if not path or os.getpid() != process:
             raise OSError("the file is not for this process")
-        _write_error(path, traceback.format_exception_only(error)[-1].strip(), text)
+        _write_error(path, _summary(error), text, {"relayed": is_relayed(error)})
     except OSError:
         sys.stderr.write(text)
+
+
+def is_relayed(error: BaseException | None) -> bool:
+    """Whether ``error`` comes of another rank's end, directly or by its causes, and so explains nothing itself."""
+    from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
+
+    while error is not None:
+        if isinstance(error, AccelError):
+            waited = isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
+            if error.relayed or waited:
+                return True
+        elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _record_exit(error: SystemExit | None) -> None:
+    """Writes where the program ended by itself; only the status or the other ranks make that a failure."""
+    summary, status = "after the last line of the program", 0
+    if error is not None:
+        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+        summary = f"sys.exit({'' if error.code is None else repr(error.code)}){_place(error.__traceback__)}"
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):
+            _write_error(path, summary, "", {"exit": status})
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of the program itself that a traceback passes, as `` at FILE:LINE``."""
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and not file.startswith(("<", *libraries)):
+            place = f" at {file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _summary(error: BaseException) -> str:
+    """The first line of the message with the type before it, without what a SyntaxError or a note adds."""
+    lines = traceback.format_exception_only(error)
+    return next(line for line in lines if not line.startswith(" ")).strip().splitlines()[0]
 
 
 def _write_whole_lines(stream: object) -> None:
@@ -78,9 +145,9 @@ def _write_whole_lines(stream: object) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _write_error(path: str, summary: str, text: str) -> None:
+def _write_error(path: str, summary: str, text: str, facts: Mapping[str, int]) -> None:
     now = time.time()
-    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now, "pid": os.getpid()}
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now, "pid": os.getpid(), **facts}
     staged = f"{path}.{os.getpid()}"
     with open(staged, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
@@ -88,7 +155,8 @@ def _write_error(path: str, summary: str, text: str) -> None:
 
 
 def _program_part(trace: TracebackType | None) -> TracebackType | None:
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    notebook = os.path.join(os.path.dirname(os.path.dirname(__file__)), "notebook", "worker.py")
+    ours = {__file__, notebook, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

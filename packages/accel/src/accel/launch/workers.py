@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from accel.launch.failure import Exit, Failure, failed_at, in_order, read_failure
+from accel.launch.failure import Exit, Failure, failed_at, has_relayed, in_order, read_end, read_failure
 from accel.launch.guard import Guard
 from accel.launch.interrupts import FOR_PROCESSES, Interrupts
 from accel.launch.output import Output
@@ -24,6 +24,10 @@ from accel_state.errors import LaunchError
 _POLL = 0.05
 # Seconds after which a killed process is given up: it hangs in the kernel, and nothing can end it.
 _UNKILLABLE = 5.0
+# Seconds for which the cause of errors that only repeat it may take to be written down, or peers' words about a rank
+# that was killed.
+_CAUSE = 5.0
+_WITNESS = 2.0
 _MAY_SAVE = (signal.SIGTERM, *FOR_PROCESSES)
 
 
@@ -121,7 +125,12 @@ class Workers:
         return any(at is not None and now - at > patience for at in times)
 
     def stop(self, number: signal.Signals, grace: float) -> None:
-        """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal."""
+        """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal.
+
+        After a failure that another rank's would explain, that rank first gets a moment to write its own down.
+        """
+        if self.failed and not self._interrupts.received:
+            self._wait_for_cause()
         self._stopping = True
         if not self._interrupts.received and not self.preempted:
             (self._folder / FAILED_MARK).touch()  # to be told to end is no preemption now
@@ -137,8 +146,11 @@ class Workers:
 
     def failures(self) -> list[Failure]:
         """What went wrong, the cause first."""
-        found = (read_failure(ended, self._error_file(rank)) for rank, ended in self._exits.items())
-        return in_order(failure for failure in found if failure is not None)
+        failures, ends = (
+            [read(ended, self._error_file(rank)) for rank, ended in self._exits.items()]
+            for read in (read_failure, read_end)
+        )
+        return in_order(filter(None, failures), filter(None, ends))
 
     def close(self) -> None:
         """Ends what the processes have left behind in their groups, and takes in the last of their output.
@@ -162,6 +174,20 @@ class Workers:
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error_{rank}.json"
+
+    def _wait_for_cause(self) -> None:
+        """Waits until an error is there that repeats no other, and words of a peer about a rank that left none."""
+        start = time.monotonic()
+        while self.running and not self._interrupts.received:
+            failures, waited = self.failures(), time.monotonic() - start
+            written = [has_relayed(self._error_file(rank), self._processes[rank].pid) for rank in self.running]
+            own = [failure for failure in failures if not failure.relayed]
+            silent = bool(own) and not any(failure.summary for failure in own) and False not in written
+            witnessed = True in written or len(own) < len(failures)
+            known = bool(own) or False in written
+            if waited > _CAUSE or (known and (not silent or witnessed or waited > _WITNESS)):
+                return
+            self.wait(_POLL)
 
     def _wait_all(self, seconds: float, patient: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds

@@ -65,6 +65,9 @@ class GradientWait:
     communication that computing did not hide. On an accelerator both go on after the call, and little is seen here.
     """
 
+    #: Its hooks change no gradient, so backends that refuse hooks which do accept these.
+    observes_gradients = True
+
     def __init__(self, clock: PhaseClock, models: Iterable[nn.Module]) -> None:
         self._clock = clock
         self._last: float | None = None

@@ -5,17 +5,18 @@ temporary folder of one call, between processes that this one started; nothing i
 """
 
 import json
+import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from accel_state.errors import LaunchError
 
-_PATHS, _CALL = "paths.json", "call.pkl"
+_PATHS, _SOURCES, _CALL = "paths.json", "sources.json", "call.pkl"
 
 
 def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -31,11 +32,13 @@ def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -
             data = cloudpickle.dumps((function, tuple(args)))
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
+            where, cause = _unsendable(cloudpickle, function, args) or ("", error)
             raise LaunchError(
-                f"{name} cannot be sent to other processes: {type(error).__name__}: {error}. It, its arguments and the "
-                "global names it uses must be picklable: open files, sockets, an Accelerator or a model on a device "
-                f"belong inside {name}, where each process makes its own"
+                f"{name} cannot be sent to other processes{where}: {type(cause).__name__}: {cause}. It, its arguments "
+                "and the global names it uses must be picklable: open files, sockets, an Accelerator or a model on a "
+                f"device belong inside {name}, where each process makes its own"
             ) from error
+    (folder / _SOURCES).write_text(json.dumps(_cell_sources()))
     (folder / _CALL).write_bytes(data)
 
 
@@ -43,6 +46,8 @@ def unpack_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Takes the call out, in a process that was started for it; modules are found where its sender found them."""
     paths = json.loads((folder / _PATHS).read_text())
     sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
+    for name, lines in json.loads((folder / _SOURCES).read_text()).items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     call: tuple[Callable[..., Any], tuple[Any, ...]] = _cloudpickle().loads((folder / _CALL).read_bytes())
     return call
 
@@ -71,6 +76,49 @@ def unpack_results(folder: Path, ranks: Sequence[int]) -> list[Any]:
     """What these ranks returned, in their order."""
     loads = _cloudpickle().loads
     return [loads((folder / f"result_{rank}.pkl").read_bytes()) for rank in ranks]
+
+
+def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) -> tuple[str, Exception] | None:
+    """Which of a call's variables cannot be sent, in words, and why; those of functions that it uses included."""
+    held = {f"argument {position}": value for position, value in enumerate(args)}
+    seen: set[int] = set()
+    waiting = [("", name, value) for name, value in {**held, **_variables(function)}.items()]
+    while waiting:
+        user, name, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            inner = [(name, used, item) for used, item in _variables(value).items()]
+            if not inner:
+                return f", because of {name}{f', which {user} uses' if user else ''} ({type(value).__name__})", error
+            waiting[:0] = inner
+    return None
+
+
+def _variables(function: object) -> Mapping[str, Any]:
+    """The variables of its module and of the functions around it that a function uses, by name."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    around = {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
+    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    defaults = {f"a default of {function.__name__}": value for value in function.__defaults__ or ()}
+    return used | around | defaults
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names(one))]))
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The source lines that no file holds, as those of cells, for tracebacks elsewhere to show."""
+    entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
+    return {name: list(entry[2]) for name, entry in entries}
 
 
 def _cloudpickle() -> Any:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 from accel.planner.errors import PlanError
-from accel.planner.hardware import gigabytes
 from accel.planner.memory import MemoryPlan
+from accel.sizes import readable_bytes
 
 MARGIN = 0.1
 """The part of a device's memory that a plan leaves free: fragmentation, driver, libraries, the unforeseen."""
@@ -72,8 +72,8 @@ def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float
     plan, faster = order[place], tuple(order[:place])
     room = usable(budget, margin)
     reasons = [
-        f"it needs {gigabytes(plan.peak)} of the {gigabytes(room)} that {gigabytes(budget)} leave with a margin of "
-        f"{margin:.0%}"
+        f"it needs {readable_bytes(plan.peak)} of the {readable_bytes(room)} that {readable_bytes(budget)} leave with "
+        f"a margin of {margin:.0%}"
     ]
     if faster:
         reasons.append(f"{len(faster)} faster {'one does' if len(faster) == 1 else 'ones do'} not fit")
@@ -92,11 +92,10 @@ def _changes(plan: MemoryPlan, faster: Iterable[MemoryPlan], budget: int, margin
         best = other.seconds
         needed = _needed(other, margin) - budget
         if needed > 0:
-            found.append(f"with {gigabytes(needed)} more per device: {other.candidate.name}")
+            found.append(f"with {readable_bytes(needed, at_least=True)} more per device: {other.candidate.name}")
         else:
-            found.append(
-                f"with {gigabytes(other.host_of_node)} of host memory per node to offload to: {other.candidate.name}"
-            )
+            host = readable_bytes(other.host_of_node)
+            found.append(f"with {host} of host memory per node to offload to: {other.candidate.name}")
     return tuple(found)
 
 
@@ -118,8 +117,8 @@ def _nothing_fits(order: list[MemoryPlan], budget: int, margin: float) -> str:
     largest = max(parts, key=lambda name: parts[name])
     if over <= 0:
         return (
-            f"nothing fits the host memory of {gigabytes(least.hardware.host_memory or 0)} per node: "
-            f"{least.candidate.name} would offload {gigabytes(least.host_of_node)} to it"
+            f"nothing fits the host memory of {readable_bytes(least.hardware.host_memory or 0)} per node: "
+            f"{least.candidate.name} would offload {readable_bytes(least.host_of_node)} to it"
         )
     advice = (
         "a smaller batch or shorter sequences"
@@ -128,6 +127,6 @@ def _nothing_fits(order: list[MemoryPlan], budget: int, margin: float) -> str:
     )
     return (
         f"nothing fits {least.hardware} with a margin of {margin:.0%}. Nearest is {least.candidate.name}, which needs "
-        f"{gigabytes(least.peak)} per device, {gigabytes(over)} too much; most of it is {largest} "
-        f"({gigabytes(parts[largest])}), so {advice} would help"
+        f"{readable_bytes(least.peak)} per device, {readable_bytes(over)} too much; most of it is {largest} "
+        f"({readable_bytes(parts[largest])}), so {advice} would help"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, final
 
+from accel.sizes import readable_bytes
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class Hardware:
         Raises:
             ConfigError: something else, with what it could have been.
         """
-        parts = [part.strip() for part in re.split(r"[x*]", text.strip(), flags=re.IGNORECASE)]
+        # Names have an x too: 8xRTX4090.
+        parts = [part.strip() for part in re.split(r"(?<=\d)\s*[x*]", text.strip(), flags=re.IGNORECASE)]
         if not 1 <= len(parts) <= 3 or not all(parts):
             raise ConfigError(f"devices {text!r} are not understood; expected like {_EXAMPLES}")
         counts = []
@@ -137,6 +139,12 @@ class Hardware:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"{parts[-1]!r} in devices {text!r} is neither a size nor one of {', '.join(PRODUCTS)}{hint}"
+            )
+        if parts[-1].isdecimal():
+            count = parts[-1] if len(parts) == 1 else parts[0]
+            raise ConfigError(
+                f"devices {text!r} say nothing of a device's memory; give it or a name, as in {count}x80GB or "
+                f"{count}xH100 ({', '.join(PRODUCTS)})"
             )
         return replace(hardware, memory=parse_size(parts[-1], what=f"devices {text!r}"))
 
@@ -199,7 +207,7 @@ class Hardware:
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
-        return f"{nodes}{self.devices} x {gigabytes(self.memory)}"
+        return f"{nodes}{self.devices} x {readable_bytes(self.memory)}"
 
 
 def devices_of(session: "Session") -> int:
@@ -227,14 +235,6 @@ def parse_size(text: str, *, what: str = "the size") -> int:
     if size < 1:
         raise ConfigError(f"{text!r} in {what} is nothing; expected a size above 0")
     return size
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes as people say it, in powers of ten."""
-    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(size) >= unit:
-            return f"{size / unit:.3g} {name}" if abs(size) < 1000 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} B"
 
 
 def _as_product(hardware: Hardware, device: object) -> Hardware:
