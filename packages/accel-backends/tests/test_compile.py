@@ -8,6 +8,7 @@ from torch.nn.parallel import DataParallel
 
 from accel_backends import TorchDynamoPlugin, compile_model, compile_regions, model_state, repeated_blocks, unwrap
 from accel_state import ConfigError
+from accel_state.versions import Version
 
 
 class Block(nn.Module):
@@ -91,7 +92,10 @@ def test_a_model_without_blocks_is_compiled_in_place(make):
 
 
 def test_blocks_of_torchs_own_classes_are_compiled_too():
-    """Their ``compile()`` does nothing in torch 2.13; two graphs: the first block's input needs no gradient."""
+    """Their ``compile()`` does nothing in torch 2.13; two graphs: the first block's input needs no gradient.
+
+    Torch 2.9 shares no graph between these blocks.
+    """
     model = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4))
     other = copy.deepcopy(model).eval()
     compile_regions(model.eval(), TorchDynamoPlugin(backend="eager"))
@@ -99,7 +103,7 @@ def test_blocks_of_torchs_own_classes_are_compiled_too():
     for own, reference in zip(model, other, strict=True):
         x, y = own(x), reference(y)
     torch.testing.assert_close(x, y)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == (4 if Version(torch.__version__) < Version("2.10") else 2)
 
 
 def test_compiled_blocks_copy_and_pickle():

@@ -140,6 +140,7 @@ def test_copies_are_made_in_the_background_too(tmp_path: Path, rank: int) -> Non
 @pytest.mark.ranks(4)
 def test_a_url_is_one_place_for_all(rank: int) -> None:
     pytest.importorskip("fsspec")
+    pytest.importorskip("tenacity")
     with pytest.raises(CheckpointError, match="one place for all machines"):
         accel_ckpt.save("memory://nodes/one", {"n": 1}, group=of(rank))
 

@@ -49,9 +49,10 @@ def test_a_device_asked_for_without_index_is_the_one_of_this_process(asked, inde
 
 @pytest.mark.parametrize("type_", [kind.type for kind in DEVICE_KINDS.values() if kind.plugin])
 def test_a_missing_plugin_is_named(type_):
-    if count_devices(type_):
-        pytest.skip(f"this machine has {type_}")
-    with pytest.raises(ConfigError, match=DEVICE_KINDS[type_].plugin):
+    plugin = str(DEVICE_KINDS[type_].plugin)
+    if find_spec(plugin.partition(".")[0]) or count_devices(type_):
+        pytest.skip(f"this machine has {type_} or its plugin")
+    with pytest.raises(ConfigError, match=plugin):
         Device(type_).load_collectives()
 
 
@@ -72,6 +73,8 @@ def test_any_form_of_a_device_is_read(given):
 
 @pytest.mark.parametrize("type_", DEVICE_KINDS)
 def test_every_type_can_be_counted_without_its_plugin(type_):
+    if type_ == "xla" and find_spec("torch_xla"):
+        pytest.skip("torch_xla is here, and changes the environment when it is imported")
     assert count_devices(type_) >= 0
 
 

@@ -18,6 +18,7 @@ from accel_state.doctor.flight import flight_record, flights
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
 from accel_state.errors import CollectiveError, CollectiveMismatchError
+from accel_state.versions import Version
 
 
 def entry(operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None) -> Entry:
@@ -291,6 +292,8 @@ def record_reduced(device: str) -> str:
 
 @pytest.mark.ranks(2)
 def test_torchs_own_record_of_collectives_is_read(rank: int) -> None:
+    if Version(torch.__version__) < Version("2.10"):
+        pytest.skip("torch 2.9 records nothing for gloo")
     told = record_reduced("cpu")
     assert told.splitlines()[0] == "the last collectives by torch's flight recorder:"
     assert "gloo:all_reduce(Float[3]) in default_pg: " in told.splitlines()[-1]

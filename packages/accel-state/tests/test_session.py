@@ -294,8 +294,9 @@ def test_torchrun_without_a_flag_makes_ranks_and_exits_cleanly(tmp_path):
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["2", "2"]
-    assert [line.split()[2:] for line in done.stdout.splitlines()] == [["3", "torchrun"]] * 2
+    printed = [line.split() for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9's own
+    assert [words[0] for words in printed] == ["2", "2"]
+    assert [words[2:] for words in printed] == [["3", "torchrun"]] * 2
     assert count or "cpu" in done.stdout
 
 

@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel_state.errors import DataError
 from accel_state.parallelism import DataShard
@@ -51,9 +51,9 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Pe
         return None
     limit = read_timeout(whole)
     ranks = dist.get_process_group_ranks(group) if group is not None else None
-    own: ProcessGroup = dist.new_group(
-        ranks, timeout=_LIFETIME, backend="gloo", use_local_synchronization=ranks is not None
-    )
+    # torch_xla replaces new_group by one that lacks the argument, so only a group of some ranks is made with it.
+    options: dict[str, Any] = {} if ranks is None else {"use_local_synchronization": True}
+    own: ProcessGroup = dist.new_group(ranks, timeout=_LIFETIME, backend="gloo", **options)
     weakref.finalize(owner, _destroy, own).atexit = False
     shares = all_gather_object((shard.index, shard.count), group=own)
     if {index for index, _ in shares} != set(range(shard.count)) or any(count != shard.count for _, count in shares):

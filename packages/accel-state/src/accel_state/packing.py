@@ -132,7 +132,7 @@ def unpack(packed: Packed) -> list[torch.Tensor]:
         start += piece.nbytes
         order = in_packed_order(piece.by_shape)
         like = [packed.leaves[index] for index in order]
-        results.update(zip(order, _unflatten_dense_tensors(typed, like), strict=True))
+        results.update(zip(order, _unflatten(typed, like), strict=True))
     return [results[index] for index in range(len(packed.leaves))]
 
 
@@ -142,10 +142,16 @@ def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     They are detached: autograd does not take them for views, so that each may be changed in place under a gradient.
     Parts of a large buffer are copies, as one of them must not keep all of it alive.
     """
-    parts = _unflatten_dense_tensors(flat, like)
+    parts = _unflatten(flat, like)
     if len(like) > 1 and flat.nbytes > _SHARED_BYTES:
         return [part.clone() for part in parts]
     return [part.detach() for part in parts]
+
+
+def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the parts of ``flat``; torch before 2.10 gives empty tensors one dimension, whatever they had."""
+    parts = _unflatten_dense_tensors(flat, like)
+    return [part if part.numel() else part.view(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
 def unpack_rows(rows: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
