@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 
 from accel_state import Session, collectives
 from accel_state.doctor.active import _active, outline, recorded, troubled, untroubled
-from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose
+from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place
 from accel_state.doctor.flight import flight_record, flights
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
@@ -148,6 +149,33 @@ def test_what_ranks_do_together_within_what_each_does_by_itself_is_numbered(reco
     assert [one.sequence for one in record.read().entries] == [0, 1, 0, 2, 0]
     record.leave()
     assert not record.inside
+
+
+def test_progress_counts_what_all_do_equally_often_since_the_last_common_operation(record: Record) -> None:
+    def do(operation: str, *, shared: bool = False, counted: bool = False) -> None:
+        record.enter(operation, "", shared=shared, counted=counted)
+        record.leave()
+
+    do("gather", shared=True)
+    do("backward", counted=True)
+    do("fetch")
+    do("backward", counted=True)
+    record.enter("reduce", "", shared=True)
+    record.withdraw()
+    record.leave()
+    assert record.progress == (1, 2)
+    assert [one.progress for one in record.read().entries] == [(1, 0), (1, 1), (1, 1), (1, 2), (1, 2)]
+
+
+def test_a_place_tells_who_has_gone_past() -> None:
+    now = entry("backward", "a.py:1", sequence=0)
+    for progress, ahead in (((3, 1), False), ((3, 2), False), ((3, 3), True), ((4, 0), True)):
+        found = place(state(1, replace(now, progress=progress)), (3, 2))
+        assert (found.passed, found.ahead) == (False, ahead)
+    assert place(state(1, replace(GATHER, sequence=4, progress=(4, 0))), (3, 2)).passed
+    assert not place(state(1, replace(GATHER, sequence=4, progress=(4, 0), ended=2.0)), (3, 2)).passed
+    assert place(state(1, life="left"), (3, 2)).passed
+    assert place(state(1, life="dead"), (3, 2)).passed
 
 
 def test_a_record_is_written_by_the_main_thread_only(record: Record) -> None:

@@ -1,5 +1,6 @@
 """``if accelerator.is_main_process: accelerator.save_state(...)`` saves where that is possible, and never hangs."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from accel_testing.logs import heard
 def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
     """Graces that a test can wait for."""
     monkeypatch.setattr(attendance, "GRACE", seconds)
-    monkeypatch.setattr(attendance, "SHARDED_GRACE", seconds)
+    monkeypatch.setattr(attendance, "AHEAD_GRACE", seconds)
 
 
 def lengthen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +122,66 @@ def test_an_open_window_needs_everybody(tmp_path: Path, rank: int, monkeypatch: 
 
 
 @pytest.mark.ranks(2)
+def test_a_slow_process_is_waited_for_where_it_is_needed(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, 1.0)
+    accelerator, model, _ = trained(gradient_accumulation_steps=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 64)).sum())
+    if rank == 1:
+        until = time.monotonic() + 4
+        while time.monotonic() < until:  # computes
+            pass
+    accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    with open_checkpoint(tmp_path / "a") as saved:
+        assert saved.world_size == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_process_that_stands_in_an_operation_of_torch_is_given_up(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, 1.0)
+    accelerator, _, _ = trained(strategy="fsdp")
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"rank 1 did not come(?s:.*)rank 1 is at \S*test_single_writer\.py"):
+            accelerator.save_state(tmp_path / "a")
+    torch.distributed.barrier()
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.ranks(2)
+def test_a_process_in_a_later_backward_is_given_up(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengthen(monkeypatch)
+    monkeypatch.setattr(attendance, "AHEAD_GRACE", 0.3)
+    accelerator, model, _ = trained()
+    for number in range(40):  # more than the hang doctor remembers
+        accelerator.backward(model(torch.ones(2, 64)).sum())
+        if number == 38 and rank == 0:
+            accelerator.save_state(tmp_path / "a")
+    accelerator.wait_for_everyone()
+    with open_checkpoint(tmp_path / "a") as saved:
+        assert saved.world_size == 1
+
+
+@pytest.mark.ranks(2)
+def test_two_accelerators_do_not_mix_their_saves(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+    first, *_ = trained()
+    second, *_ = trained()
+    if rank == 0:
+        first.save_state(tmp_path / "first")
+    first.wait_for_everyone()
+    lengthen(monkeypatch)
+    second.save_state(tmp_path / "second")
+    second.wait_for_everyone()
+    with open_checkpoint(tmp_path / "second") as saved:
+        assert saved.world_size == 2
+
+
+@pytest.mark.ranks(2)
 def test_what_one_process_saved_alone_resumes_on_both(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,5 +206,5 @@ def test_without_the_main_process_the_others_say_so(rank: int) -> None:
         found._patience = timedelta(seconds=0.2)
         if rank == 1:
             with pytest.raises(CheckpointError, match="rank 1 came to save and rank 0 did not"):
-                found.missing(grace=0)
+                found.missing(all_needed=False)
         session.wait_for_everyone()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel import accumulation
+from accel.attendance import Attendance
 from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
@@ -170,6 +171,7 @@ class Accelerator(
         self._custom_objects: list[Stateful] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._attendance = Attendance.of(self.session)
         self._listen_by_default()
 
     def __reduce__(self) -> NoReturn:
@@ -325,7 +327,7 @@ class Accelerator(
         """
         return MicroBatch(self, models)
 
-    @recorded("backward", shared=False)
+    @recorded("backward", shared=False, counted=True)
     def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
         """Computes gradients, scaled so that all micro-batches on all ranks make the gradient of one big batch.
 

@@ -1,17 +1,20 @@
-"""Who comes to a save: found out through the group's store, before anything waits for everybody.
+"""The ranks that take part in a save, found through the group's store before anything waits for all of them.
 
-Many scripts say ``if accelerator.is_main_process: accelerator.save_state(...)``. A collective would hang there. So each
-rank leaves a note in the store when it comes, and the main one decides: everybody is here, or it goes on without those
-that are missing. It waits for them the first time, and no longer than until the hang doctor sees them in a collective
-that comes later; once some have stayed away it does not wait again, unless one of them came after all.
+Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So each
+rank leaves a note in the store when it enters ``save_state``, and the main one decides: all are present, or it goes on
+without those that are absent. It waits for a rank until the hang doctor shows that the rank has ended or has gone past
+``save_state``; time alone decides only where the doctor knows nothing. Once some ranks were absent, the main one does
+not wait for them again, unless one of them enters ``save_state`` after all.
 
-Coming is no collective: a rank that did not come may be in its next one already, and numbers it as the others do.
+Leaving a note is no collective: a rank that went past may be in its next one already, and numbers it as the others do.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.doctor.active import active, recorded
@@ -20,69 +23,95 @@ from accel_state.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from accel_state.doctor.diagnosis import Place
     from accel_state.session import Session
 
+_LOG = logging.getLogger(__name__)
 _PREFIX = "accel/attendance"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-3
 _SEARCH_EVERY = 0.1
-GRACE = 5.0
-"""Seconds for which the main rank waits for the others where it could do without them, once."""
-SHARDED_GRACE = 60.0
-"""Seconds for which it waits where it could not, before it says who is missing."""
+GRACE = 60.0
+"""Seconds for which the main rank waits for an idle one, or for any where it can do without."""
+AHEAD_GRACE = 5.0
+"""The same for a rank that is ahead of the main one, and so has probably gone past ``save_state``."""
 
 
 @final
 class Attendance:
-    """The saves of one Accelerator; made by each rank for itself, asked by those that come.
+    """The saves of one Accelerator, as one rank takes part in them.
 
     Args:
-        store: shared by the ranks, under keys that nobody else uses.
+        store: shared by the ranks.
+        number: which of the group's Accelerators it is; the same on all ranks, as they make them in the same order.
         patience: how long a rank waits for the main one, as long as for any collective.
     """
 
-    def __init__(self, store: "Store", rank: int, size: int, patience: timedelta) -> None:
-        self._store, self._rank, self._size, self._patience = store, rank, size, patience
+    def __init__(self, store: "Store", number: int, rank: int, size: int, patience: timedelta) -> None:
+        self._shared, self._number = store, number
+        self._rank, self._size, self._patience = rank, size, patience
         self._round = 0
         self._missing: tuple[int, ...] = ()
         self._late = 0
-        self.places: Mapping[int, str] = {}
-        """Where ranks are that cannot come any more, as far as the hang doctor knows them."""
+        self.places: Mapping[int, Place] = {}
+        """Where the other ranks are, as far as the hang doctor knows."""
 
     @classmethod
     def of(cls, session: "Session") -> "Attendance | None":
-        """That of a session's ranks; None where there is one only."""
+        """That of a new Accelerator; None where there is one rank only."""
         if session.group is None or session.timeout is None or session.world_size == 1:
             return None
+        store: Store = session.group.get_group_store()
+        number = store.add(f"{_PREFIX}/{session.rank}", 1)
+        return cls(store, number, session.rank, session.world_size, session.timeout)
+
+    @cached_property
+    def _store(self) -> "Store":
+        """A connection of its own, with keys that nobody else uses; made for the first save, as many runs have none."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        store: Any = session.group.get_group_store().clone()  # type: ignore[attr-defined]
-        number = store.add(f"{_PREFIX}/{session.rank}", 1)  # all ranks make theirs in the same order
-        return cls(PrefixStore(f"{_PREFIX}/{number}", store), session.rank, session.world_size, session.timeout)
+        own: Any = self._shared.clone()  # type: ignore[attr-defined]
+        return PrefixStore(f"{_PREFIX}/{self._number}", own)
 
-    def missing(self, *, grace: float) -> tuple[int, ...]:
-        """The ranks that did not come to this save; the same answer on all that ask, however late.
+    def missing(self, *, all_needed: bool) -> tuple[int, ...]:
+        """The ranks that are absent from this save; the same answer on all that ask, however late.
 
-        ``grace`` is for how many seconds the main rank waits where it has no reason to think that it is alone.
+        With ``all_needed``, where an absent rank is an error, a rank that is busy is waited for as in any collective.
 
         Raises:
-            CheckpointError: the main rank does not come.
+            CheckpointError: the main rank is absent.
         """
-        return self._decide(grace) if self._rank == 0 else self._ask()
+        return self._decide(all_needed=all_needed) if self._rank == 0 else self._ask()
 
-    def _decide(self, grace: float) -> tuple[int, ...]:
+    def _decide(self, *, all_needed: bool) -> tuple[int, ...]:
         late = self._store.add("late", 0)
         waiting = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]
         self._late = late
-        for _ in self._moments(grace):
+        start, said = time.monotonic(), False
+        for _ in self._moments(self._patience.total_seconds()):
             waiting = [rank for rank in waiting if not self._store.check([self._note(rank)])]
-            if all(rank in self.places for rank in waiting):
+            waited = time.monotonic() - start
+            if all(self._stays_away(rank, waited, all_needed=all_needed) for rank in waiting):
                 break
+            if waited > AHEAD_GRACE and not said:
+                said = True
+                places = [self.places[rank].text if rank in self.places else f"rank {rank}" for rank in waiting]
+                _LOG.warning("save_state on rank 0 waits for:\n  %s", "\n  ".join(places))
         here = {rank for rank in range(1, self._size) if self._store.check([self._note(rank)])}
         self._missing = tuple(rank for rank in range(1, self._size) if rank not in here)
         self._store.set(f"{self._round}/missing", json.dumps(self._missing))
         self._round += 1
         self._store.set("rounds", str(self._round))
         return self._missing
+
+    def _stays_away(self, rank: int, waited: float, *, all_needed: bool) -> bool:
+        """Whether the main rank gives up a rank that has left no note after ``waited`` seconds."""
+        grace = min(GRACE, self._patience.total_seconds() / 2)
+        place = self.places.get(rank)
+        if place is None:
+            return waited >= grace
+        idle = min(place.idle, waited) if all_needed else waited
+        limit = min(AHEAD_GRACE, grace) if place.ahead else grace
+        return place.passed or idle >= limit or (place.ahead and waited >= grace)
 
     @recorded("save_state", shared=False)
     def _ask(self) -> tuple[int, ...]:
@@ -92,11 +121,11 @@ class Attendance:
         remedy = "call save_state on all processes, or on the main one at least"
         try:
             for _ in self._moments(self._patience.total_seconds()):
-                gone = self.places.get(0)
+                place = self.places.get(0)
                 if self._store.check([decision]):
                     break
-                if gone is not None:  # and was so before it was seen that it has decided nothing
-                    raise CheckpointError(f"{came}: {gone}; {remedy}")
+                if place is not None and place.passed:  # and had before the store was seen to hold no decision
+                    raise CheckpointError(f"{came}: {place.text}; {remedy}")
             else:
                 raise CheckpointError(f"{came} within {self._patience}; {remedy}")
         except RuntimeError as error:
@@ -123,7 +152,7 @@ class Attendance:
                 return
             if now >= search:
                 doctor = active()
-                self.places = {} if doctor is None else doctor.passed_by()
+                self.places = {} if doctor is None else doctor.places()
                 search = now + _SEARCH_EVERY
                 continue
             time.sleep(min(pause, deadline - now))

@@ -21,7 +21,8 @@ REMARKABLE = 8.0
 class RankState:
     """What is known of one rank: whether it lives (and for how long it has been so), and what it said.
 
-    ``reason`` is why it left, or why it cannot go on although it lives.
+    ``reason`` is why it left, or why it cannot go on although it lives. ``idle`` is for how many seconds it has stood
+    still without using the processor, ``waiting`` the same where it is inside of an operation.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class RankState:
     snapshot: Snapshot | None
     waiting: float = 0.0
     reason: str = ""
+    idle: float = 0.0
 
     @property
     def current(self) -> Entry | None:
@@ -38,6 +40,23 @@ class RankState:
     @property
     def last(self) -> Entry | None:
         return None if self.snapshot is None else self.snapshot.last
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, as seen by one that waits for it before a common operation.
+
+    Attributes:
+        passed: it cannot come first: it has ended, or is inside of a later common operation.
+        ahead: it has begun a counted operation, like backward, that the waiting rank has not.
+        idle: seconds for which it has stood still without using the processor.
+    """
+
+    text: str
+    passed: bool
+    ahead: bool
+    idle: float
 
 
 @final
@@ -125,6 +144,14 @@ def _told(states: Sequence[RankState], culprits: Sequence[RankState], *, final: 
     if split:
         lines += ["  the ranks parted here:", *(f"    {line}" for line in split)]
     return Diagnosis(tuple(state.rank for state in culprits), "\n".join(lines), final)
+
+
+def place(state: RankState, progress: tuple[int, int]) -> Place:
+    """Where the rank of ``state`` is for one whose own progress is ``progress``."""
+    inside_later = state.current is not None and state.current.sequence > progress[0]
+    passed = inside_later or state.life in ("dead", "left")
+    ahead = state.last is not None and state.last.progress > progress
+    return Place(describe(state), passed, ahead, state.idle)
 
 
 def describe(state: RankState) -> str:

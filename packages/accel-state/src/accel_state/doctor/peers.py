@@ -69,8 +69,9 @@ class Watched:
         lasting = now - (self._heard if life == "silent" else self._since)
         # Of a process elsewhere nothing is known since it was last heard of.
         known = now if self.is_local else self._heard
-        waiting = max(0.0, known - self._still) if current is not None and life == "alive" else 0.0
-        return RankState(self.rank, life, lasting, snapshot, waiting, reason)
+        idle = max(0.0, known - self._still) if life == "alive" else 0.0
+        waiting = 0.0 if current is None else idle
+        return RankState(self.rank, life, lasting, snapshot, waiting, reason, idle)
 
     def close(self) -> None:
         """Lets go of the other's memory."""

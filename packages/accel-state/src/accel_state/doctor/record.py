@@ -19,9 +19,11 @@ from zlib import crc32
 SLOTS, _TEXT = 32, 232
 _HEADER = struct.Struct("<16sQQQH")
 """Token, number of the newest entry, time of the last beat, processor time then, length of the beat's text."""
-_ENTRY = struct.Struct("<QQQQH")
-"""Number, common number (0: none), when it began and ended (0: not yet) in ns of CLOCK_MONOTONIC, length of text."""
+_ENTRY = struct.Struct("<QQQQQQH")
+"""Number, common number (0: none), when it began and ended (0: not yet) in ns of CLOCK_MONOTONIC, both numbers of its
+progress, length of text."""
 _ENDED, _ENDED_AT = struct.Struct("<Q"), 24
+_PROGRESS, _PROGRESS_AT = struct.Struct("<QQ"), 32
 _SLOT = _ENTRY.size + _TEXT
 _BEAT_TEXT = 2048
 _SHARED = struct.Struct("<QQ")
@@ -40,6 +42,8 @@ class Entry:
 
     ``sequence`` numbers the operations that all ranks do together, from 1; 0 for those that each does by itself, like
     backward. ``began`` and ``ended`` are seconds of the machine's monotonic clock; ``ended`` None: still inside.
+    ``progress`` is how far the rank had come with it, to be compared between ranks: the number of the newest common
+    operation, and how many counted ones (which each rank does by itself, and all equally often) it began after that.
     """
 
     number: int
@@ -49,6 +53,7 @@ class Entry:
     site: str
     began: float
     ended: float | None
+    progress: tuple[int, int] = (0, 0)
 
     @property
     def what(self) -> str:
@@ -95,28 +100,42 @@ class Record:
             self._memory = mmap.mmap(-1, SIZE)
         self._number = 0
         self.sequence = 0
+        self._counted = self._counted_before = 0
         self._open: list[int] = []
         self._together = 0
         self._main = threading.main_thread().ident
         self._texts: dict[tuple[int, int, str, str], tuple[bytes, int, CodeType | None]] = {}
         _HEADER.pack_into(self._memory, 0, self.token, 0, time.monotonic_ns(), 0, 0)
 
-    def enter(self, operation: str, detail: str, *, shared: bool) -> bool:
-        """Notes that an operation begins; ``shared`` if all ranks do it together. False: not to be noted here."""
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far this rank has come, as ``Entry.progress``."""
+        return self.sequence, self._counted
+
+    def enter(self, operation: str, detail: str, *, shared: bool, counted: bool = False) -> bool:
+        """Notes that an operation begins. False: not to be noted here.
+
+        ``shared``: all ranks do it together; ``counted``: each does it by itself, and all equally often.
+        """
         if threading.get_ident() != self._main:
             return False
         memory, sequence = self._memory, 0
         number = self._number = self._number + 1
-        if shared and not self._together:  # else it is a part of an operation that is numbered already
-            sequence = self.sequence = self.sequence + 1
-            self._together = number
+        if not self._together:  # otherwise it is a part of an operation that is numbered already
+            if shared:
+                sequence = self.sequence = self.sequence + 1
+                self._together = number
+                self._counted_before, self._counted = self._counted, 0
+            elif counted:
+                self._counted += 1
         frame = _user_frame(sys._getframe(1))
         key = (0, -1, operation, detail) if frame is None else (id(frame.f_code), frame.f_lasti, operation, detail)
         text, digest, _ = self._texts.get(key) or self._describe(key, frame)
         offset = _SLOTS_AT + (number % SLOTS) * _SLOT
         begin = offset + _ENTRY.size
         memory[begin : begin + len(text)] = text
-        _ENTRY.pack_into(memory, offset, number, sequence, time.monotonic_ns(), 0, len(text))
+        now, reached, steps = time.monotonic_ns(), self.sequence, self._counted
+        _ENTRY.pack_into(memory, offset, number, sequence, now, 0, reached, steps, len(text))
         if sequence:  # last: who sees it may read the entry
             _SHARED.pack_into(memory, _shared_offset(sequence), sequence, digest)
         self._open.append(number)
@@ -151,6 +170,9 @@ class Record:
         if self._together == self._number and self.sequence:
             _SHARED.pack_into(self._memory, _shared_offset(self.sequence), 0, 0)
             self.sequence -= 1
+            self._counted = self._counted_before
+            offset = _SLOTS_AT + (self._number % SLOTS) * _SLOT
+            _PROGRESS.pack_into(self._memory, offset + _PROGRESS_AT, self.sequence, self._counted)
 
     def beat(self, said: str) -> None:
         """A sign of life, with what the process is doing."""
@@ -199,11 +221,11 @@ def decode(image: bytes) -> Snapshot:
     entries = []
     for slot in range(SLOTS):
         offset = _SLOTS_AT + slot * _SLOT
-        number, sequence, began, ended, size = _ENTRY.unpack_from(image, offset)
+        number, sequence, began, ended, reached, steps, size = _ENTRY.unpack_from(image, offset)
         parts = image[offset + _ENTRY.size : offset + _ENTRY.size + size].decode(errors="replace").split(_SEPARATOR)
         if number and len(parts) == 3:
             times = began / 1e9, ended / 1e9 if ended else None
-            entries.append(Entry(number, sequence, parts[0], parts[1], parts[2], *times))
+            entries.append(Entry(number, sequence, parts[0], parts[1], parts[2], *times, (reached, steps)))
     entries.sort(key=lambda entry: entry.number)
     return Snapshot(tuple(entries), beat / 1e9, processor / 1e9, said)
 

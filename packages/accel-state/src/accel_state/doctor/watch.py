@@ -16,11 +16,12 @@ from accel_state.doctor.diagnosis import (
     REMARKABLE,
     STALLED,
     Diagnosis,
+    Place,
     RankState,
-    describe,
     diagnose,
     first_difference,
     late,
+    place,
 )
 from accel_state.doctor.flight import flight_record
 from accel_state.doctor.peers import LEFT, Peers
@@ -115,13 +116,13 @@ class Doctor:
         """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
         return group is None or (hasattr(group, "size") and group.size() == self._size)
 
-    def enter(self, operation: str, detail: str = "", *, shared: bool) -> None:
+    def enter(self, operation: str, detail: str = "", *, shared: bool, counted: bool = False) -> None:
         """An operation begins on the main thread.
 
         Raises:
             CollectiveMismatchError: another rank of this machine has entered another operation in its place.
         """
-        self.record.enter(operation, detail, shared=shared)
+        self.record.enter(operation, detail, shared=shared, counted=counted)
         if shared and self._memories and self.record.differs(self._memories):
             problem = self._mismatch()
             if problem is not None:
@@ -152,18 +153,10 @@ class Doctor:
         if found is not None:
             raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
 
-    def passed_by(self) -> dict[int, str]:
-        """Ranks that cannot come to what this one is about to do first, and where each is.
-
-        They have ended, or are inside of a common operation that this rank has not reached.
-        """
-        states = self._look()
-        return {
-            state.rank: describe(state)
-            for state in states
-            if state.life in ("dead", "left")
-            or (state.current is not None and state.current.sequence > self.record.sequence)
-        }
+    def places(self) -> dict[int, Place]:
+        """Where the other ranks are, for this one, which waits for them before a common operation."""
+        progress = self.record.progress
+        return {state.rank: place(state, progress) for state in self._look() if state.rank != self._rank}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Adds what is known of the other ranks to an error that ends the program.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel import attendance, open_window
+from accel import open_window
 from accel.attendance import Attendance
 from accel.clock import StepClock
 from accel.handlers import ProjectConfiguration
@@ -108,8 +108,8 @@ class CheckpointFacet(ABC):
         are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
         ``ProjectConfiguration.save_on_each_node`` they are folders on each machine's own disk, which gets all of it.
 
-        Where every process holds all of the state, the main one alone may call too: it waits a moment for the others
-        the first time, says that it saves without them, and their random state is not saved.
+        Where every process holds all of the state, the main one alone may call too: it waits the first time until
+        the others have evidently gone past, warns that it saves without them, and their random state is not saved.
 
         With ``asynchronous`` the call returns once the values are copied, and they are written while training goes
         on: one save at a time, a failure is raised by the next call, and leaving waits (``last_save`` tells more).
@@ -172,21 +172,19 @@ class CheckpointFacet(ABC):
             CheckpointError: they cannot.
         """
         if self._attendance is None:
-            self._attendance = Attendance.of(self.session)
-            if self._attendance is None:
-                return ()
-        sharded = self.backend.capabilities.sharded
-        missing = self._attendance.missing(grace=attendance.SHARDED_GRACE if sharded else attendance.GRACE)
-        if not missing:
             return ()
-        absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
         reasons = {
-            f"each rank holds a part only ({self.backend.name})": sharded,
+            f"each rank holds a part only ({self.backend.name})": self.backend.capabilities.sharded,
             "a window is open": self.clock.open,
             "each machine keeps a copy (save_on_each_node)": self._keeps_copies(),
         }
-        if reason := next((text for text, holds in reasons.items() if holds), None):
-            places = "".join(f"\n  {place}" for rank, place in self._attendance.places.items() if rank in missing)
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        missing = self._attendance.missing(all_needed=reason is not None)
+        if not missing:
+            return ()
+        absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        if reason is not None:
+            places = "".join(f"\n  {place.text}" for rank, place in self._attendance.places.items() if rank in missing)
             raise CheckpointError(
                 f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
                 f"processes, not under `if accelerator.is_main_process:`{places}"
