@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from accel_state import Session, collectives
-from accel_state.doctor.active import _active, outline, recorded, troubled, untroubled
+from accel_state.doctor.active import _active, broken_connection, outline, recorded, troubled, untroubled
 from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place
 from accel_state.doctor.flight import flight_record, flights
 from accel_state.doctor.peers import LEFT, Peers
@@ -176,6 +176,12 @@ def test_a_place_tells_who_has_gone_past() -> None:
     assert not place(state(1, replace(GATHER, sequence=4, progress=(4, 0), ended=2.0)), (3, 2)).passed
     assert place(state(1, life="left"), (3, 2)).passed
     assert place(state(1, life="dead"), (3, 2)).passed
+
+
+def test_an_error_that_is_its_own_cause_comes_of_no_connection() -> None:
+    error = ValueError("boom")
+    error.__cause__ = error
+    assert broken_connection(error) is None
 
 
 def test_a_record_is_written_by_the_main_thread_only(record: Record) -> None:

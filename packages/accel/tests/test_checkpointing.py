@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -490,6 +491,19 @@ def test_the_newest_intact_checkpoint_is_loaded_whole_over_a_damaged_one(
     loading, _, _ = touched(3, strategy=strategy, folder=tmp_path)
     assert loading.load_state("latest").name == "checkpoint_0"
     assert_untouched(expected, everything(loading))
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_checkpoint_that_cannot_be_loaded_is_closed(tmp_path: Path, hooks: bool) -> None:
+    saving, _, _ = touched(7)
+    saving.save_state(tmp_path / "a")
+    flip(tmp_path / "a")
+    if hooks:
+        saving.register_load_state_pre_hook(lambda models, folder: None)
+    with pytest.raises(CheckpointCorruptError):  # whose traceback holds what the call had
+        saving.load_state(tmp_path / "a")
+    opened = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
 def test_without_an_intact_checkpoint_the_error_says_what_is_loaded_in_part(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel.launch.failure import Exit, Failure, failed_at, in_order, read_end, read_failure, report
+from accel.launch.worker import is_relayed
 
 
 def ended(rank: int, status: int, at: float = 100.0, *, stopped: bool = False) -> Exit:
@@ -89,6 +90,15 @@ def test_an_error_that_only_repeats_another_ranks_is_never_first_however_early_i
     assert in_order([relayed, Failure(ended(0, 1), 9.0, "KeyError")])[0].exit.rank == 0
     assert in_order([relayed])[0].exit.rank == 1
     assert "rank 1 of 2 failed because of another rank" in report([relayed], 2)
+
+
+def test_an_error_that_is_its_own_cause_repeats_no_other() -> None:
+    error = RuntimeError("boom")
+    error.__cause__ = error
+    assert not is_relayed(error)
+    error.__cause__ = RuntimeError("connection closed by peer")
+    error.__cause__.__cause__ = error
+    assert is_relayed(error)
 
 
 def test_a_rank_that_ended_well_is_the_cause_only_of_errors_that_repeat_its_end(tmp_path: Path) -> None:

@@ -102,6 +102,14 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     with pytest.raises(LaunchError, match="holds cannot be sent to other processes"):
         debug_launcher(holds)
 
+    def defaults(first: object = lock, second: int = 2, *, third: object = None) -> None: ...
+
+    with pytest.raises(LaunchError, match="because of the default of first"):
+        debug_launcher(defaults)
+    defaults.__defaults__, defaults.__kwdefaults__ = None, {"third": lock}
+    with pytest.raises(LaunchError, match="because of the default of third"):
+        debug_launcher(defaults)
+
 
 def test_an_accelerator_of_the_notebook_is_refused_by_the_name_of_its_variable() -> None:
     fresh = Accelerator(cpu=True)

@@ -80,6 +80,7 @@ def test_hardware_is_read_as_people_write_it(text: str, nodes: int, devices: int
         ("1x2x3x80GB", "not understood"),
         ("eight", "neither a size nor one of"),
         ("8xRTX4090", "'RTX4090' in devices '8xRTX4090' is neither a size nor one of V100, .*H100"),
+        ("2x8xMI300X", "'MI300X' in devices '2x8xMI300X' is neither a size nor one of"),
         ("8", "as in 8x80GB or 8xH100"),
         ("2x8", "say nothing of a device's memory"),
     ],

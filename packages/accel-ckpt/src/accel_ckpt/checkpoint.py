@@ -60,7 +60,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         )
     checkpoint = opened[0]
     if verify:
-        checkpoint.verify(group=group)
+        try:
+            checkpoint.verify(group=group)
+        except BaseException:
+            checkpoint.close()
+            raise
     return checkpoint
 
 

@@ -1,10 +1,10 @@
 """The ranks that take part in a save, found through the group's store before anything waits for all of them.
 
-Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So each
-rank leaves a note in the store when it enters ``save_state``, and the main one decides: all are present, or it goes on
-without those that are absent. It waits for a rank until the hang doctor shows that the rank has ended or has gone past
-``save_state``; time alone decides only where the doctor knows nothing. Once some ranks were absent, the main one does
-not wait for them again, unless one of them enters ``save_state`` after all.
+Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So
+each rank leaves a note in the store when it enters ``save_state``, and the main one decides: all are present, or it
+goes on without those that are absent. It waits for a rank until the hang doctor shows that the rank has ended or has
+gone past ``save_state``; time alone decides only where the doctor knows nothing. Once some ranks were absent, the main
+one does not wait for them again, unless one of them enters ``save_state`` after all.
 
 Leaving a note is no collective: a rank that went past may be in its next one already, and numbers it as the others do.
 """

@@ -66,7 +66,9 @@ def explain(error: Exception) -> None:
 
 def broken_connection(error: BaseException | None) -> RuntimeError | None:
     """What torch said about a connection, if that is what ``error`` comes of."""
-    while error is not None:
+    seen: set[int] = set()  # as an error can be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, RuntimeError) and not isinstance(error, AccelError):
             return error if any(word in str(error).lower() for word in _OF_PEERS) else None
         error = error.__cause__

@@ -6,6 +6,7 @@ import os
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -344,25 +345,27 @@ class CheckpointFacet(ABC):
         from accel_ckpt import open_checkpoint
 
         verify = bool(self._load_hooks)
-        if input_dir is not None and os.fspath(input_dir) != LATEST:
-            checkpoint = open_checkpoint(locate(input_dir), verify=verify, group=self._ranks())
-            self._read(checkpoint, strict=strict).apply()
+        damaged: list[str] = []
+
+        def load(checkpoint: "Checkpoint") -> "Checkpoint":
+            with ExitStack() as failing:
+                failing.callback(checkpoint.close)
+                restoration = self._read(checkpoint, strict=strict)
+                try:
+                    restoration.apply()
+                except CheckpointCorruptError as error:
+                    damaged.append(str(error))
+                    raise
+                failing.pop_all()
             return checkpoint
+
+        if input_dir is not None and os.fspath(input_dir) != LATEST:
+            return load(open_checkpoint(locate(input_dir), verify=verify, group=self._ranks()))
         series = self._series()
         if series is None:
             raise ConfigError(
                 "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
             )
-        damaged: list[str] = []
-
-        def load(checkpoint: "Checkpoint") -> None:
-            restoration = self._read(checkpoint, strict=strict)
-            try:
-                restoration.apply()
-            except CheckpointCorruptError as error:
-                damaged.append(str(error))
-                raise
-
         try:
             latest = series.latest(None if verify else load)
         except Exception as error:

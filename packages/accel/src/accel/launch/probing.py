@@ -1,4 +1,4 @@
-"""Whether the store of a launcher answers at an address."""
+"""A probe for the store of a launcher at an address."""
 
 import os
 import signal
@@ -9,16 +9,18 @@ from typing import final
 
 from torch._C._distributed_c10d import TCPStore
 
+from accel.launch.worker import end_with_parent
+
 
 @final
 class StoreProbe:
     """A connection that is tried in a child process, as torch's client cannot be interrupted.
 
-    It neither hears signals nor keeps its timeout where something other than a store answers, and writes pages about
-    each try. The child can be ended at once, and is silent.
+    The client ignores signals, exceeds its timeout where something other than a store answers, and prints pages about
+    each try. The child can be ended at once, is silent, and ends with this process.
 
     Args:
-        keys: what the store must have; a store of another program is none of ours.
+        keys: the keys that tell a launcher's store from that of another program.
     """
 
     def __init__(self, address: str, port: int, timeout: timedelta, keys: Sequence[str]) -> None:
@@ -48,10 +50,12 @@ class StoreProbe:
         return status == 0
 
     def _fork(self) -> int:
+        launcher = os.getpid()
         child = os.fork()
         if child:
             return child
         try:
+            end_with_parent(launcher)
             silence = os.open(os.devnull, os.O_RDWR)
             os.dup2(silence, 1)
             os.dup2(silence, 2)

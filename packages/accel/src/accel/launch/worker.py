@@ -63,14 +63,22 @@ def main(argv: list[str]) -> None:
 
 
 def end_with_launcher() -> None:
-    """Has the kernel kill this process when its launcher is gone, however that ended (Linux, prctl(2))."""
+    """Has the kernel kill this process when its launcher is gone."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    end_with_parent(None if launcher is None else int(launcher))
+
+
+def end_with_parent(launcher: int | None) -> None:
+    """Has the kernel kill this process when its parent is gone, however that ended (Linux, prctl(2)).
+
+    The parent is process ``launcher``, if that is known; exits if it has ended already.
+    """
     if sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is not None and os.getppid() != int(launcher):
+    if launcher is not None and os.getppid() != launcher:
         sys.exit(f"the launcher (process {launcher}) ended before this process began")
 
 
@@ -98,7 +106,9 @@ def is_relayed(error: BaseException | None) -> bool:
     """Whether ``error`` comes of another rank's end, directly or by its causes, and so explains nothing itself."""
     from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
 
-    while error is not None:
+    seen: set[int] = set()  # as an error can be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, AccelError):
             waited = isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
             if error.relayed or waited:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from accel_state.errors import LaunchError
@@ -104,10 +104,15 @@ def _variables(function: object) -> Mapping[str, Any]:
     if not isinstance(function, FunctionType):
         return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    around = {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
+    around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # not the empty ones
     used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
-    defaults = {f"a default of {function.__name__}": value for value in function.__defaults__ or ()}
-    return used | around | defaults
+    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = function.__defaults__ or ()
+    defaults = {
+        **dict(zip(positional[len(positional) - len(given) :], given, strict=True)),
+        **(function.__kwdefaults__ or {}),
+    }
+    return used | around | {f"the default of {name}": value for name, value in defaults.items()}
 
 
 def _names(code: CodeType) -> list[str]:

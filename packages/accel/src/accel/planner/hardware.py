@@ -111,8 +111,10 @@ class Hardware:
         Raises:
             ConfigError: something else, with what it could have been.
         """
-        # Names have an x too: 8xRTX4090.
-        parts = [part.strip() for part in re.split(r"(?<=\d)\s*[x*]", text.strip(), flags=re.IGNORECASE)]
+        counted = re.match(r"(?:[^a-z*]*[x*])*", text, flags=re.IGNORECASE)  # and no x of a name: RTX4090, MI300X
+        assert counted is not None
+        *before, _ = re.split(r"[x*]", counted[0], flags=re.IGNORECASE)
+        parts = [part.strip() for part in (*before, text[counted.end() :])]
         if not 1 <= len(parts) <= 3 or not all(parts):
             raise ConfigError(f"devices {text!r} are not understood; expected like {_EXAMPLES}")
         counts = []
