@@ -222,9 +222,20 @@ def test_no_ranks_are_refused() -> None:
         RankPool(0)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.Signals) -> None:
-    """Whatever ends pytest, its ranks and the servers that forked them end within moments.
+@pytest.mark.parametrize(
+    ("kill", "options", "processes"),
+    [
+        pytest.param(signal.SIGKILL, [], 4, id="SIGKILL"),
+        pytest.param(signal.SIGTERM, [], 4, id="SIGTERM"),
+        pytest.param(signal.SIGINT, [], 4, id="SIGINT"),
+        pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel"),
+        pytest.param(signal.SIGTERM, ["--launcher=torchrun"], 3, id="SIGTERM-torchrun"),
+    ],
+)
+def test_no_process_outlives_an_interrupted_pytest(
+    tmp_path: Path, kill: signal.Signals, options: list[str], processes: int
+) -> None:
+    """Whatever ends pytest, its ranks and their servers, or their launcher, end within moments.
 
     A process that the test forked, and that lives on, does not keep them.
     """
@@ -245,17 +256,17 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
     )
     folder = tmp_path / "folder"
     folder.mkdir()
-    command = [sys.executable, "-m", "pytest", str(test), "-p", "no:cacheprovider", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", str(test), "-p", "no:cacheprovider", "-c", os.devnull, *options]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
     ) as running:
-        assert wait_until(lambda: len(pids_in(tmp_path)) == 4)
+        assert wait_until(lambda: len(pids_in(tmp_path)) == processes)
         running.send_signal(kill)
         running.wait(60)
     pids = pids_in(tmp_path)
     forked = int((tmp_path / "forked").read_text())
     try:
-        assert len(pids) == 4
+        assert len(pids) == processes
         assert wait_until(lambda: not any(map(is_running, pids)))
         assert wait_until(lambda: not list(folder.glob("accel-ranks-*")))
         assert is_running(forked)
@@ -264,7 +275,7 @@ def test_no_process_outlives_an_interrupted_pytest(tmp_path: Path, kill: signal.
 
 
 def pids_in(folder: Path) -> set[int]:
-    """What ranks have written down: their own numbers, and those of the servers that forked them."""
+    """What ranks have written down: their own numbers, and those of the servers or the launcher that started them."""
     return {int(pid) for path in folder.glob("pid-*") for pid in path.read_text().split()}
 
 

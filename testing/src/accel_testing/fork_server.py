@@ -31,11 +31,11 @@ def die_with_parent(parent: int) -> None:
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, folder: str, serve: Callable[[int, int], None]) -> None:
+    def __init__(self, control: socket.socket, folder: str, serve: Callable[[int, int], None], *, parent: int) -> None:
         self.control = control
         self.folder = folder
         self.serve = serve
-        self.parent = os.getppid()
+        self.parent = parent
         self.ranks: set[int] = set()
         self.wakeup, self.waker = os.pipe()
         os.set_blocking(self.wakeup, False)
@@ -114,6 +114,7 @@ class _ForkServer:
 
 def main(control_file: int, folder: str, modules: list[str]) -> None:
     """Imports what the rank needs, then forks it on request until the test process is gone."""
+    parent = os.getppid()  # before the imports, which take seconds in which it may end
     control = socket.socket(fileno=control_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -122,7 +123,7 @@ def main(control_file: int, folder: str, modules: list[str]) -> None:
     warm(modules)
     gc.collect()
     gc.freeze()
-    server = _ForkServer(control, folder, serve)
+    server = _ForkServer(control, folder, serve, parent=parent)
     try:
         server.run()
     finally:

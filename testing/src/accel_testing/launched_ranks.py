@@ -19,7 +19,7 @@ from accel_testing import hash_seeds
 from accel_testing.environment import rank_environment
 from accel_testing.errors import RankError
 from accel_testing.launching import LAUNCHERS, free_port
-from accel_testing.processes import Rank
+from accel_testing.processes import Rank, lives
 
 _START_TIMEOUT = 120.0
 _UNKNOWN_STATUS = 1
@@ -72,6 +72,7 @@ class _Team:
             "--module" if launcher == "accel" else "-m",
             "accel_testing.launched_rank",
             str(address),
+            str(os.getpid()),
             *preload,
         ]
         with (self._folder / "launcher.log").open("w") as log, Listener(str(address), "AF_UNIX", size) as listener:
@@ -117,17 +118,11 @@ class _Team:
 def _wait_for_end(pid: int, timeout: float) -> int | None:
     """Waits for a process that is no child of this one; its status, which only its launcher knows, is given as 1."""
     deadline = time.monotonic() + timeout
-    while _lives(pid):
+    while lives(pid):
         if time.monotonic() >= deadline:
             return None
         time.sleep(0.02)
     return _UNKNOWN_STATUS
-
-
-def _lives(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import IO, final
 
 from accel_testing import hash_seeds
 from accel_testing.environment import rank_environment, rank_variables
+from accel_testing.processes import lives
 from accel_testing.signals import describe_exit
 
 # Every descendant inherits it, whatever session or group it moves to, so it finds orphans.
@@ -245,10 +246,9 @@ def find_marked(mark: str) -> dict[int, str]:
     """The living processes that were started under a mark, with their commands (Linux; elsewhere always none)."""
     wanted = f"{_MARK}={mark}".encode()
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in sorted(Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
+            if lives(int(entry.name)) and wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return found
 

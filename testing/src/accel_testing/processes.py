@@ -136,6 +136,18 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Pat
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def state_of(pid: int) -> str:
+    """The letter of a process's state on Linux (``S`` sleeping, ``T`` stopped, ``Z`` ended); empty without a process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended (Linux)."""
+    return state_of(pid) not in ("", "Z")
+
+
 @final
 class Rank:
     """One rank process, as seen from the test process."""
@@ -190,12 +202,9 @@ class Rank:
         return ""
 
     def condition(self) -> str:
-        """``, it is stopped`` where a signal has stopped it (Linux), otherwise nothing."""
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state in "Tt":
-                return " (the process is stopped, by SIGSTOP or a debugger)"
-        return ""
+        """A remark in parentheses where a signal has stopped it (Linux), otherwise nothing."""
+        stopped = state_of(self.pid) in ("T", "t")
+        return " (the process is stopped, by SIGSTOP or a debugger)" if stopped else ""
 
     def request_stacks(self) -> None:
         """Has the process write where all its threads stand."""
