@@ -31,9 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw the sample by this number (0)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Decides once, for the workers of xdist as well, which tenth is run: they may start on the next day."""
+    config.option.slow_tenth = chosen_tenth(config.option.slow_tenth, date.today())
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """The tenth that is run."""
-    tenth = chosen_tenth(config)
+    tenth = config.option.slow_tenth
     return [] if tenth is None else [f"slow tests: tenth {tenth}; --slow-tenth={tenth} repeats it"]
 
 
@@ -42,8 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     All others stay in their order, so that fixtures are shared as before.
     """
-    if (tenth := chosen_tenth(config)) is not None:
-        keep(config, items, [item for item in items if item.get_closest_marker("slow") and draw(item) % 10 == tenth])
+    if (tenth := config.option.slow_tenth) is not None:
+        wanted = [item for item in items if item.get_closest_marker("slow") and draw(item) % 10 == int(tenth)]
+        keep(config, items, wanted)
     if (size := config.option.sample) is not None:
         keep(config, items, sampled(items, size, config.option.sample_seed))
     items.sort(
@@ -53,25 +59,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-def chosen_tenth(config: pytest.Config) -> int | None:
-    """The tenth of the slow tests that the command line asks for."""
-    asked = config.option.slow_tenth
-    if asked is None:
-        return None
-    if asked == "today":
-        return date.today().toordinal() % 10
-    if asked not in "0123456789":
-        raise pytest.UsageError(f"--slow-tenth={asked}: a number from 0 to 9 or 'today' is needed")
-    return int(asked)
+def chosen_tenth(value: str | None, day: date) -> str | None:
+    """The tenth of the slow tests that an option's value stands for on a day."""
+    if value == "today":
+        return str(day.toordinal() % 10)
+    if value is not None and value not in set("0123456789"):
+        raise pytest.UsageError(f"--slow-tenth={value}: a number from 0 to 9 or 'today' is needed")
+    return value
 
 
 def sampled(items: list[pytest.Item], size: int, seed: int) -> list[pytest.Item]:
-    """Up to ``size`` tests of each package that run in ranks with a group, no two of one test function."""
+    """Up to ``size`` tests of each package that run in ranks with a group, no two of one test function.
+
+    Both the functions and the parameters that they run with are drawn.
+    """
     chosen: list[pytest.Item] = []
     of_ranks = [item for item in items if (mark := item.get_closest_marker("ranks")) and mark.kwargs.get("group", True)]
     for _, of_package in groupby(of_ranks, key=package_of):
-        functions = {getattr(item, "originalname", item.name): item for item in of_package}
-        chosen += sorted(functions.values(), key=lambda item: draw(item, seed))[:size]
+        functions: dict[str, pytest.Item] = {}
+        for item in sorted(of_package, key=lambda item: draw(item, seed)):
+            functions.setdefault(item.nodeid.partition("[")[0], item)
+        chosen += list(functions.values())[:size]
     return chosen
 
 

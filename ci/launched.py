@@ -5,18 +5,26 @@ members are not visible there. Arguments are passed to pytest.
 """
 
 import os
+import secrets
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ("launched",)
+CACHE = ROOT / ".cache" / "launched"
 # Tests of ranks, so many of each package, in ranks that the launchers start. These outlive a test.
-SAMPLE = ("--sample=8", "-o", "accel_leaks=environment groups threads", "packages", "testing")
-# pytest's exit status where nothing was selected, as when failures of another run are repeated.
+SAMPLE = ("-m", "not slow", "--sample=8", "-o", "accel_leaks=environment groups threads", "packages", "testing")
+#: The runs of pytest, by name.
+RUNS = {
+    "scripts": ("launched",),
+    "accel": ("--launcher=accel", *SAMPLE),
+    "torchrun": ("--launcher=torchrun", *SAMPLE),
+}
+# pytest's exit status where nothing was selected: a repetition of a run that had no failures.
 _NOTHING_SELECTED = 5
 
 
@@ -41,18 +49,36 @@ def layered(folder: Path) -> Path:
     return python
 
 
+def hash_seed(cache: Path, *, repeating: bool) -> str:
+    """A number for the hash seeds of all runs: a new one, or that of the runs which are repeated."""
+    file = cache / "hash_seed"
+    if not (repeating and file.exists()):
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(secrets.randbelow(1_000_000)), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+def outcome(statuses: Iterable[int], *, repeating: bool) -> int:
+    """The exit status of all runs together: the first that is no success, negative where a signal ended pytest."""
+    successes = (0, _NOTHING_SELECTED) if repeating else (0,)
+    return next((status for status in statuses if status not in successes), 0)
+
+
 def main(arguments: list[str]) -> int:
-    """Runs the scripts, then the sample under each launcher; the highest exit status."""
+    """Runs the scripts, then the sample under each launcher."""
+    repeating = "--last-failed" in arguments
+    seed = hash_seed(CACHE, repeating=repeating)
     with tempfile.TemporaryDirectory(prefix="accel-launched-") as folder:
         python = layered(Path(folder) / "environment")
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         env["PATH"] = os.pathsep.join([str(python.parent), env.get("PATH", "")])
-        pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "--hash-seed=random", *arguments]
-        runs = [SCRIPTS, *(("-m", "not slow", f"--launcher={name}", *SAMPLE) for name in ("accel", "torchrun"))]
-        statuses = [subprocess.run([*pytest, *run], cwd=ROOT, env=env).returncode for run in runs]
-        return max(
-            status for status in (0, *statuses) if "--last-failed" not in arguments or status != _NOTHING_SELECTED
-        )
+        pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--hash-seed={seed}", *arguments]
+        statuses = []
+        for name, selection in RUNS.items():
+            # Each run remembers its own failures: the same test may fail under one launcher and pass under the other.
+            command = [*pytest, "-o", f"cache_dir={CACHE / name}", *selection]
+            statuses.append(subprocess.run(command, cwd=ROOT, env=env).returncode)
+    return outcome(statuses, repeating=repeating)
 
 
 if __name__ == "__main__":

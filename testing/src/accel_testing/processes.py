@@ -137,7 +137,7 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Pat
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state on Linux (``S`` sleeping, ``T`` stopped, ``Z`` ended); empty without a process."""
+    """The letter of a process's state on Linux (``S`` sleeps, ``T`` stopped, ``Z`` ended); empty without one."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
