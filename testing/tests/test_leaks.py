@@ -15,8 +15,20 @@ from pathlib import Path
 import pytest
 
 from accel_testing import offspring
+from accel_testing.launching import run_command
 from accel_testing.leaks import CHECKS, differences, parse_checks, settled_differences, snapshot
 
+REMOVED = """
+import os
+from accel_testing.leaks import differences, snapshot
+
+names = [f"LEFT_{number}" for number in range(12)]
+os.environ.update(dict.fromkeys(names, ""))
+before = snapshot(["environment"])
+for name in names:
+    del os.environ[name]
+print(*differences(before, snapshot(["environment"])), sep="\\n")
+"""
 LEAVE = "sleep 120 >/dev/null 2>&1 & echo $!; mktemp -d"
 
 
@@ -129,3 +141,10 @@ def test_a_check_that_does_not_exist_is_refused() -> None:
     assert parse_checks(["all", "ports"]) == tuple(CHECKS)
     with pytest.raises(ValueError, match="no leak check 'port'; there are: all, environment"):
         parse_checks(["port"])
+
+
+def test_leaks_are_in_one_order_whatever_the_hash_seed() -> None:
+    """Otherwise ranks that left the same behind would report it in different sentences."""
+    run = run_command([sys.executable, "-c", REMOVED], env=[{"PYTHONHASHSEED": seed} for seed in "12"]).check()
+    assert run.outputs[0] == run.outputs[1]
+    assert run.outputs[0].count("was removed") == 12

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import sys
 from datetime import timedelta
 
 import pytest
@@ -21,6 +22,7 @@ from accel_state.collectives import (
     reduce,
 )
 from accel_state.verify import Call, compare, describe, verify_collective
+from accel_testing.launching import run_command
 
 # The hang watchdog compares operations, too, and would be first.
 UNWATCHED = {"ACCEL_HANG_DOCTOR": "off"}
@@ -88,6 +90,21 @@ def test_differences_are_named_by_process_and_leaf(trees, subject, texts):
     assert "Operation: `accel.utils.operations.gather`" in found
     for text in texts:
         assert f"  - {text}" in found
+
+
+MISMATCH = """
+import torch
+from accel_state.verify import compare, describe
+
+first, second = ({f"{kind}{n}": torch.ones(n) for n in range(8)} for kind in ("input", "label"))
+print(compare([describe("gather", tree, {}) for tree in (first, second)]))
+"""
+
+
+def test_differences_are_in_the_order_of_the_leaves_whatever_the_hash_seed():
+    run = run_command([sys.executable, "-c", MISMATCH], env=[{"PYTHONHASHSEED": seed} for seed in "12"]).check()
+    assert run.outputs[0] == run.outputs[1]
+    assert run.outputs[0].index("nothing at ['input0']") < run.outputs[0].index("nothing at ['input7']")
 
 
 def test_every_process_has_its_line_of_shapes():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -25,6 +26,7 @@ from accel.report import find_run, page_of, plots_of, read_history
 from accel.report.history import history_of
 from accel.report.plots import curve, number_text, running_median, ticks
 from accel.tracking import QueueOptions
+from accel.tracking.own import JOURNAL
 from accel_state.errors import ConfigError
 from accel_testing.launching import run_command
 
@@ -200,6 +202,14 @@ def test_the_newest_run_below_a_folder_is_found(run: Path, tmp_path: Path) -> No
     assert find_run(run) == find_run(find_run(run).parent)
     with pytest.raises(ConfigError, match="init_trackers"):
         find_run(tmp_path)
+
+
+def test_of_runs_written_at_the_same_time_the_last_by_name_is_the_newest(tmp_path: Path) -> None:
+    for name in ("b", "d", "a", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / JOURNAL).write_text("{}")
+        os.utime(tmp_path / name / JOURNAL, (5, 5))
+    assert find_run(tmp_path).parent.name == "d"
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))

@@ -99,7 +99,7 @@ def _compare(check: str, before: Mapping[str, str], after: Mapping[str, str]) ->
         elif before[name] != look:
             yield f"{_SENTENCES[check].format(name=name, look=look)} (was {before[name]})"
     if check == "environment":
-        for name in before.keys() - after.keys():
+        for name in sorted(before.keys() - after.keys()):
             yield f"environment variable {name} was removed"
 
 
@@ -129,7 +129,7 @@ def _children() -> dict[str, str]:
     task = Path(f"/proc/{os.getpid()}/task")
     if not task.is_dir():
         return {}
-    pids = [pid for entry in task.iterdir() for pid in _read(entry / "children").split()]
+    pids = [pid for entry in sorted(task.iterdir()) for pid in _read(entry / "children").split()]
     return {pid: _command(pid) for pid in pids if not _is_helper(pid)}
 
 
@@ -155,7 +155,7 @@ def _shared_memory() -> dict[str, str]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return {}
-    names = os.listdir(folder)
+    names = sorted(os.listdir(folder))
     # What is mapped is a long list where torch is loaded, so it is asked for only where it decides.
     mapped = _read(Path("/proc/self/maps")) if any(name.startswith("psm_") for name in names) else ""
     mark = f"_{os.getpid()}_"
@@ -185,7 +185,7 @@ def _ports() -> dict[str, str]:
     if not offspring.is_marking() or not os.path.isdir("/proc/self/fd"):
         return {}
     ports = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in sorted(os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode) and (port := _port_of(int(entry))):
                 ports[str(port)] = "listening"

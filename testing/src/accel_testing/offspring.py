@@ -42,7 +42,7 @@ def is_marking() -> bool:
 def files() -> list[Path]:
     """What lies in the temporary folder of the marked programs; nothing in any process but the one that marked."""
     folder = _folder()
-    return [] if folder is None or not folder.is_dir() else list(folder.iterdir())
+    return [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
 
 
 def sweep(before: Collection[Path]) -> None:

@@ -44,7 +44,8 @@ def check_experts_are_alike(model: nn.Module) -> None:
     Raises:
         BackendError: with the nearest that works.
     """
-    names = {getattr(p, "group_name", None) for p in model.parameters() if getattr(p, "allreduce", True) is False}
+    experts = [p for p in model.parameters() if getattr(p, "allreduce", True) is False]
+    names = dict.fromkeys(getattr(p, "group_name", None) for p in experts)
     if not names:
         return
     from deepspeed.utils import groups

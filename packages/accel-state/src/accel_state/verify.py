@@ -202,9 +202,9 @@ def _differences(call: Call, reference: Call, rank: int, *, exact_shapes: bool) 
     """``(kind, text)`` of each difference to the call of process ``rank``."""
     ours = {leaf.path: leaf for leaf in call.leaves}
     theirs = {leaf.path: leaf for leaf in reference.leaves}
-    for path in theirs.keys() - ours.keys():
+    for path in (path for path in theirs if path not in ours):
         yield "structure", f"has nothing at {path or 'the top'}, where process {rank} has {_text(theirs[path])}"
-    for path in ours.keys() - theirs.keys():
+    for path in (path for path in ours if path not in theirs):
         yield "structure", f"has {_text(ours[path])} at {path or 'the top'}, where process {rank} has nothing"
     for path in sorted(ours.keys() & theirs.keys()):
         mine, other = ours[path], theirs[path]

@@ -80,7 +80,7 @@ def find_run(path: str | Path) -> Path:
             f"there is no {JOURNAL} in {place} or up to three folders below; a run writes one once init_trackers was "
             "called and something logged"
         )
-    return max(found, key=lambda one: one.stat().st_mtime)
+    return max(found, key=lambda one: (one.stat().st_mtime, one))
 
 
 def read_history(journal: Path) -> History:
