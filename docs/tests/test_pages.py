@@ -100,6 +100,18 @@ def test_the_example_runs_on_accelerators(tmp_path: Path) -> None:
     assert checkpoint.is_dir()
 
 
+# Its commands need torch_xla; ``packages/accel/tests/test_xla_launch.py`` runs the script.
+RUN_ELSEWHERE = {("docs/xla.md", "xla_train.py")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_shows_is_used_by_a_command(page: str) -> None:
+    blocks = commands_of(page)
+    commands = "\n".join(block.text for block in blocks if block.file is None)
+    files = {block.file for block in blocks if block.file and (page, block.file) not in RUN_ELSEWHERE}
+    assert {file for file in files if not re.search(rf"\b{re.escape(Path(file).stem)}\b", commands)} == set()
+
+
 def test_there_is_something_to_run() -> None:
     assert len(WITH_PYTHON) > 5
     assert "docs/launching.md" in WITH_COMMANDS
