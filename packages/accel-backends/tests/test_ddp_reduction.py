@@ -1,6 +1,8 @@
 """Gradients of DDP models of which a step uses a part: those of one process on all the samples, on every rank."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_backends import Bundle, DDPBackend, DDPConfig
 from accel_precision import PrecisionPolicy
@@ -198,3 +201,55 @@ def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) ->
         ddp.backward(output.mean(), retain_graph=True)
         with pytest.raises(BackendError, match="add the losses up"):
             ddp.backward(output.square().mean())
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_ddp_was_made_to_ignore_stay_out_of_the_reduction(rank: int) -> None:
+    def partly_ignored() -> nn.Module:
+        model = make()
+        ignored = ["blocks.0.weight", "blocks.0.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        return model
+
+    ddp, model, own, reference, other = prepared(partly_ignored)
+    for number in range(3):
+        batch = rows(number, 0)
+        ddp.backward(model(batch[rank], (0, 1)).square().mean())
+        assert model.module.blocks[2].weight.grad is None
+        model.module.blocks[0].requires_grad_(False)
+        for each in range(RANKS):
+            (reference(batch[each], (0, 1)).square().mean() / RANKS).backward()
+        for one in (model.module, reference):
+            one.blocks[0].zero_grad()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("thaw", [True, False], ids=["thawed", "frozen"])
+def test_a_model_that_its_user_wrapped_and_then_froze_in_part_trains_as_in_one_process(rank: int, thaw: bool) -> None:
+    ddp, model, reference = opened(), make(), make()
+    model.blocks[0].requires_grad_(not thaw)
+    wrapped = DistributedDataParallel(model)
+    for one in (model, reference):
+        one.blocks[0].requires_grad_(thaw)
+    own, other = adam(model), adam(reference)
+    ddp.prepare(Bundle([wrapped], [own]))
+    chosen = CHOICES["a part not on one rank"]
+    for number in range(3):
+        batch = rows(number, 0)
+        ddp.backward(wrapped(batch[rank], chosen(number, 0, rank)).square().mean())
+        for each in range(RANKS):
+            (reference(batch[each], chosen(number, 0, each)).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+def test_a_deleted_model_leaves_no_parameters_behind(rank: int) -> None:
+    ddp, model, own, *_ = prepared()
+    ddp.backward(model(rows(0, 0)[rank], (0, 2)).mean())
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, own
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)

@@ -128,7 +128,7 @@ class DDPBackend(Backend):
             return model
         given = find_ddp(model)
         if given is not None:
-            self._reductions.append(Reduction(given, given.process_group))
+            self._reductions.append(Reduction(given, given.process_group, given=True))
             return model
         _check_whole(model)
         config = cast(DDPConfig, self.config)

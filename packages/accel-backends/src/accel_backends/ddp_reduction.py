@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, final
 from weakref import ref
 
@@ -31,23 +32,28 @@ class Reduction:
     on no rank, and has no gradient, as in one process.
 
     Args:
-        model: the DDP model, just wrapped.
+        model: the DDP model.
         group: its process group.
+        given: the user wrapped the model, and may have frozen or thawed parameters since.
     """
 
     __slots__ = ("_expected", "_group", "_model", "_others", "_sparse")
 
-    def __init__(self, model: DistributedDataParallel, group: Any = None) -> None:
-        self._model = ref(model)
-        model.__dict__["require_forward_param_sync"] = _SPENT  # no forward yet: a backward may come from elsewhere
+    def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
+        model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
-        self._expected = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._others = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._expected: list[torch.Tensor] = []  # in the reducer's order, by which it numbers them
+        self._others: list[torch.Tensor] = []
         self._sparse = {
             id(module.weight)
             for module in model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
+        reduced = _in_reducer(model) if given and not self._sparse else None
+        for parameter in model._module_parameters:  # without those that DDP ignores
+            expected = parameter.requires_grad if reduced is None else id(parameter) in reduced
+            (self._expected if expected else self._others).append(parameter)
+        self._model = ref(model, partial(_empty, (self._expected, self._others)))
 
     @property
     def model(self) -> DistributedDataParallel | None:
@@ -126,6 +132,17 @@ class Reduction:
         return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
 
 
+def _in_reducer(model: DistributedDataParallel) -> set[int]:
+    """The ids of the parameters that the reducer was built for; it cannot list them if some are sparse."""
+    return {id(one) for bucket in model.reducer._get_zeros_like_grad_buckets() for one in bucket.parameters()}
+
+
+def _empty(lists: Iterable[list[torch.Tensor]], _: object) -> None:
+    """Drops the parameters of a model that has been deleted."""
+    for parameters in lists:
+        parameters.clear()
+
+
 def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
     for parameter in parameters:
         parameter.requires_grad_(value)
@@ -133,9 +150,10 @@ def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
 
 @torch.no_grad()
 def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
-    """Takes away the gradients that are -0.0 in all elements, or have none."""
+    """Deletes the gradients that are -0.0 in all elements or have no elements."""
     if parameters:
-        unused = torch.stack([_is_nothing(parameter.grad).cpu() for parameter in parameters])
+        device = parameters[0].device  # waited for once
+        unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
         for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
             if nothing:
                 parameter.grad = None
