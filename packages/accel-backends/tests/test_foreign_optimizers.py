@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, FSDPConfig, load_backend
+from accel_backends.elementwise import Trial
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 
@@ -145,6 +146,19 @@ def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind
 def test_version_1_refuses_what_looks_at_whole_parameters(kind: Any) -> None:
     with pytest.raises(PrepareError, match=r"looks at whole parameters, and fsdp_version=1 .*nearest: AdamW, or fsdp"):
         prepared(1, kind)
+
+
+def test_an_optimizer_is_tried_on_the_device_that_it_steps_on() -> None:
+    class ElsewhereOnly(BySign):
+        def changes(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            if gradients[0].device.type != "meta":
+                raise RuntimeError("a kernel for another device")
+            return super().changes(gradients)
+
+    optimizer = ElsewhereOnly(model_of().parameters())
+    there, here = Trial.of(optimizer, "meta"), Trial.of(optimizer, "cpu")
+    assert there.stepped(there.values, there.gradients) is not None
+    assert here.stepped(here.values, here.gradients) is None
 
 
 @pytest.mark.ranks(2)

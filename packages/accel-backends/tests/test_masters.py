@@ -45,6 +45,22 @@ def check(name: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
+def test_an_optimizer_that_has_stepped_on_halves_goes_on_in_fp32(name: str) -> None:
+    backend = load_backend(name)(Session.open(cpu=True), PrecisionPolicy.parse("bf16", device_type="cpu"))
+    model = built(torch.bfloat16, torch.bfloat16).requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    prepared = backend.prepare(Bundle([model], [optimizer])).models[0]
+    backend.backward(prepared(torch.ones(2, 8)).float().sum())
+    backend.step(optimizer)
+    assert {value.dtype for held in optimizer.state.values() for value in held.values()} == {torch.float32}
+    assert all(held["step"] == 2 for held in optimizer.state.values())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
 def test_a_model_built_in_bf16_has_fp32_masters(name: str) -> None:
     check(name)
 

@@ -21,7 +21,7 @@ from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, finite,
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
 from accel_backends.held import Held
-from accel_backends.masters import upcast_parameters
+from accel_backends.masters import upcast_parameters, upcast_states
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
@@ -134,6 +134,8 @@ class Backend(BackendStates, BackendSpread):
         self._agree(problem)
         if self.session.world_size > 1:
             compare_bundles(bundle, group=self.session.group)
+        if bundle.training:
+            upcast_states(bundle.optimizers, self.policy)
         return self.bind(bundle)
 
     def check(self, bundle: Bundle) -> None:

@@ -228,6 +228,19 @@ class DeepSpeedBackend(ZeroSpread, Backend):
             prepared.gradients.clip(max_norm, norm)
         return norm
 
+    def norm_so_far(
+        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """As every backend; the loss scale is the engine's own.
+
+        Raises:
+            BackendError: parameters of no or several engines or only some of one.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = self._engines.of_parameters(parameters, self._owned, "clip_grad_norm_").gradients
+        assert gradients is not None
+        return super().norm_so_far(parameters, models, norm_type) / gradients.loss_scale
+
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limits the elements of the gradients that this rank's optimizer updates; collective."""
         prepared = self._engines.of_parameters(parameters, self._owned, "clip_grad_value_")

@@ -129,8 +129,7 @@ class Gradients(ABC):
         """The norm over all ranks, the loss scale taken out; inf where it is not finite; collective."""
         self.settle()
         norm = torch.as_tensor(self.scaled_norm(), dtype=torch.float32)
-        scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        return norm if scale == 1.0 else norm / scale
+        return norm if self.loss_scale == 1.0 else norm / self.loss_scale
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Lets the next step clip to ``max_norm``; ``norm`` is what there is."""
@@ -139,7 +138,7 @@ class Gradients(ABC):
     def limit(self, value: float) -> None:
         """Limits each element, the loss scale taken into account."""
         self.settle()
-        bound = value * float(getattr(self.optimizer, "loss_scale", 1.0))
+        bound = value * self.loss_scale
         for tensor in self.in_place():
             tensor.clamp_(-bound, bound)
         self._done = None
@@ -218,6 +217,11 @@ class Gradients(ABC):
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as the engine's backward is to get it. Default: as it is, the engine scales it."""
         return loss
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients carry until the step."""
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @property
     def dtype(self) -> torch.dtype:

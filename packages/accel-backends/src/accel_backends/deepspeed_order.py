@@ -56,7 +56,7 @@ class ReductionOrder:
                     f"{self._names[id(parameter)]}.grad was set after backward; ZeRO stages 2 and 3 have spread the "
                     "gradients over ranks by then, and step with those; scale the loss instead, or use zero_stage=1"
                 )
-            if _hooks_of(parameter) != self._hooks[id(parameter)]:
+            if _hooks_of(parameter) > self._hooks[id(parameter)]:
                 raise BackendError(
                     f"{self._names[id(parameter)]} got a hook by register_post_accumulate_grad_hook after prepare; "
                     "ZeRO stages 2 and 3 take its gradient before that runs; register it before prepare, or use "
@@ -120,7 +120,7 @@ class ReductionOrder:
 
 
 def _hooks_of(parameter: nn.Parameter) -> int:
-    """How many hooks of after accumulation may change the gradient; methods of observers say that they do not."""
+    """The number of hooks of after accumulation that may change the gradient; methods of observers state otherwise."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return sum(not getattr(getattr(hook, "__self__", None), "observes_gradients", False) for hook in hooks.values())
 

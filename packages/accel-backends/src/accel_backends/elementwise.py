@@ -1,6 +1,7 @@
 """Optimizers that look beyond single elements, with which ranks that hold a part of each parameter cannot step."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -33,21 +34,23 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(_TORCHS)
 
 
-def steps_by_element(optimizer: Optimizer) -> bool:
+def steps_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -> bool:
     """Whether an optimizer updates pieces of flat tensors as it updates the whole ones; True if it cannot be tried."""
-    return tried_by_element(optimizer) is not False
+    return tried_by_element(optimizer, device) is not False
 
 
-def tried_by_element(optimizer: Optimizer) -> bool | None:
+def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -> bool | None:
     """Whether an optimizer updates pieces of flat tensors, on several ranks, as it updates whole ones; None: unknown.
 
     torch's own are known; of others, some are made of the same class and options for small parameters. Unknown are
     those that cannot be made so, that need more than gradients, or that do not do the same twice.
+
+    ``device``: where the parameters train; kernels of some optimizers are for GPUs only.
     """
     if is_torchs(optimizer):
         return beyond_elements(optimizer, "deepspeed") is None
-    trial = Trial.of(optimizer)
-    with torch.random.fork_rng([]):
+    trial = Trial.of(optimizer, device)
+    with trial.leaves_random_numbers():
         whole = trial.expected()
         if whole is None:
             return None
@@ -78,15 +81,23 @@ class Trial:
     gradients: Sequence[Sequence[torch.Tensor]]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, rows: int = 4) -> "Trial":
+    def of(cls, optimizer: Optimizer, device: torch.device | str, rows: int = 4) -> "Trial":
         """The trial of an optimizer like this one; ``rows``: of the matrix, and elements of the vector."""
         group = optimizer.param_groups[0]
         options = {key: value for key, value in group.items() if key in optimizer.defaults}
         generator = torch.Generator().manual_seed(0)
         values, *gradients = (
-            [torch.randn(shape, generator=generator) for shape in ((rows, 6), (rows,))] for _ in range(_STEPS + 1)
+            [torch.randn(shape, generator=generator).to(device) for shape in ((rows, 6), (rows,))]
+            for _ in range(_STEPS + 1)
         )
         return cls(type(optimizer), options, values, gradients)
+
+    def leaves_random_numbers(self) -> AbstractContextManager[None]:
+        """Within it, random numbers are drawn that the program's own generators do not count."""
+        device = self.values[0].device
+        if device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([device], device_type=device.type)
 
     def expected(self) -> list[torch.Tensor] | None:
         """The parameters after the steps; None if that cannot be found out, see ``tried_by_element``."""

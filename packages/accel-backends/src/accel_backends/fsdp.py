@@ -45,7 +45,7 @@ from accel_backends.fsdp_shard import (
 )
 from accel_backends.fsdp_states import is_dtensor, placed_like, sharded_like, whole_parameters
 from accel_backends.fsdp_trial import check_on_shards, holds_any
-from accel_backends.masters import upcast_parameters
+from accel_backends.masters import upcast_parameters, upcasts
 from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost, named_parameters
 from accel_backends.outside_forward import outside_units, refuse_outside
@@ -109,7 +109,7 @@ class FSDPBackend(Backend):
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
             units = self._units(model)
-            check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
+            check_model(model, units, upcast=upcasts(self.policy))
             check_hooks(model, units, version=2)
             check_gradients(model, units)
         splitting = self._splitting(bundle.models)

@@ -36,7 +36,7 @@ from accel_backends.fsdp_shard import checkpointed, replace_modules, shard_dtype
 from accel_backends.fsdp_states import placed_like, sharded_like
 from accel_backends.fsdp_trial import check_on_pieces
 from accel_backends.fsdp_values import Sharding
-from accel_backends.masters import upcast_parameters
+from accel_backends.masters import upcast_parameters, upcasts
 from accel_backends.meta_init import Made, check_initialisers, is_meta, materialise
 from accel_backends.names import innermost, named_parameters, places
 from accel_backends.outside_forward import refuse_outside
@@ -106,13 +106,13 @@ class FSDP1Backend(Backend):
                 splitting |= {id(parameter): parameter for parameter in model.parameters()}
                 continue
             units = self._units(model)
-            check_model(model, units, upcast=self.policy.autocast and self.policy.params is None)
+            check_model(model, units, upcast=upcasts(self.policy))
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
         check_optimizers(bundle.optimizers, self._options, splitting)
-        check_on_pieces(bundle.optimizers, splitting)
+        check_on_pieces(bundle.optimizers, splitting, "cpu" if self._options.cpu_offload else self.device)
         stepped = {id(optimizer) for optimizer in _to_split(bundle)}
         for optimizer in bundle.optimizers:
             users = len(_updated(optimizer, bundle.models))

@@ -5,9 +5,8 @@ from typing import Any
 from torch import nn
 
 from accel_backends.fsdp_states import is_dtensor, placed_like
+from accel_backends.names import named_parameters
 from accel_state.errors import BackendError
-
-_WRAPPED = "_fsdp_wrapped_module."
 
 
 def take_whole_tensors(model: nn.Module) -> None:
@@ -34,7 +33,7 @@ def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
 def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     if prefix:  # of a module around it, which has been looked at
         return
-    names = {name.replace(_WRAPPED, "") for name, _ in module.named_parameters()}
+    names = named_parameters(module)
     whole = next((name for name, value in state.items() if name in names and not is_dtensor(value)), None)
     if whole is not None:
         raise BackendError(

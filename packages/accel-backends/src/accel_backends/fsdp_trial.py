@@ -27,27 +27,30 @@ def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offl
     for optimizer in optimizers:
         if is_torchs(optimizer):
             continue
-        with torch.random.fork_rng([]):
-            problem = _problem(Trial.of(optimizer, rows=2 * mesh.size()), mesh, offload=offload)
+        device = "cpu" if offload else mesh.device_type
+        trial = Trial.of(optimizer, device, rows=2 * mesh.size())
+        with trial.leaves_random_numbers():
+            problem = _problem(trial, mesh, offload=offload)
         if problem is not None:
-            nearest = "fsdp_version=1, or " if steps_by_element(optimizer) else ""
+            nearest = "fsdp_version=1, or " if steps_by_element(optimizer, device) else ""
             raise PrepareError(
                 f"{type(optimizer).__name__} {problem}, of which fsdp_version=2 leaves every rank a part; nearest: "
                 f"AdamW, or {nearest}strategy='ddp'"
             )
 
 
-def check_on_pieces(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]) -> None:
+def check_on_pieces(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any], device: torch.device | str) -> None:
     """Refuses optimizers that are not shown to update flat pieces of parameters as they update whole ones.
 
     Args:
         sharded: parameters by id that are going to be sharded.
+        device: where they are stepped.
 
     Raises:
         PrepareError: with the nearest that works.
     """
     for optimizer in optimizers:
-        if not holds_any(optimizer, sharded) or (by_element := tried_by_element(optimizer)):
+        if not holds_any(optimizer, sharded) or (by_element := tried_by_element(optimizer, device)):
             continue
         reason = "looks at whole parameters" if by_element is False else "could not be tried on pieces of parameters"
         raise PrepareError(
@@ -77,7 +80,7 @@ def _problem(trial: Trial, mesh: "DeviceMesh", *, offload: bool) -> str | None:
     gradients = [list(map(sharded_like, step, parameters)) for step in trial.gradients]
     try:
         found = trial.step(parameters, gradients)
-        together = agree_closely(expected, [gathered(one).cpu() for one in found])
+        together = agree_closely(expected, [gathered(one).to(expected[0].device) for one in found])
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0][:200]
         return f"fails on sharded parameters ({type(error).__name__}: {said})"

@@ -1,6 +1,10 @@
 """Parameters built in half precision, which a mixed precision keeps and updates in fp32."""
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends.names import named_parameters
 from accel_precision.facts import HALVES
@@ -11,13 +15,31 @@ _log = get_logger(__name__)
 _NAMED = 5
 
 
+def upcasts(policy: PrecisionPolicy) -> bool:
+    """Whether a precision keeps half-precision parameters that train in fp32."""
+    return policy.autocast and policy.params is None
+
+
+def upcast_states(optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> None:
+    """Widens what optimizers that have stepped hold for half-precision parameters, before those are widened."""
+    if not upcasts(policy):
+        return
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor) or parameter.dtype not in HALVES:
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
+                    state[key] = value.float()
+
+
 def upcast_parameters(model: nn.Module, policy: PrecisionPolicy, *, frozen: bool = False) -> None:
     """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
 
     They stay the same objects. ``frozen``: those that do not train are widened, too. Nothing happens under other
     precisions, or one that says itself what parameters are.
     """
-    if not policy.autocast or policy.params is not None:
+    if not upcasts(policy):
         return
     widened = []
     for name, parameter in named_parameters(model).items():
