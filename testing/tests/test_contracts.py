@@ -34,8 +34,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "ranks use different parts, allowed": {"fsdp:2": PARTNER},
     "experts of rank-different data, allowed": {"fsdp:2": PARTNER},
     "part frozen later": {"ds1:2 ds2:2 ds3:2": "it counts as a gradient of zero, so momentum moves it"},
-    "weights edited between steps": {"ds1:2 ds2:2 ds3:2": "the edit is overwritten by the optimizer's own copy"},
-    "weights loaded after prepare": {"ds1:2 ds2:2 ds3:2": "they are overwritten by the optimizer's own copy"},
     "two models, one accumulated, windows": {"ds2:2 ds3:2": "only one of them is divided by the weight"},
     "sharpness-aware steps": {"ds1:2 ds2:2 ds3:2": GRAD},
     "optimizer stepped as it was given": {"ds0:2 ds1:2 ds2:2 ds3:2": "it steps without the engine"},

@@ -260,6 +260,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         prepared = self._engines.of_optimizer(optimizer)
         gradients = prepared.gradients
         assert gradients is not None
+        prepared.edits.carry()
         if gradients.filled:
             return gradients.step()
         gradients.check_empty()
@@ -324,6 +325,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
             return
         fitted = states.fitted_state(prepared.engine, state, strict=strict)
         states.load_model_state(prepared.engine, prepared.parts, fitted)
+        prepared.edits.forget()
 
     def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
         """Whole tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.

@@ -169,6 +169,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         prepared.parts.refresh()
     if started:
         _load_started(owner, prepared, started)
+    prepared.edits.forget()
     if given is None:
         return prepared, bundle
     assert prepared.optimizer is not None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.deepspeed_alike import FirstGradients
 from accel_backends.deepspeed_cuts import shape_of
+from accel_backends.deepspeed_edits import Edits, hook_loading
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
 from accel_backends.deepspeed_library import forget_module, library, local_rank
 from accel_backends.deepspeed_parts import Parts, parts_of
@@ -23,6 +24,13 @@ from accel_state.nested import map_leaves
 
 if TYPE_CHECKING:
     from accel_state.session import Session
+
+
+class Handle(Protocol):
+    """What is undone by ``remove``."""
+
+    def remove(self) -> None: ...
+
 
 # Under which key the node of an engine's output holds the id of what is prepared.
 _ENGINE = "accel_engine"
@@ -41,9 +49,10 @@ class Prepared:
         groups: names of each group's parameters.
         clip: the norm that the configuration clips to, 0 for none, and where it says so.
         saves_16bit: whole weights are handed out as the model computes with them.
-        handles: hooks on the model.
+        handles: hooks on the model and its optimizer.
         open: there has been a forward with a graph since the last backward.
         first: what looks at the gradients of the first backward; None: nothing does, or did already.
+        edits: what the loop writes into parameters.
     """
 
     engine: Any
@@ -52,8 +61,9 @@ class Prepared:
     parts: Parts | None
     groups: tuple[tuple[str, ...], ...]
     clip: tuple[float, str]
+    edits: Edits
     saves_16bit: bool = False
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
     open: bool = False
     first: FirstGradients | None = None
 
@@ -157,8 +167,8 @@ def take_engine(
     parts = parts_of(engine) if trains else None
     if gradients is not None:
         engine.lr_scheduler = None  # the user's loop moves schedules
-    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip)
-    prepared.handles += _dtype_hooks(engine, policy)
+    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
+    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *hook_loading(engine)]
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
     return prepared

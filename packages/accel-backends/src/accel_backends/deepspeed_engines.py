@@ -47,13 +47,14 @@ class Engines:
         return next((one for one in self._all if innermost(one.engine) is inner), None)
 
     def find_stated(self, model: nn.Module) -> Prepared | None:
-        """The same, where states of it are to be handed out or taken.
+        """The same, where states of it are to be handed out or taken; what was written to parameters is in them.
 
         Raises:
-            BackendError: ranks have different parameters under the same names.
+            BackendError: ranks have different parameters under the same names, or see ``Edits.carry``.
         """
         prepared = self.find(model)
         if prepared is not None:
+            prepared.edits.carry()
             check_experts_are_alike(innermost(prepared.engine))
         return prepared
 

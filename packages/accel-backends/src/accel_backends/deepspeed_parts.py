@@ -158,7 +158,23 @@ class CopiedParts(Parts):
 
 @final
 class PartitionedParts(Parts):
-    """Stages 1 and 2: each group is flattened and cut into as many pieces as there are ranks, wherever that cuts."""
+    """Stages 1 and 2: each group is flattened and cut into as many pieces as there are ranks, wherever that cuts.
+
+    Where the model computes in fp32 on the optimizer's device, the optimizer updates the model's own memory in the
+    place of a copy of it, so that a loop may write into parameters in any way.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        optimizer = self.optimizer
+        if optimizer.cpu_offload:
+            return
+        groups = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
+        for flat, (pieces, group) in zip(optimizer.single_partition_of_fp32_groups, groups, strict=True):
+            own = pieces[torch.distributed.get_rank(group)]
+            if (own.dtype, own.device) == (flat.dtype, flat.device):
+                flat.data = own.data
+        optimizer._link_all_hp_params()
 
     def part(self, parameter: nn.Parameter) -> Part:
         """What of it is in this rank's piece."""

@@ -18,6 +18,7 @@ def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
     What is changed reaches the optimizer's fp32 copies; every rank has to make the same changes. What is not changed
     keeps the bits that those have more.
     """
+    prepared.edits.carry()
     parameters = list(named_parameters(prepared.engine).values())
     sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
     if sharded:
@@ -35,6 +36,7 @@ def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
         else:
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
+    prepared.edits.forget()
 
 
 @contextmanager
