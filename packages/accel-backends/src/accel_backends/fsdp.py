@@ -217,8 +217,17 @@ class FSDPBackend(Backend):
         Raises:
             BackendError: it needs parameters that are gathered no longer; see ``fsdp_backward``.
         """
+        watched = [
+            (sharded.usage, [root, *cast("list[nn.Module]", sharded.units)])
+            for root, sharded in self._sharded.items()
+            if sharded.usage is not None and sharded.synchronising
+        ]
+        for usage, modules in watched:
+            usage.begin(modules)
         with explained(2):
             super().backward(loss, scale=scale, **kwargs)
+        for usage, modules in watched:
+            usage.end(modules, device=self.device, group=self.session.group)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Whole gradients add up on each rank until a backward outside of it reduces them."""

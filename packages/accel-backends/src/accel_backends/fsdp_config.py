@@ -71,8 +71,8 @@ class FSDPConfig(BackendConfig):
         cpu_ram_efficient_loading: only rank 0 needs the values; the other ranks' models are dropped before sharding.
             Version 2; with 1 it saves no memory.
         param_init_fn: called with each module whose parameters were on the meta device, to give them values.
-        find_unused_parameters: ranks may use different parameters of one unit in a step; the others count as zero. All
-            ranks call the same units. Version 2.
+        find_unused_parameters: ranks may use different parameters of one unit in a step; each counts as zero on ranks
+            that do not use it, and has no gradient if none does. All ranks call the same units. Version 2.
         use_orig_params: version 1; only True is supported, without which parameters lose their names.
         state_dict_type: taken for compatibility; checkpoints are sharded whatever it says, and load everywhere.
         state_dict_config: how ``get_state_dict`` hands out whole states: a mapping of ``offload_to_cpu`` and

@@ -75,15 +75,20 @@ def parameter_groups(state: Any) -> Iterable[Any]:
     return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
 
 
+def added_up(entry: Any) -> torch.Tensor | None:
+    """The whole gradient that adds up on this rank for a parameter, given as torch's entry of it."""
+    added: torch.Tensor | None = entry.unsharded_accumulated_grad
+    if added is None:
+        whole = getattr(entry, "_unsharded_param", None)
+        added = None if whole is None else whole.grad
+    return added
+
+
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
     """torch's entries of the parameters whose gradients add up whole on this rank, with what has added up."""
     for module in innermost(model).modules():
         state = getattr(module, "_get_fsdp_state", None)
         for group in () if state is None else parameter_groups(state()):
             for entry in group.fsdp_params:
-                added = entry.unsharded_accumulated_grad
-                if added is None:
-                    whole = getattr(entry, "_unsharded_param", None)
-                    added = None if whole is None else whole.grad
-                if added is not None:
+                if (added := added_up(entry)) is not None:
                     yield entry, added

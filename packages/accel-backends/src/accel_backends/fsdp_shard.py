@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_backends.fsdp_config import FSDPConfig
+from accel_backends.fsdp_unused import Usage
 from accel_backends.fsdp_values import BackwardPrefetch
 from accel_backends.meta_init import Made, materialise
 from accel_backends.names import natural, places
@@ -73,9 +74,10 @@ class Sharded:
         whole: parameters that cannot be sharded, having no dimension; every rank holds them.
         synchronising: whether backward reduces gradients.
         follower: what has to know of its steps, see ``fsdp_fp8``.
+        usage: finds the parameters that no rank uses, where ranks may use different ones.
     """
 
-    __slots__ = ("_kept", "_units", "follower", "synchronising", "whole")
+    __slots__ = ("_kept", "_units", "follower", "synchronising", "usage", "whole")
 
     def __init__(self, units: Iterable["FSDPModule"], whole: Iterable[nn.Parameter], *, freed: bool) -> None:
         self._units = [ref(unit) for unit in units]
@@ -83,6 +85,7 @@ class Sharded:
         self.whole = list(whole)
         self.synchronising = True
         self.follower: Follower | None = None
+        self.usage: Usage | None = None
 
     @property
     def units(self) -> list["FSDPModule"]:
@@ -155,6 +158,7 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     sharded = adopt(model, whole, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+        sharded.usage = Usage()
     set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=natural)], model, how.config)
     return sharded
 
