@@ -17,20 +17,13 @@ from accel_testing.pool import RankPool
 ZERO = "a part that no rank used counts as a gradient of zero, so momentum moves it"
 STALE = "a part that was skipped keeps the gradients of the step before"
 GRAD = "gradients are not in .grad, so nothing is changed"
-# Such a cell fails or passes, depending on which rank comes first.
+# Begins the reason of a cell that fails or passes, depending on which rank comes first.
 AT_TIMES = "at times: "
-PARTNER = AT_TIMES + "one rank names the parts, the other ends in gloo's error of a closed connection"
 
 #: What is broken today, by case and layouts: a mend removes its entries.
 KNOWN: dict[str, dict[str, str]] = {
     "part unused in every other step": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
-    "part unused on one rank": {"fsdp:2 fsdp1:2": PARTNER},
-    "ranks use different parts": {"fsdp:2 fsdp1:2": PARTNER},
     "part unused for a window": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
-    "experts of rank-different data": {"fsdp:2 fsdp1:2": PARTNER},
-    "part unused on one rank, allowed": {"fsdp:2": PARTNER},
-    "ranks use different parts, allowed": {"fsdp:2": PARTNER},
-    "experts of rank-different data, allowed": {"fsdp:2": PARTNER},
     "part frozen later": {"ds1:2 ds2:2 ds3:2": "it counts as a gradient of zero, so momentum moves it"},
     "two models, one accumulated, windows": {"ds2:2 ds3:2": "only one of them is divided by the weight"},
     "sharpness-aware steps": {"ds1:2 ds2:2 ds3:2": GRAD},

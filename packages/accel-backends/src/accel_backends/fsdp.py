@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,6 +55,9 @@ from accel_backends.unit_watch import watch_units
 from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _log = get_logger(__name__)
 
@@ -176,6 +179,9 @@ class FSDPBackend(Backend):
             outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
         )
         if self.session.world_size > 1:
+            from accel_backends.fsdp_collectives import explain_collectives
+
+            explain_collectives([cast("FSDPModule", root), *sharded.units])
             own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
             watch_units(root, kind, {name: (module, module) for name, module in own.items()}, self.session.group)
         return model

@@ -153,6 +153,8 @@ class FSDP1Backend(Backend):
         """The model in ``FullyShardedDataParallel``; one that the user has wrapped is left as it is."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        from accel_backends.fsdp1_root import ExplainedRoot
+
         if (wrapped := find_fsdp1(model)) is not None:
             if wrapped._device_mesh is None:
                 _log.warning("%s was %s", type(innermost(model)).__name__, _MESHLESS)
@@ -176,7 +178,7 @@ class FSDP1Backend(Backend):
         if self._options.activation_checkpointing:
             replacing = {key: checkpointed(block) for key, block in blocks.items()}
             replace_modules(root, replacing)
-        wrapped = FullyShardedDataParallel(model, **arguments, **values)
+        wrapped = ExplainedRoot(model, **arguments, **values)
         replace_modules(wrapped, {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(wrapped)})
         if self._options.sharding_strategy is Sharding.NO_SHARD:
             # Until they are reduced their gradients have the dtype that they were computed in, which torch refuses.
