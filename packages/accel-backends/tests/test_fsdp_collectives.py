@@ -56,6 +56,19 @@ def test_a_backward_by_hand_names_the_rank_that_has_left(rank: int) -> None:
 @pytest.mark.fault
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("version", VERSIONS)
+def test_clipping_names_the_rank_that_has_left(rank: int, version: int) -> None:
+    backend, model = prepared(version)
+    backend.backward(model(tokens()).square().mean())
+    if rank == 1:
+        leave_group(patience=3)
+        return
+    with pytest.raises(CollectiveError, match=r"rank 1 will not come to gradient norm(?s:.*)rank 1 has ended"):
+        backend.clip_grad_norm(model.parameters(), 1.0)
+
+
+@pytest.mark.fault
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_an_error_of_the_model_itself_stays_as_it_is(rank: int, version: int) -> None:
     _, model = prepared(version)
     with pytest.raises(IndexError):

@@ -33,6 +33,7 @@ from accel_precision.autocast import autocast_module, cast_parameters, restore_m
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
 from accel_precision.scaler import LossScaler, make_scaler
+from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
@@ -434,6 +435,7 @@ class Backend(BackendStates, BackendSpread):
 
     # Helpers of the above
 
+    @recorded("unscale", shared=False)
     def _sum_over_ranks(self, tensor: torch.Tensor) -> None:
         import torch.distributed as dist
 

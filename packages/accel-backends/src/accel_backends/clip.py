@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError
 
 Names = Callable[[], Mapping[int, str]]
@@ -201,6 +202,7 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
     return gradient, tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
+@recorded("gradient norm", shared=False)
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """The norm over all parts, from the norm of the part that is here; it travels by way of the mesh's devices."""
     import torch.distributed as dist
