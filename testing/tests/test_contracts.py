@@ -27,7 +27,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "part frozen later": {"ds1:2 ds2:2 ds3:2": "it counts as a gradient of zero, so momentum moves it"},
     "two models, one accumulated, windows": {"ds2:2 ds3:2": "only one of them is divided by the weight"},
     "sharpness-aware steps": {"ds1:2 ds2:2 ds3:2": GRAD},
-    "optimizer stepped as it was given": {"ds0:2 ds1:2 ds2:2 ds3:2": "it steps without the engine"},
     "gradients edited": {"ds2:2 ds3:2": GRAD},
 }
 BROKEN = {

@@ -59,12 +59,12 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return result
 
 
-def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False) -> nn.Module:
-    """What one process makes of four steps, with ``edit`` before each."""
+def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False, steps: int = 4) -> nn.Module:
+    """What one process makes of these steps, with ``edit`` before each."""
     model = small()
     model[0].requires_grad_(not frozen)  # type: ignore[index]
     optimizer = momentum(model)
-    for step in range(4):
+    for step in range(steps):
         edit(model)
         (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -202,3 +202,14 @@ def test_writing_where_a_parameter_has_no_values_is_refused(rank: int, world_siz
 def test_exchanging_parameters_is_refused(rank: int, world_size: int, stage: int) -> None:
     with engine(stage, "none") as (_, model, _), pytest.raises(BackendError, match=r"assign=True\) of Linear"):
         model.module.load_state_dict(small().state_dict(), assign=True)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimizer_inside_of_an_engine_is_not_stepped_by_itself(rank: int, world_size: int, stage: int) -> None:
+    with engine(stage, "none") as (backend, model, optimizer):
+        backend.backward(loss_of(model, rank, 0))
+        with pytest.raises(BackendError, match=r"SGD that was given to prepare.*the optimizer that prepare returned"):
+            optimizer.step()
+        backend.step(optimizer)
+    optimizer.step()

@@ -24,6 +24,7 @@ from accel_backends.deepspeed_engine import (
     start_engine,
     take_engine,
 )
+from accel_backends.deepspeed_given import GivenSteps
 from accel_backends.deepspeed_json import ZERO, find
 from accel_backends.deepspeed_layers import Layers, kinds_of, settle_cuts
 from accel_backends.deepspeed_library import DISK, build_operation
@@ -161,6 +162,9 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     handles = settle_cuts(engine, kinds) if owner._layers.size > 1 else []
     prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
     prepared.handles += handles
+    if prepared.optimizer is not None:
+        stepped = [one for one in (given, prepared.optimizer) if one is not None and not isinstance(one, DummyOptim)]
+        prepared.handles.append(GivenSteps(engine, stepped))
     prepared.first = _first_gradients(owner, prepared)
     prepared.saves_16bit = bool(options.zero3_save_16bit_model)
     if prepared.parts is not None:

@@ -1,0 +1,52 @@
+"""Steps of an optimizer past the engine that it was prepared in: they are refused."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from accel_state.errors import BackendError
+
+_STEP = "_take_model_step"
+
+
+@final
+class GivenSteps:
+    """Lets the optimizers of an engine step while the engine does.
+
+    A step from elsewhere would find no gradients, or those of one rank, and update nothing or what the engine does not
+    gather.
+
+    Args:
+        engine: a method of it is replaced until ``remove``.
+        optimizers: the engine's, and the one that was given to ``prepare``.
+    """
+
+    def __init__(self, engine: Any, optimizers: Iterable[Optimizer]) -> None:
+        self._engine = engine
+        self._run: Callable[..., None] = getattr(engine, _STEP)
+        self._stepping = False
+        engine.__dict__[_STEP] = self._step
+        alone = {id(one): one for one in optimizers}.values()
+        self._handles = [one.register_step_pre_hook(self._look) for one in alone]
+
+    def remove(self) -> None:
+        """Lets them step again."""
+        self._engine.__dict__.pop(_STEP, None)
+        for handle in self._handles:
+            handle.remove()
+
+    def _step(self, *args: Any) -> None:
+        self._stepping = True
+        try:
+            self._run(*args)
+        finally:
+            self._stepping = False
+
+    def _look(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._stepping:
+            raise BackendError(
+                f"step() of the {type(optimizer).__name__} that was given to prepare, which is inside of a DeepSpeed "
+                "engine since then and has no gradients of its own; step the optimizer that prepare returned: "
+                "model, optimizer = accelerator.prepare(model, optimizer)"
+            )
