@@ -16,7 +16,6 @@ from accel_testing.pool import RankPool
 
 ZERO = "a part that no rank used counts as a gradient of zero, so momentum moves it"
 STALE = "a part that was skipped keeps the gradients of the step before"
-GRAD = "gradients are not in .grad, so nothing is changed"
 # Begins the reason of a cell that fails or passes, depending on which rank comes first.
 AT_TIMES = "at times: "
 
@@ -25,9 +24,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "part unused in every other step": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
     "part unused for a window": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
     "part frozen later": {"ds1:2 ds2:2 ds3:2": "it counts as a gradient of zero, so momentum moves it"},
-    "two models, one accumulated, windows": {"ds2:2 ds3:2": "only one of them is divided by the weight"},
-    "sharpness-aware steps": {"ds1:2 ds2:2 ds3:2": GRAD},
-    "gradients edited": {"ds2:2 ds3:2": GRAD},
 }
 BROKEN = {
     (case, layout): reason

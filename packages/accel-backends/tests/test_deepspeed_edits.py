@@ -213,3 +213,23 @@ def test_the_optimizer_inside_of_an_engine_is_not_stepped_by_itself(rank: int, w
             optimizer.step()
         backend.step(optimizer)
     optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_refused_to_readers_while_ranks_have_parts(rank: int, world_size: int, stage: int) -> None:
+    def norm() -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with engine(stage, "none") as (backend, model, optimizer):
+        for step in range(2):
+            backend.backward(loss_of(model, rank, step))
+            measured = backend.clip_grad_norm(model.parameters(), float("inf"))
+            with pytest.raises(BackendError, match=r"0\.weight\.grad was read.*accelerator\.clip_grad_norm_"):
+                norm()
+            assert measured == backend.clip_grad_norm(model.parameters(), float("inf"))
+            model.module.zero_grad()  # type: ignore[union-attr,operator]
+            backend.step(optimizer)
+            assert norm() == 0
+        assert_alike(backend, model, plain(lambda model: None, steps=2))
+        assert {type(one) for one in model.parameters()} == {nn.Parameter}

@@ -291,6 +291,13 @@ class DeepSpeedBackend(ZeroSpread, Backend):
 
             broadcast(buffers, group=self.session.group)
 
+    def gradient_marks(self, model: nn.Module) -> object:
+        """How many backwards the engine has had."""
+        prepared = self._engines.find(model)
+        if prepared is None or prepared.gradients is None:
+            return super().gradient_marks(model)
+        return prepared.gradients.backwards
+
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has been accumulated, by name: this rank's share, or the average where ranks have reduced already."""
         prepared = self._engines.find(model)
@@ -365,6 +372,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         if prepared is None:
             super().export_native(model, folder, tag)
         else:
+            prepared.edits.carry()
             prepared.engine.save_checkpoint(folder, tag=tag)
 
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:

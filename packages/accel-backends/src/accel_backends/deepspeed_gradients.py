@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from accel_backends.clip import listed
 from accel_backends.deepspeed_by_hand import ByHand
 from accel_backends.deepspeed_cuts import is_cut, local_shape_of, part_of_whole, shape_of, whole_of_cut
 from accel_backends.deepspeed_order import ReductionOrder
+from accel_backends.deepspeed_reads import Reads
 from accel_backends.watching import Keep
 from accel_state.errors import BackendError
 
@@ -35,7 +36,11 @@ class Gradients(ABC):
         settled: whether what there is has been reduced and lies where the step takes it from.
         running: a backward of the backend is running.
         order: in which order backwards reduce; None where none does.
+        backwards: how many have begun.
+        keeps: whether parameters hold gradients when these are settled.
     """
+
+    keeps: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -54,9 +59,14 @@ class Gradients(ABC):
         self._done: tuple[Any, str, Any] | None = None
         self.order: ReductionOrder | None = None
         self._by_hand = ByHand(engine, lambda: self.running)
+        self.backwards = 0
+        self._reads = Reads(dict(engine.module.named_parameters()))
+        self._shown = engine.register_forward_pre_hook(self._reads.show)  # torch.compile looks at classes
 
     def backward(self, run: Callable[[], Any]) -> None:
         """Runs one backward, whose gradients add to what there is."""
+        self._reads.show()
+        self.backwards += 1
         self._open()
         self.at_boundary(False)
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
@@ -71,9 +81,13 @@ class Gradients(ABC):
         finally:
             self.running = False
         self.filled = True
+        if self.order is not None:
+            self._reads.hide()
 
     def remove(self) -> None:
         """Gives the engine its own methods back."""
+        self._reads.show()
+        self._shown.remove()
         self._by_hand.remove()
         if self.order is not None:
             self.order.remove()
@@ -88,8 +102,11 @@ class Gradients(ABC):
             return
         if not self.filled:
             raise BackendError("an optimizer step without gradients: no backward has run since the step before")
+        self._reads.show()
         self.reduce()
         self.settled = True
+        if not self.keeps:
+            self._reads.hide()
 
     def check_empty(self) -> None:
         """Refuses to pass over a step for which gradients have come in another way.
@@ -150,8 +167,10 @@ class Gradients(ABC):
         Raises:
             BackendError: it would leave out gradients or parameters without a word.
         """
+        self._reads.show()
         self._check()
         self.settle()
+        self._reads.show()
         for keep in self.watchers.values():
             keep(self.parts())
         configured = self.engine.gradient_clipping()
@@ -171,6 +190,7 @@ class Gradients(ABC):
 
     def stepped(self) -> None:
         """The engine has stepped and let go of the gradients."""
+        self._reads.show()
         self.filled = self.settled = False
         self._done = None
 
@@ -287,6 +307,8 @@ class WholeGradients(Gradients):
 
     An average of averages and of what came later is the average of all, so nothing has to be done to reopen it.
     """
+
+    keeps: ClassVar[bool] = True
 
     def reduce(self) -> None:
         """One all-reduce for each dtype."""

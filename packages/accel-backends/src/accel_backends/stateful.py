@@ -18,6 +18,7 @@ from accel_backends.states import (
     optimizer_state,
     state_templates,
 )
+from accel_precision.scaler import gradient_marks
 
 if TYPE_CHECKING:
     from accel_backends.config import BackendConfig, WholeForm
@@ -37,6 +38,10 @@ class BackendStates(ABC):
 
         Collective where it does anything. Default: there is one copy.
         """
+
+    def gradient_marks(self, model: nn.Module) -> object:
+        """What changes when a backward adds to the gradients of a model. Default: the writes to those of parameters."""
+        return gradient_marks(model.parameters())
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Gradients of an accumulation window that is still open, whole, by parameter name: this rank's share.

@@ -95,12 +95,10 @@ class GradientFacet(ABC):
         if not alone:
             self.backend.backward(loss, scale=scale, **kwargs)
             return
-        from accel_precision.scaler import gradient_marks
-
-        before = [gradient_marks(self._models[n].parameters()) for n in alone]
+        before = [self.backend.gradient_marks(self._models[n]) for n in alone]
         self.backend.backward(loss, scale=scale, **kwargs)
         for position, marks in zip(alone, before, strict=True):
-            if gradient_marks(self._models[position].parameters()) != marks:
+            if self.backend.gradient_marks(self._models[position]) != marks:
                 clock.window.reached.add(position)
 
     def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:

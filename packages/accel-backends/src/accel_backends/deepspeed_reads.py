@@ -1,0 +1,73 @@
+"""Reads of ``parameter.grad`` after an engine has spread gradients over ranks: those that None would mislead fail."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError
+
+_NAME = "_accel_name"
+# Whose reads change and measure nothing: DeepSpeed's, our own, and those of torch that clear, move or copy.
+_PACKAGES = frozenset({"accel", "accel_backends", "deepspeed"})
+_MODULES = frozenset({"torch._tensor", "torch.nn.modules.module", "torch.nn.parameter"})
+_GRAD: Any = torch.Tensor.grad
+
+
+@final
+class Spread(nn.Parameter):
+    """A parameter whose gradient ranks have in parts."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None and self.requires_grad and not _is_let_in(sys._getframe(1).f_globals.get("__name__", "")):
+            raise BackendError(
+                f"{self.__dict__[_NAME]}.grad was read after backward, and DeepSpeed has spread the gradients over "
+                "ranks by then (ZeRO stages 2 and 3 in backward, stage 1 in clip_grad_norm_), so that it is None and "
+                "the step takes others; clip with accelerator.clip_grad_norm_ or clip_grad_value_, change gradients "
+                "with register_hook, read copies from accelerator.backend.held_gradients(model), or use zero_stage=0"
+            )
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+
+def _is_let_in(module: str) -> bool:
+    return module.partition(".")[0] in _PACKAGES or module in _MODULES
+
+
+@final
+class Reads:
+    """Refuses reads of the gradients of some parameters while they are hidden.
+
+    Args:
+        parameters: by name; those of a class of their own are left out.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = [one for one in parameters.values() if type(one) is nn.Parameter]
+        self._hidden = False
+        for name, parameter in parameters.items():
+            parameter.__dict__[_NAME] = name
+
+    def hide(self) -> None:
+        """Refuses from now on."""
+        if not self._hidden:
+            self._hidden = True
+            _become(self._parameters, Spread)
+
+    def show(self, *_: object) -> None:
+        """Lets everybody read."""
+        if self._hidden:
+            self._hidden = False
+            _become(self._parameters, nn.Parameter)
+
+
+def _become(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = kind
