@@ -14,17 +14,11 @@ from accel_testing.contracts import CASES, LAYOUTS, Case, check_case
 from accel_testing.layouts import Layout
 from accel_testing.pool import RankPool
 
-ZERO = "a part that no rank used counts as a gradient of zero, so momentum moves it"
-STALE = "a part that was skipped keeps the gradients of the step before"
 # Begins the reason of a cell that fails or passes, depending on which rank comes first.
 AT_TIMES = "at times: "
 
-#: What is broken today, by case and layouts: a mend removes its entries.
-KNOWN: dict[str, dict[str, str]] = {
-    "part unused in every other step": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
-    "part unused for a window": {"ds0:2 ds1:2 ds2:2": ZERO, "ds3:2": STALE},
-    "part frozen later": {"ds1:2 ds2:2 ds3:2": "it counts as a gradient of zero, so momentum moves it"},
-}
+#: Cells that are broken today, by case and layouts, with the reason; a mend removes its entries.
+KNOWN: dict[str, dict[str, str]] = {}
 BROKEN = {
     (case, layout): reason
     for case, entries in KNOWN.items()

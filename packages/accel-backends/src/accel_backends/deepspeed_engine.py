@@ -10,12 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_backends.deepspeed_absent import LeftOut
 from accel_backends.deepspeed_alike import FirstGradients
 from accel_backends.deepspeed_cuts import shape_of
 from accel_backends.deepspeed_edits import Edits, hook_loading
 from accel_backends.deepspeed_gradients import Gradients, gradients_of
 from accel_backends.deepspeed_library import forget_module, library, local_rank
-from accel_backends.deepspeed_parts import Parts, parts_of
+from accel_backends.deepspeed_parts import OwnParts, Parts, parts_of
 from accel_backends.deepspeed_states import put_whole
 from accel_backends.names import WRAPS, named_parameters
 from accel_precision.policy import PrecisionPolicy
@@ -167,6 +168,8 @@ def take_engine(
     parts = parts_of(engine) if trains else None
     if gradients is not None:
         engine.lr_scheduler = None  # the user's loop moves schedules
+        if parts is not None and not isinstance(parts, OwnParts):
+            gradients.left_out = LeftOut(engine.basic_optimizer, parts)
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
     prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *hook_loading(engine)]
     if trains:

@@ -67,21 +67,23 @@ class Gathers:
     def _named(self, wanted: tuple[int, ...]) -> str:
         return _joined(tuple(self._names.get(one, f"parameter {one}") for one in wanted))
 
-    def compare(self) -> None:
-        """Compares what has been gathered since the last comparison; collective.
+    def compare(self, beside: torch.Tensor) -> torch.Tensor:
+        """Compares what has been gathered since the last comparison, and gives the most of ``beside``; collective.
 
         Raises:
             CollectiveMismatchError: ranks gathered different parameters; on all ranks.
         """
         import torch.distributed as dist
 
-        mine = torch.tensor([self._digest, -self._digest], device=self._device)
+        digests = torch.tensor([self._digest, -self._digest], device=self._device)
+        mine = torch.cat([digests, beside.to(digests)])
         dist.all_reduce(mine, dist.ReduceOp.MAX)
-        high, low = mine.tolist()
+        high, low = mine[:2].tolist()
         if high != -low:
             self._refuse()
         self._newest.clear()
         self._count = self._digest = 0
+        return mine[2:]
 
     def _refuse(self) -> None:
         import torch.distributed as dist

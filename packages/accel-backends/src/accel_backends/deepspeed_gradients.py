@@ -5,18 +5,19 @@ there is, and ``settle`` reduces when a norm or a step needs it. So a window may
 may have several losses, and a weight may be put right before anything travels.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, final
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accel_backends.clip import listed
+from accel_backends.deepspeed_absent import LeftOut, Presence
 from accel_backends.deepspeed_by_hand import ByHand
-from accel_backends.deepspeed_cuts import is_cut, local_shape_of, part_of_whole, shape_of, whole_of_cut
+from accel_backends.deepspeed_cuts import local_shape_of, part_of_whole, shape_of, whole_of_cut
 from accel_backends.deepspeed_order import ReductionOrder
 from accel_backends.deepspeed_reads import Reads
 from accel_backends.watching import Keep
@@ -38,6 +39,8 @@ class Gradients(ABC):
         order: in which order backwards reduce; None where none does.
         backwards: how many have begun.
         keeps: whether parameters hold gradients when these are settled.
+        presence: which parameters have got any.
+        left_out: keeps those that no rank has one of as they are; None: there is nothing to it.
     """
 
     keeps: ClassVar[bool] = False
@@ -51,6 +54,8 @@ class Gradients(ABC):
         self._boundary: bool | None = None
         self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
         self.names = {id(one): name for name, one in engine.module.named_parameters()}
+        self.presence = Presence([one for one in self.parameters.values() if one.requires_grad], engine.device)
+        self.left_out: LeftOut | None = None
         held = {id(one) for group in engine.basic_optimizer.param_groups for one in group["params"]}
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
         # Whoever looks at each rank's parts just before a step.
@@ -174,12 +179,15 @@ class Gradients(ABC):
         for keep in self.watchers.values():
             keep(self.parts())
         configured = self.engine.gradient_clipping()
+        absent = self.absent()
         done = self._done
         if done is not None:
             setattr(done[0], done[1], lambda: done[2])
         self.at_boundary(True)
+        left_out = nullcontext() if self.left_out is None else self.left_out.around(absent)
         try:
-            self.engine.step()
+            with left_out:
+                self.engine.step()
         finally:
             if done is not None:
                 delattr(done[0], done[1])
@@ -193,6 +201,7 @@ class Gradients(ABC):
         self._reads.show()
         self.filled = self.settled = False
         self._done = None
+        self.presence.came.clear()
 
     def at_boundary(self, boundary: bool) -> None:
         """Whether what the engine does next is for the end of a window: a reduction or a step."""
@@ -229,10 +238,22 @@ class Gradients(ABC):
             )
             if name in brought and dist.get_world_size() > 1:
                 dist.all_reduce(total)
+            if name in brought:
+                self.presence.add([parameter])
             mine = part_of_whole(parameter, total.div_(dist.get_world_size()))
             self.begin(parameter, mine.view(local_shape_of(parameter)))
         self.begun()
         self.filled = True
+
+    def absent(self) -> list[nn.Parameter]:
+        """The parameters that no rank has a gradient of; collective."""
+        import torch.distributed as dist
+
+        if dist.get_world_size() == 1:
+            return self.presence.absent(None)
+        everywhere = self.presence.here().clone()
+        dist.all_reduce(everywhere, group=getattr(self.optimizer, "dp_process_group", None))
+        return self.presence.absent(everywhere)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as the engine's backward is to get it. Default: as it is, the engine scales it."""
@@ -301,102 +322,6 @@ class Gradients(ABC):
         """Lets go of everything accumulated."""
 
 
-@final
-class WholeGradients(Gradients):
-    """Stage 0: whole gradients in the parameters, averaged over ranks by one all-reduce.
-
-    An average of averages and of what came later is the average of all, so nothing has to be done to reopen it.
-    """
-
-    keeps: ClassVar[bool] = True
-
-    def reduce(self) -> None:
-        """One all-reduce for each dtype."""
-        self.at_boundary(True)
-        self.engine.allreduce_gradients()
-
-    def reopen(self) -> None:
-        """Nothing: what is averaged already is the same on all ranks."""
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Times the loss scale of fp16, which the engine takes out of gradients and leaves to others to put in."""
-        record = self._loss_scale
-        return loss if record is None else loss.float() * record.cur_scale
-
-    def step(self) -> bool:
-        """The engine's step, after which the loss scale grows: it would grow between backward and its own division."""
-        record = self._loss_scale
-        if record is None or not record.dynamic_loss_scale:
-            return super().step()
-        window, record.scale_window = record.scale_window, sys.maxsize
-        try:
-            applied = super().step()
-        finally:
-            record.scale_window = window
-        stable = record.cur_iter - record.last_overflow_iter - 2  # steps before this one
-        if applied and stable > 0 and stable % window == 0:
-            record.cur_scale *= record.scale_factor
-        return applied
-
-    @property
-    def _loss_scale(self) -> Any:
-        """DeepSpeed's record of the loss scale; None where nothing is scaled."""
-        record = getattr(self.optimizer, "loss_scale_config", None)
-        return record if record is not None and record.use_grad_scaling else None
-
-    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scales the gradients at once, where there is no optimizer of DeepSpeed's to do it."""
-        if hasattr(self.optimizer, "clip_grad"):
-            super().clip(max_norm, norm)
-            return
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
-        self._done = self.engine, "clip_fp32_gradients", None
-
-    def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """The parameters' own: this rank's share until they are reduced, the average after."""
-        return {name: whole_of_cut(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
-
-    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """The parameter holds it."""
-        parameter.grad = gradient.to(parameter.dtype)
-
-    def in_place(self) -> list[torch.Tensor]:
-        """The parameters' own."""
-        return list(self.pending())
-
-    def pending(self) -> Iterable[torch.Tensor]:
-        """The parameters' own."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
-
-    def parts(self) -> dict[int, torch.Tensor]:
-        """The parameters' own."""
-        return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
-
-    def scaled_norm(self) -> Any:
-        """Of all gradients, which every rank holds, or a part where ranks share layers."""
-        return self._norm_of_all().nan_to_num_(torch.inf, torch.inf)
-
-    def _norm_of_all(self) -> torch.Tensor:
-        found = [one for one in self.parameters.values() if one.grad is not None]
-        if self.engine.autotp_size() <= 1:
-            return nn.utils.get_total_norm([one.grad.float() for one in found if one.grad is not None])
-        import torch.distributed as dist
-        from deepspeed.utils import groups
-
-        group = groups.get_tensor_model_parallel_group()
-        counted = [one for one in found if is_cut(one) or group.rank() == 0]
-        norm = nn.utils.get_total_norm([one.grad.float() for one in counted if one.grad is not None])
-        square = norm.to(self.engine.device).square()
-        dist.all_reduce(square, group=group)
-        return square.sqrt()
-
-    def discard(self) -> None:
-        """Clears the parameters' gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self.stepped()
-
-
 def gradients_of(engine: Any) -> Gradients:
     """The accumulated gradients of an engine, by where its optimizer keeps them.
 
@@ -417,4 +342,6 @@ def gradients_of(engine: Any) -> Gradients:
             f"DeepSpeed's {type(optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
             "data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
         )
+    from accel_backends.deepspeed_whole import WholeGradients
+
     return WholeGradients(engine)

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.deepspeed_absent import Presence
 from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError
 
@@ -24,16 +25,24 @@ class ReductionOrder:
         reduce: the name of the method that takes one gradient.
         gradients: its arguments for each parameter, the parameter first.
         names: of the parameters, by id.
+        presence: is told of gradients as they come.
     """
 
     def __init__(
-        self, optimizer: Any, reduce: str, gradients: Sequence[tuple[Any, ...]], *, names: Mapping[int, str]
+        self,
+        optimizer: Any,
+        reduce: str,
+        gradients: Sequence[tuple[Any, ...]],
+        *,
+        names: Mapping[int, str],
+        presence: Presence,
     ) -> None:
         self._optimizer, self._name = optimizer, reduce
         self._reduce: Callable[..., None] = getattr(optimizer, reduce)
         self._finish: Callable[[], None] = optimizer.overlapping_partition_gradients_reduce_epilogue
         self._calls = [call for call in reversed(gradients) if call[0].requires_grad]
         self._names, self._hooks = names, {id(call[0]): _hooks_of(call[0]) for call in self._calls}
+        self._came = presence.came
         self._first: list[int] | None = []
         self._arrange()
         setattr(optimizer, reduce, self._arrived)
@@ -81,6 +90,7 @@ class ReductionOrder:
         if not getattr(parameter, "ds_grad_is_ready", True):
             return  # a part of it, computed in tiles
         place = self._places[id(parameter)]
+        self._came.add(id(parameter))
         if self._first is not None:
             self._first.append(place)
         if place < self._next:  # a second one in this backward, of a checkpointed block that is used twice

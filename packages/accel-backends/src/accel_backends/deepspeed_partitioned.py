@@ -25,12 +25,15 @@ class PartitionedGradients(Gradients):
         self.offload = bool(self.optimizer.cpu_offload)
         self._aside: list[torch.Tensor] | None = None
         self._begun: dict[int, dict[int, torch.Tensor]] = {}
+        self._everywhere: torch.Tensor | None = None
         if not self.partitions:  # nothing travels in a backward, so no backward has to be told that it is not the last
             engine.enable_backward_allreduce = False
             engine.set_gradient_accumulation_boundary(True)
         else:
             each = [(one, index) for index, group in enumerate(self.optimizer.bit16_groups) for one in group]
-            self.order = ReductionOrder(self.optimizer, "process_gradients", each, names=self.names)
+            self.order = ReductionOrder(
+                self.optimizer, "process_gradients", each, names=self.names, presence=self.presence
+            )
 
     def at_boundary(self, boundary: bool) -> None:
         """Told to the engine where a backward reduces, at stage 2."""
@@ -45,6 +48,7 @@ class PartitionedGradients(Gradients):
         else:
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
+            self._note_present()
             if torch.distributed.get_world_size(self.optimizer.dp_process_group) > 1:
                 self._fill_missing()
             self.engine.allreduce_gradients()
@@ -53,6 +57,10 @@ class PartitionedGradients(Gradients):
                 tensor.add_(before)
             self._aside = None
             self.measure()
+
+    def _note_present(self) -> None:
+        of = self.optimizer.get_gradient_for_reduction
+        self.presence.add(one for group in self.optimizer.bit16_groups for one in group if of(one) is not None)
 
     def _fill_missing(self) -> None:
         """Zeros for parameters without a gradient, of which other ranks may have one: all reduce the same."""
@@ -143,13 +151,23 @@ class PartitionedGradients(Gradients):
         unlike = self.offload or optimizer.has_moe_layers or optimizer.groups_lacking_loss_scale
         return not unlike and optimizer.model_parallel_world_size == 1
 
+    def absent(self) -> list[nn.Parameter]:
+        """The parameters that no rank has a gradient of; their counts travel with the norm, which the step takes."""
+        if not (self._alike and self.optimizer.compute_grad_norm):
+            return super().absent()
+        if self._done is None:
+            self.scaled_norm()
+        return self.presence.absent(self._everywhere)
+
     def _norm_of_parts(self) -> torch.Tensor:
         from deepspeed.runtime.zero.utils import get_norm_dtype
 
         norms = torch._foreach_norm(self.in_place(), 2, dtype=get_norm_dtype())
         square = torch.stack(norms).square_().sum().float()
         if torch.distributed.get_world_size(self.optimizer.dp_process_group) > 1:
-            torch.distributed.all_reduce(square, group=self.optimizer.dp_process_group)
+            both = torch.cat([square.view(1), self.presence.here()])
+            torch.distributed.all_reduce(both, group=self.optimizer.dp_process_group)
+            square, self._everywhere = both[0], both[1:]
         return square.sqrt_().nan_to_num_(torch.inf, torch.inf)
 
     def discard(self) -> None:

@@ -39,6 +39,7 @@ class Parts(ABC):
 
     Attributes:
         spread: whether ranks hold different parts, and not all the same.
+        behind: how many steps parameters have missed of those that their tensors count.
     """
 
     spread: ClassVar[bool] = True
@@ -47,6 +48,7 @@ class Parts(ABC):
         self.engine = engine
         self.optimizer = engine.optimizer
         self.state: Any = engine.basic_optimizer.state
+        self.behind: dict[nn.Parameter, int] = {}
 
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:

@@ -20,7 +20,14 @@ class ShardedGradients(Gradients):
         super().__init__(engine)
         each = [(parameter,) for group in self.optimizer.fp16_groups for parameter in group]
         self._gathers = Gathers(engine) if torch.distributed.get_world_size() > 1 else None
-        self.order = ReductionOrder(self.optimizer, "reduce_ready_partitions_and_remove_grads", each, names=self.names)
+        self.order = ReductionOrder(
+            self.optimizer, "reduce_ready_partitions_and_remove_grads", each, names=self.names, presence=self.presence
+        )
+        self._everywhere: torch.Tensor | None = None
+
+    def absent(self) -> list[nn.Parameter]:
+        """The parameters that no rank has a gradient of; their counts travel with the comparison of gathers."""
+        return self.presence.absent(self._everywhere)
 
     def reduce(self) -> None:
         """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is.
@@ -29,7 +36,7 @@ class ShardedGradients(Gradients):
             CollectiveMismatchError: ranks computed different modules.
         """
         if self._gathers is not None:
-            self._gathers.compare()
+            self._everywhere = self._gathers.compare(self.presence.here())
         if self.optimizer.offload_optimizer:
             self.at_boundary(True)
             self.optimizer.finalize_gradient_accumulation_boundary()

@@ -257,7 +257,8 @@ def optimizer_state(engine: Any, parts: Parts, layout: Layout) -> dict[str, Any]
         if not parts.holds(parameter) or not (keys or numbers):
             continue
         found: dict[str, Any] = {key: layout.sharded(whole_of(parts, parameter, key)) for key in keys}
-        state[name] = {**_copied(numbers.get(_group_of(layout, name), {})), **found}
+        behind = parts.behind.get(parameter, 0)
+        state[name] = {**_copied(numbers.get(_group_of(layout, name), {}), behind=behind), **found}
     return {STATE: state, GROUPS: _options(engine, layout)}
 
 
@@ -266,6 +267,7 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
     parameters = named_parameters(engine)
     saved = state[STATE]
     _load_options(engine, layout, state)
+    parts.behind.clear()
     if not saved:
         for flat in parts.flats():
             parts.state.pop(flat, None)
@@ -275,6 +277,7 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
     numbers = parts.group_numbers()
     for group, names in enumerate(layout.groups):
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
+        parts.behind.update({parameters[name]: steps for name, steps in _behind(saved, names, number).items()})
         for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
                 own = parts.state[flat]
@@ -295,14 +298,15 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
         relink()
 
 
-def _copied(values: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
+def _copied(values: Mapping[str, Any], *, plain: bool = False, behind: int = 0) -> dict[str, Any]:
     """Values of their own: torch counts steps in place, so no two parameters may share a count.
 
     The count is a tensor, as torch's optimizers keep it; with ``plain`` a number, as DeepSpeed's for the host do.
+    ``behind``: how many of the counted steps were missed.
     """
     copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     if STEP in copied:
-        steps = float(copied[STEP])
+        steps = float(copied[STEP]) - behind
         copied[STEP] = int(steps) if plain else torch.tensor(steps)
     return copied
 
@@ -360,6 +364,9 @@ def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], t
                 continue
             if is_dtensor(value):
                 value = gathered(value)
+            if key == STEP:
+                common[key] = max(float(value), common.get(key, 0.0))
+                continue
             if key in common and float(common[key]) != float(value):
                 raise CheckpointMismatchError(
                     f"optimizer state with {key} {float(common[key]):g} of some parameters and {float(value):g} of "
@@ -368,6 +375,14 @@ def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], t
                 )
             common.setdefault(key, value)
     return common
+
+
+def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str, Any]) -> dict[str, int]:
+    """How many of a group's steps some parameters have missed, which had no gradient then."""
+    if STEP not in number:
+        return {}
+    steps = {name: number[STEP] - float(saved.get(name, {}).get(STEP, 0)) for name in names}
+    return {name: int(missed) for name, missed in steps.items() if missed}
 
 
 def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
