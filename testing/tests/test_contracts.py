@@ -14,18 +14,6 @@ from accel_testing.contracts import CASES, LAYOUTS, Case, check_case
 from accel_testing.layouts import Layout
 from accel_testing.pool import RankPool
 
-# Begins the reason of a cell that fails or passes, depending on which rank comes first.
-AT_TIMES = "at times: "
-
-#: Cells that are broken today, by case and layouts, with the reason; a mend removes its entries.
-KNOWN: dict[str, dict[str, str]] = {}
-BROKEN = {
-    (case, layout): reason
-    for case, entries in KNOWN.items()
-    for layouts, reason in entries.items()
-    for layout in layouts.split()
-}
-
 
 def layouts_of(case: Case) -> list[str]:
     """Those that the case is for, in an order of its own."""
@@ -34,14 +22,8 @@ def layouts_of(case: Case) -> list[str]:
 
 
 def sampled(case: Case) -> list[str]:
-    """The layouts of the default suite: one for each case, for a third of the cases two; none that is unsteady."""
-    steady = [one for one in layouts_of(case) if not BROKEN.get((case.name, short(one)), "").startswith(AT_TIMES)]
-    return steady[: 2 if crc32(case.name.encode()) % 3 == 0 else 1]
-
-
-def short(layout: str) -> str:
-    """As in ``KNOWN``: without its precision."""
-    return layout.partition("/")[0]
+    """The layouts of the default suite: one for each case, for a third of the cases two."""
+    return layouts_of(case)[: 2 if crc32(case.name.encode()) % 3 == 0 else 1]
 
 
 def cells() -> Iterator[Any]:
@@ -51,12 +33,9 @@ def cells() -> Iterator[Any]:
             if layout not in layouts_of(case):
                 continue
             marks = [] if layout in sample else [pytest.mark.slow]
-            if reason := BROKEN.get((case.name, short(layout))):
-                strict = not reason.startswith(AT_TIMES)
-                marks.append(pytest.mark.xfail(reason=reason, strict=strict, raises=AssertionError))
             if layout.startswith("ds"):
                 marks.append(pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"))
-            yield pytest.param(case, layout, id=f"{case.name}-{short(layout)}", marks=marks)
+            yield pytest.param(case, layout, id=f"{case.name}-{layout.partition('/')[0]}", marks=marks)
 
 
 @pytest.mark.fault
@@ -72,10 +51,6 @@ def test_the_sample_is_of_all_cases_and_all_layouts() -> None:
     assert {layout for _, layout in sample} == set(LAYOUTS)
     cells = sum(len(layouts_of(case)) for case in CASES)
     assert cells / 8 < len(sample) < cells / 4
-
-
-def test_what_is_known_to_be_broken_is_of_the_suite() -> None:
-    assert set(BROKEN) <= {(case.name, short(layout)) for case in CASES for layout in layouts_of(case)}
 
 
 def test_the_names_of_cases_are_unique() -> None:
