@@ -7,11 +7,11 @@ from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_backends.averaging import average_tensors
 from accel_backends.names import named_parameters
+from accel_backends.sparse import sparse_embeddings
 from accel_state.errors import BackendError
 
 # How torch's reducer says which of its parameters got no gradient in a backward.
@@ -44,11 +44,7 @@ class Reduction:
         self._group = group
         self._expected: list[torch.Tensor] = []  # in the reducer's order, by which it numbers them
         self._others: list[torch.Tensor] = []
-        self._sparse = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        }
+        self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
         reduced = _in_reducer(model) if given and not self._sparse else None
         for parameter in model._module_parameters:  # without those that DDP ignores
             expected = parameter.requires_grad if reduced is None else id(parameter) in reduced

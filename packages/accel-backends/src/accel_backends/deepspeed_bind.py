@@ -40,6 +40,7 @@ from accel_backends.deepspeed_optimizers import (
 )
 from accel_backends.deepspeed_settings import Run, settle
 from accel_backends.names import innermost, named_parameters
+from accel_backends.sparse import sparse_embeddings
 from accel_backends.states import GROUPS, PARAMS, STATE
 from accel_precision.options import GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
@@ -109,8 +110,8 @@ def check_sparse(model: nn.Module) -> None:
     Raises:
         PrepareError: the module.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+    for name, module in sparse_embeddings(model):
+        if module.weight.requires_grad:
             raise PrepareError(
                 f"{name or type(module).__name__} is an {type(module).__name__} with sparse=True, whose gradients "
                 "DeepSpeed cannot spread over ranks; nearest: sparse=False, or strategy='ddp'"

@@ -1,8 +1,7 @@
-"""The parameters that an engine of stage 3 gathers while it computes: the same ones, in one order, on every rank."""
+"""The gathers of an engine of stage 3: the same parameters in the same order on every rank, or an error."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -20,8 +19,8 @@ class Gathers:
     """Records every gather of one engine, and compares them over ranks before a step.
 
     Each is an operation of the hang doctor's record, so that ranks that compute different modules get an error with the
-    modules' names in the place of a hang. Gathers of other modules of the same size would end, with values of other
-    parameters: ``compare`` finds those.
+    modules' names in place of a hang. If the modules have the same size there is no hang, and each rank gets values of
+    other parameters: ``compare`` finds those.
 
     Args:
         engine: of stage 3; two methods of its coordinator are replaced until ``remove``.
@@ -35,7 +34,7 @@ class Gathers:
         setattr(self._coordinator, _METHOD, self._gather)
         self._wait: Callable[[nn.Module, bool], None] = self._coordinator.fetch_sub_module
         self._coordinator.fetch_sub_module = self._fetch
-        self._modules: dict[int, str] = {}
+        self._texts: dict[tuple[int, ...], str] = {}  # names of the parameters of each gather that there has been
         self._newest: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self._count = self._digest = 0
 
@@ -45,12 +44,9 @@ class Gathers:
             self._coordinator.__dict__.pop(name, None)
 
     def _fetch(self, module: nn.Module, forward: bool) -> None:
-        """What waits for gathers, some of which began before."""
-        names = self._modules.get(id(module))
-        if names is None:
-            own = tuple(one.ds_id for one in module._parameters.values() if one is not None)  # type: ignore[attr-defined]
-            names = self._modules[id(module)] = self._named(own)
-        _waits(self._wait, names, module, forward)
+        """Replaces the method that waits for a module's gathers."""
+        own = tuple([one.ds_id for one in module._parameters.values() if one is not None])  # type: ignore[attr-defined]
+        _waits(self._wait, self._named(own), module, forward)
 
     def _gather(self, params: Iterable[nn.Parameter], forward: bool, quantize: bool = False) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -65,7 +61,11 @@ class Gathers:
         _recorded(self._run, self._named(wanted), params, forward, quantize)
 
     def _named(self, wanted: tuple[int, ...]) -> str:
-        return _joined(tuple(self._names.get(one, f"parameter {one}") for one in wanted))
+        text = self._texts.get(wanted)
+        if text is None:
+            text = ", ".join([self._names.get(one, f"parameter {one}") for one in wanted])
+            self._texts[wanted] = text
+        return text
 
     def compare(self, beside: torch.Tensor) -> torch.Tensor:
         """Compares what has been gathered since the last comparison, and gives the most of ``beside``; collective.
@@ -109,11 +109,6 @@ def _at(gathers: tuple[int, list[tuple[int, ...]]], place: int) -> tuple[int, ..
     count, newest = gathers
     place -= count - len(newest)
     return newest[place] if 0 <= place < len(newest) else ()
-
-
-@lru_cache(maxsize=4096)
-def _joined(names: tuple[str, ...]) -> str:
-    return ", ".join(names)
 
 
 @recorded("gather", lambda run, names, *call: names)

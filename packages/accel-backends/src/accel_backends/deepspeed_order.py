@@ -1,4 +1,4 @@
-"""The order in which the gradients of a backward are reduced: one for all ranks, zeros for those that are missing."""
+"""Gradients of a backward, reduced in the same order on all ranks, with zeros for those that are missing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -65,7 +65,8 @@ class ReductionOrder:
                     f"{self._names[id(parameter)]}.grad was set after backward; ZeRO stages 2 and 3 have spread the "
                     "gradients over ranks by then, and step with those; scale the loss instead, or use zero_stage=1"
                 )
-            if _hooks_of(parameter) > self._hooks[id(parameter)]:
+            known = self._hooks[id(parameter)]
+            if len(parameter._post_accumulate_grad_hooks or ()) > known and _hooks_of(parameter) > known:
                 raise BackendError(
                     f"{self._names[id(parameter)]} got a hook by register_post_accumulate_grad_hook after prepare; "
                     "ZeRO stages 2 and 3 take its gradient before that runs; register it before prepare, or use "

@@ -212,15 +212,8 @@ def whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, An
 
     Without ``parts``, weights are those that the model computes with.
     """
-    if engine.zero_optimization():
-        return _gathered_state(engine, parts, keep=keep)
-    return _whole_state(engine, parts, keep=keep)
-
-
-@recorded("get_state_dict", lambda engine, parts, keep: "")
-def _gathered_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
-    """As an operation that a rank cannot do by itself."""
-    return _whole_state(engine, parts, keep=keep)
+    gather = recorded("get_state_dict")(_whole_state) if engine.zero_optimization() else _whole_state
+    return gather(engine, parts, keep=keep)
 
 
 def _whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:

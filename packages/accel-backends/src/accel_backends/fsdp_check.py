@@ -1,6 +1,6 @@
 """What cannot be sharded, found before anything is changed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -8,11 +8,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel_backends.alike import check_same, described
+from accel_backends.alike import check_same
 from accel_backends.elementwise import BEYOND_ELEMENTS, beyond_elements
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.meta_init import is_meta
 from accel_backends.names import innermost, named_parameters, wrapped_name
+from accel_backends.sparse import sparse_embeddings
 from accel_backends.wrapping import Units, parameters_of_units
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
@@ -59,10 +60,9 @@ def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
         PrepareError: with the parameter's name and the hooks that are called.
     """
     kind = type(innermost(model)).__name__
-    parameters = named_parameters(model)
-    for name in (name for names in parameters_of_units(model, units).values() for name in names):
-        parameter: Any = parameters.get(name)
-        if parameter is None or (version == 2 and parameter.dim() == 0):
+    parameter: Any
+    for name, parameter in _sharded_parameters(model, units):
+        if version == 2 and parameter.dim() == 0:
             continue
         if parameter._backward_hooks or (version == 1 and parameter._post_accumulate_grad_hooks):
             kept = "register_post_accumulate_grad_hook"
@@ -82,8 +82,8 @@ def check_gradients(model: nn.Module, units: Units) -> None:
     """
     inner = innermost(model)
     left_out = {module for name in units.ignored for module in inner.get_submodule(name).modules()}
-    for name, module in inner.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module not in left_out:
+    for name, module in sparse_embeddings(inner):
+        if module not in left_out:
             raise PrepareError(
                 f"{name} of {type(inner).__name__} is an {type(module).__name__} with sparse=True, whose gradients "
                 "cannot be cut into shards; nearest: sparse=False, or strategy='ddp'"
@@ -96,9 +96,8 @@ def check_dimensions(model: nn.Module, units: Units) -> None:
     Raises:
         PrepareError: with the parameter's name.
     """
-    parameters = named_parameters(model)
-    for name in (name for names in parameters_of_units(model, units).values() for name in names):
-        if name in parameters and parameters[name].dim() == 0:
+    for name, parameter in _sharded_parameters(model, units):
+        if parameter.dim() == 0:
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} has no dimension, and fsdp_version=1 takes parameters of "
                 "one at least; nearest: nn.Parameter(torch.tensor([value])), or fsdp_version=2"
@@ -197,7 +196,7 @@ def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
 def compare_ranks(
     models: Sequence[nn.Module], units_of: Callable[[nn.Module], Units], *, synchronised: bool, group: Any
 ) -> list[bool]:
-    """Whether each rank's models have values, once all ranks are known to prepare the same; collective.
+    """Whether each rank's models have values; collective. Refuses ranks that would shard different units.
 
     Args:
         synchronised: rank 0's values are sent to the others.
@@ -207,7 +206,7 @@ def compare_ranks(
     """
     from accel_state.objects import all_gather_object
 
-    mine = [entry for model in models for entry in fingerprint(model, units_of(model))]
+    mine = [f"unit {name}" for model in models for name in units_of(model).inside_out]
     everybody = all_gather_object((mine, not any(map(is_meta, models))), group=group)
     check_same([entries for entries, _ in everybody])
     filled = [having for _, having in everybody]
@@ -215,9 +214,11 @@ def compare_ranks(
     return filled
 
 
-def fingerprint(model: nn.Module, units: Units) -> list[str]:
-    """What must be equal on all ranks: names, shapes, dtypes and training of parameters, and the units."""
-    return [*described(model), *(f"unit {name}" for name in units.inside_out)]
+def _sharded_parameters(model: nn.Module, units: Units) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters in any unit, by name, a tied one under its first."""
+    parameters = named_parameters(model)
+    for names in parameters_of_units(model, units).values():
+        yield from ((name, parameters[name]) for name in names if name in parameters)
 
 
 def _check_dtypes(model: nn.Module, units: Units, *, upcast: bool) -> None:

@@ -1,4 +1,4 @@
-"""Modules of a sharded model that are called outside of its forward, where nothing gathers their parameters."""
+"""Modules of a sharded model that are called outside of its forward, when their parameters are not gathered."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_backends.fsdp_states import is_dtensor
 from accel_backends.names import places
 from accel_state.errors import BackendError
 
@@ -14,7 +15,7 @@ _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method(accelerator.unw
 
 
 class Own(NamedTuple):
-    """A module that is gathered with the root, its name, and the parameter of it that is looked at."""
+    """A module that is gathered with the root, its name, and a parameter of it that shows whether it is gathered."""
 
     module: nn.Module
     name: str
@@ -29,7 +30,7 @@ def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
         if id(place.module) in seen:
             continue
         seen.add(id(place.module))
-        named = (name for name, p in place.module._parameters.items() if hasattr(p, "device_mesh"))
+        named = (name for name, parameter in place.module._parameters.items() if is_dtensor(parameter))
         if (parameter := next(named, None)) is not None:
             found.append(Own(place.module, place.prefix.removesuffix("."), parameter))
     return found
@@ -38,11 +39,11 @@ def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
 def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[RemovableHandle]:
     """Makes these modules of a model of class ``kind`` raise BackendError when they are called by themselves.
 
-    What a method of the model computes with them would otherwise end in an error about another kind or shape of tensor.
-    ``version`` is FSDP's: shards are DTensors in version 2, and flat pieces of parameters with several dimensions in
-    version 1. The hooks that look are returned: torch.compile makes a graph of its own of each module that has one.
+    Otherwise torch's error would be about another kind or shape of tensor. ``version`` is FSDP's: shards are DTensors
+    in version 2, and flat pieces of parameters with several dimensions in version 1. Returns the hooks, which have to
+    be removed before torch.compile: it would compile each module that has one as a graph of its own.
     """
-    is_shard = _is_dtensor if version == 2 else _is_flat
+    is_shard = is_dtensor if version == 2 else _is_flat
     nearest = "strategy='ddp'"
     if version == 2:
         nearest = f"after prepare {_REGISTER}, for a method that forward does not call"
@@ -57,15 +58,11 @@ def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[Remo
 
 
 def _refusing(name: str, is_shard: Callable[[Any], bool], said: str) -> Callable[[nn.Module, Any], None]:
-    def look(module: nn.Module, inputs: Any) -> None:
+    def refuse(module: nn.Module, inputs: Any) -> None:
         if is_shard(module._parameters.get(name)):
             raise BackendError(said)
 
-    return look
-
-
-def _is_dtensor(parameter: torch.Tensor | None) -> bool:
-    return hasattr(parameter, "device_mesh")
+    return refuse
 
 
 def _is_flat(parameter: torch.Tensor | None) -> bool:
