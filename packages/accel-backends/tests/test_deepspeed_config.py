@@ -1,4 +1,4 @@
-"""Where DeepSpeed's options come from, which wins, and what is refused; without DeepSpeed."""
+"""Sources of DeepSpeed's options, their precedence, and refusals; without DeepSpeed."""
 
 import base64
 import json

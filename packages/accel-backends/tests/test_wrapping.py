@@ -1,4 +1,4 @@
-"""Which modules become units."""
+"""The choice of modules that become units."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a model is placed, synchronised and stepped."""
+"""Placing, synchronising and stepping of models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Comparison of what the ranks prepare: models of other names, shapes or dtypes would wait for each other for ever."""
+"""Comparison of the models and optimizers that ranks prepare: different ones would wait for each other forever."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -25,7 +25,7 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
 
     mine: list[str] = []
     for model in bundle.models:
-        cut = find_fsdp1(model) is not None  # by the user: each rank has pieces of its own
+        cut = find_fsdp1(model) is not None  # wrapped by the user: each rank has other pieces
         mine += [f"a model {type(model).__name__}", *([] if cut else described(model))]
     for optimizer in bundle.optimizers:
         counts = ", ".join(str(len(one["params"])) for one in optimizer.param_groups)
@@ -36,7 +36,7 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
 
 
 def described(model: nn.Module) -> list[str]:
-    """Names, shapes, dtypes and training of a model's parameters, one text for each."""
+    """Name, shape, dtype and ``requires_grad`` of each of a model's parameters, as one text each."""
     entries = []
     for name, parameter in named_parameters(model).items():
         use = "trained" if parameter.requires_grad else "frozen"
@@ -45,7 +45,7 @@ def described(model: nn.Module) -> list[str]:
 
 
 def check_same(everybody: Sequence[Sequence[Any]]) -> None:
-    """Refuses ranks that prepare different models, which would wait for each other for ever.
+    """Refuses ranks that prepare different models, because they would wait for each other forever.
 
     Args:
         everybody: for every rank, one comparable entry for each parameter and unit.

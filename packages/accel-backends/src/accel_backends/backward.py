@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, and what to say where there are none to be had."""
+"""Gradients of a scaled loss, with errors for losses that have none."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -10,9 +10,9 @@ from accel_state.errors import BackendError
 
 @final
 class ScaledBackward:
-    """Goes backward from ``scale`` times a loss; keeps the gradient at the root, which is the same in most steps.
+    """Calls the backward of ``scale`` times a loss; keeps the gradient at the root, which is the same in most steps.
 
-    A factor enters as that gradient, which gives the same as multiplying the loss and saves the product.
+    The scale is that gradient, which gives the same result as multiplying the loss and saves the product.
     """
 
     __slots__ = ("_key", "_root", "_version")
@@ -40,12 +40,12 @@ class ScaledBackward:
             raise
 
     def clear(self) -> None:
-        """Lets go of the tensor that is kept."""
+        """Drops the tensor that is kept."""
         self._key = self._root = None
 
     def _gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         key = (scale, loss.dtype, loss.device, loss.shape)
-        # A hook on the loss gets this very tensor, and may have written into it.
+        # A hook on the loss is given this tensor itself, and may have written into it.
         if self._root is None or self._key != key or self._root._version != self._version:
             if loss.numel() != 1:
                 raise RuntimeError("not a scalar")  # explained by the caller

@@ -1,4 +1,4 @@
-"""Everything that differs between one device and many: the one seam."""
+"""The base class of backends: everything that differs between one device and many."""
 
 import math
 from abc import abstractmethod
@@ -219,7 +219,7 @@ class Backend(BackendStates, BackendSpread):
         self._backward.clear()
 
     def close(self) -> None:
-        """Lets go of everything. Default: nothing is held but what ``release`` forgets."""
+        """Drops everything that the backend holds. Default: what ``release`` drops."""
         self.release(list(self._owned.models))
         self._owned.clear()
 
@@ -259,7 +259,7 @@ class Backend(BackendStates, BackendSpread):
 
         Raises:
             BackendError: a loss that is no scalar or has no graph.
-            PrecisionError: gradients from which the loss scale was taken out have got others added that carry it.
+            PrecisionError: gradients that carry the loss scale were added to ones from which it had been removed.
         """
         if self.scaler is None:
             self._backward(loss, scale, kwargs)
@@ -302,9 +302,9 @@ class Backend(BackendStates, BackendSpread):
     def norm_so_far(
         self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
     ) -> torch.Tensor:
-        """The norm of what this rank holds of a window that is still open, without the loss scale. Collective.
+        """The norm of this rank's gradients in an accumulation window that is still open, without the loss scale.
 
-        Nothing is changed. Default: of what ``held_gradients`` gives for these parameters of the models.
+        Collective; changes no gradient. Default: of what ``held_gradients`` gives for these parameters of the models.
         """
         if type(self).held_gradients is Backend.held_gradients:
             norm = self.clip_grad_norm(parameters, math.inf, norm_type)

@@ -1,4 +1,4 @@
-"""What is prepared together, and what can be wrong with it."""
+"""The models, optimizers and schedulers of one prepare, and its checks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a backend can do, as data that selection, checks and documentation share."""
+"""Capabilities of a backend, as data that selection, checks and documentation share."""
 
 from dataclasses import dataclass
 from typing import final

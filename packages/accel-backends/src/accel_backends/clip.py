@@ -109,7 +109,7 @@ def norm_of_held(
     parameters: "torch.Tensor | Iterable[torch.Tensor]",
     norm_type: float,
 ) -> torch.Tensor:
-    """The norm of what is held for these parameters, of models given as their parameters and gradients by name."""
+    """The norm of the gradients of these parameters; ``models``: each one's parameters and gradients by name."""
     asked = {id(parameter) for parameter in _listed(parameters)}
     held = [
         gradients[name]

@@ -1,4 +1,4 @@
-"""The gradients of a DDP model after each backward: means over ranks, whichever of its parts the loss has reached."""
+"""The gradients of a DDP model after each backward: means over ranks, also for parts that the loss did not reach."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,22 +14,22 @@ from accel_backends.names import named_parameters
 from accel_backends.sparse import sparse_embeddings
 from accel_state.errors import BackendError
 
-# How torch's reducer says which of its parameters got no gradient in a backward.
+# The part of torch's error that lists the reducer's parameters without a gradient in a backward.
 _WITHOUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
-# Value of ``require_forward_param_sync``, true as the other one is, before the first forward and between a backward and
-# the next forward, which sets it to True: torch's reducer is ready for one backward after each forward.
+# Value of ``require_forward_param_sync`` from a backward to the next forward, and before the first: the reducer has to
+# be prepared again for another backward. Each forward sets True. For torch either value is true.
 _SPENT = 1
 
 
 @final
 class Reduction:
-    """Makes torch's reducer do for one model what the parts of a step need, and leaves it alone where it does so.
+    """Makes torch's reducer reduce all gradients of one model in every backward that synchronises.
 
-    The reducer reduces the parameters that trained when it was built, all of them in each backward, once after each
-    forward. Where a backward leaves some out, the buckets of the others stay unreduced, on this rank, while ranks that
-    used them wait; torch says so in the next forward. Here the missing ones take part in that backward with -0.0, which
-    changes no sum: it is the gradient of a part that was not used. What is -0.0 in all elements afterwards was used
-    on no rank, and has no gradient, as in one process.
+    By itself the reducer expects, once after each forward, a backward with gradients of all parameters that trained
+    when it was built. If a backward leaves some out, their buckets stay unreduced on this rank, and ranks that used
+    them wait; torch raises an error in the next forward. Here a gradient of -0.0, which changes no sum, stands for each
+    missing one in the same backward. A gradient that is -0.0 in all elements afterwards belongs to a part that no rank
+    used, and is deleted, as there is none in one process.
 
     Args:
         model: the DDP model.
@@ -57,10 +57,10 @@ class Reduction:
         return self._model()
 
     def prepare(self, loss: torch.Tensor) -> None:
-        """Before a backward: makes it reduce, also if it is the second after a forward, or that ran under no_sync.
+        """Before a backward: prepares the reducer if the last forward did not, or if a backward has followed it.
 
         Raises:
-            BackendError: it is within ``join``, where ranks that ran out follow one backward for each forward.
+            BackendError: a second backward within ``join``, where ranks without batches repeat one for each forward.
         """
         model = self._model()
         if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
@@ -76,7 +76,7 @@ class Reduction:
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
     def finish(self) -> None:
-        """After a backward: the parameters that it left out take part, and those that were frozen at first."""
+        """After a backward: reduces the parameters that it left out, and those that were frozen when DDP was built."""
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
             return
@@ -103,7 +103,7 @@ class Reduction:
         _drop_nothing(without)
 
     def _average_thawed(self, model: DistributedDataParallel) -> None:
-        """Averages what the reducer does not know of; a mean is the same when it is averaged again."""
+        """Averages parameters that the reducer does not have; averaging again does not change a mean."""
         thawed = [parameter for parameter in self._others if parameter.requires_grad]
         if model._join_config.enable:
             names = [name for name, one in named_parameters(model).items() if any(one is other for other in thawed)]

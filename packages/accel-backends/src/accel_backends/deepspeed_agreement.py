@@ -1,4 +1,4 @@
-"""What DeepSpeed's options say about the rest of a run, and the rest about them."""
+"""Agreement between DeepSpeed's options and the other settings of a run."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

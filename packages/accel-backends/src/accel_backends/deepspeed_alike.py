@@ -1,4 +1,4 @@
-"""Whether ranks that share layers train what all of them have alike: its first gradients are compared."""
+"""Comparison of the first gradients of parameters that ranks which share layers have whole."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final

@@ -1,4 +1,4 @@
-"""Turns a model, its optimizer and its schedulers into an engine and what drives it."""
+"""Engines made of a model, its optimizer and its schedulers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Backwards that do not go through the backend: those that an engine would lose are refused."""
+"""Refusal of backwards that bypass the backend, whose gradients an engine would lose."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -14,11 +14,11 @@ _ONCE = "_backward_prologue"
 
 @final
 class ByHand:
-    """Looks at every backward that reaches the outputs of an engine, before it reaches the model.
+    """Checks every backward that reaches the outputs of an engine, before it reaches the model.
 
     ``loss.backward()`` would accumulate gradients that no step takes, without the loss scale and in DeepSpeed's own
-    windows. ``torch.autograd.grad`` changes no gradient and passes, but stage 3 cannot differentiate it again: values
-    of parameters are gone by then. For the same reason one forward has one backward there.
+    windows. ``torch.autograd.grad`` changes no gradient and is allowed, but its result cannot be differentiated at
+    stage 3, which has freed the parameters by then. For the same reason each forward has one backward there.
 
     Args:
         engine: two methods of it are replaced until ``remove``.
@@ -46,7 +46,7 @@ class ByHand:
         self._begun = self.own = False
 
     def _look(self) -> None:
-        """Once for each forward, in the first backward that reaches its outputs."""
+        """Called once for each forward, in the first backward that reaches its outputs."""
         if self._engine._running_engine_backward:
             self.own |= not self._runs()
             self._begin()
@@ -55,7 +55,7 @@ class ByHand:
             self._refuse()
 
     def _look_again(self, gradient: torch.Tensor) -> torch.Tensor:
-        """For each output, in every backward."""
+        """Called for each output in every backward."""
         if not self._engine._running_engine_backward:
             self._refuse()
         elif self._runs() and not self._begun and not self._whole:

@@ -1,4 +1,4 @@
-"""What a rank has of each parameter where ranks share layers, and whole ones of that."""
+"""A rank's blocks of each parameter where ranks share layers, and whole parameters made of them."""
 
 from dataclasses import dataclass
 from typing import Any, final

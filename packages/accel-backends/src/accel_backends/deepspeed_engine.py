@@ -1,4 +1,4 @@
-"""Makes an engine of a model, and keeps what belongs to it together."""
+"""Making of engines, and what is kept for each."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-# Under which key the node of an engine's output holds the id of what is prepared.
+# The key under which a graph node of an engine's output holds the id of its ``Prepared``.
 _ENGINE = "accel_engine"
 
 
@@ -52,7 +52,7 @@ class Prepared:
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model and its optimizer.
         open: there has been a forward with a graph since the last backward.
-        first: what looks at the gradients of the first backward; None: nothing does, or did already.
+        first: the comparison of the first backward's gradients; None if there is none, or it has been made.
         edits: what the loop writes into parameters.
     """
 
@@ -119,7 +119,7 @@ def start_engine(
 
 @contextmanager
 def _as_given() -> Iterator[None]:
-    """Within it, stage 3 spreads parameters in the type that it is told, which is theirs.
+    """Within it, stage 3 spreads parameters in the dtype that it is given, which is theirs.
 
     DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what goes to a disk.
     """

@@ -88,7 +88,7 @@ class Engines:
                     "DeepSpeed clips all of an engine: give it model.parameters()"
                 )
             return prepared
-        owned.checked(listed)  # tells of those that no model has
+        owned.checked(listed)  # raises if some are of no model
         raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
 
     def used(self, loss: torch.Tensor) -> list[Prepared]:

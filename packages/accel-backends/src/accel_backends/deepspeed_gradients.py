@@ -1,4 +1,4 @@
-"""The gradients that an engine has accumulated: reduced when they are wanted, measured, scaled and let go.
+"""The gradients that an engine has accumulated: reduced when they are needed, measured, scaled and dropped.
 
 DeepSpeed reduces in the backward that it was told is the last of its window. Here no backward is: each adds to what
 there is, and ``settle`` reduces when a norm or a step needs it. So a window may end where nobody knew, a micro-batch
@@ -58,7 +58,7 @@ class Gradients(ABC):
         self.left_out: LeftOut | None = None
         held = {id(one) for group in engine.basic_optimizer.param_groups for one in group["params"]}
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
-        # Whoever looks at each rank's parts just before a step.
+        # Called with this rank's parts just before each step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
         # A method, of what, and what it gave for what is settled: the step need not call it again.
         self._done: tuple[Any, str, Any] | None = None
@@ -114,7 +114,7 @@ class Gradients(ABC):
             self._reads.hide()
 
     def check_empty(self) -> None:
-        """Refuses to pass over a step for which gradients have come in another way.
+        """Refuses to leave out a step for which there are gradients of other backwards than the backend's.
 
         Raises:
             BackendError: the engine's own ``backward`` was called, or one by hand.
@@ -127,7 +127,7 @@ class Gradients(ABC):
         self._check()
 
     def _check(self) -> None:
-        """Refuses a step that would leave out gradients, or parameters, without a word.
+        """Refuses a step that would leave out gradients or parameters silently.
 
         Raises:
             BackendError: see the messages.
@@ -170,7 +170,7 @@ class Gradients(ABC):
         """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective.
 
         Raises:
-            BackendError: it would leave out gradients or parameters without a word.
+            BackendError: it would leave out gradients or parameters silently.
         """
         self._reads.show()
         self._check()
@@ -319,7 +319,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Lets go of everything accumulated."""
+        """Drops everything accumulated."""
 
 
 def gradients_of(engine: Any) -> Gradients:

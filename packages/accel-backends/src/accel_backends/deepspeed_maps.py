@@ -1,4 +1,4 @@
-"""Which blocks of a parameter each of the ranks has that share layers, as AutoTP notes it and writes it to folders."""
+"""The blocks of a parameter on each rank that shares layers, as AutoTP records them and writes them to folders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Mixtures of experts: parameters of experts in groups of their own, and layers that stage 3 gathers as a whole."""
+"""Mixtures of experts: groups of the experts' parameters, and layers that stage 3 gathers as a whole."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which optimizer and scheduler an engine gets: the user's, DeepSpeed's for the host, or those of its configuration."""
+"""The optimizer and scheduler of an engine: the user's, DeepSpeed's for the host, or those of its configuration."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -13,12 +13,13 @@ from accel_state.errors import BackendError
 
 @final
 class ReductionOrder:
-    """Hands gradients to an engine of stage 2 or 3 in the same order on every rank.
+    """Passes gradients to an engine of stage 2 or 3 in the same order on every rank.
 
-    DeepSpeed reduces gradients in the order in which they come, in buckets. A rank that skips a block would reduce
-    other parameters than its peers in the same bucket, and what all leave out would keep values of an earlier window.
-    Here a gradient waits until all before it have been reduced, and at the end of a backward zeros stand for those that
-    did not come. The order is that of rank 0's first backward, so that later ones rarely wait.
+    DeepSpeed reduces gradients in buckets, in the order in which backward computes them. A rank that skips a block
+    would reduce other parameters than its peers in the same bucket, and parameters that all ranks leave out would keep
+    values of an earlier window. Here a gradient waits until all before it have been reduced, and at the end of a
+    backward zeros stand for the missing ones. The order is that of rank 0's first backward, so that later backwards
+    rarely wait.
 
     Args:
         optimizer: DeepSpeed's, two methods of which are replaced until ``remove``.
@@ -49,7 +50,7 @@ class ReductionOrder:
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._complete
 
     def check(self) -> None:
-        """Refuses a step if it would not take what has been done to gradients since the last backward.
+        """Refuses a step that would ignore changes of gradients since the last backward.
 
         Raises:
             BackendError: gradients of a backward by hand, put into parameters, or changed by late hooks.
@@ -74,7 +75,7 @@ class ReductionOrder:
                 )
 
     def forget(self) -> None:
-        """Starts again at the first parameter: what came before belongs to a backward that failed."""
+        """Starts again at the first parameter: gradients until now are of a backward that failed."""
         self._next = 0
         self._here = [False] * len(self._calls)
 

@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank's optimizer updates, and the tensors it keeps for it."""
+"""The part of each parameter that a rank's optimizer updates, and the tensors that it keeps for it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

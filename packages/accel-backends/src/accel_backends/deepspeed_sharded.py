@@ -45,7 +45,7 @@ class ShardedGradients(Gradients):
         """Nothing: the buffer stays as it is."""
 
     def remove(self) -> None:
-        """Also of the gathers."""
+        """Gives the engine its own methods back, those of the gathers included."""
         super().remove()
         if self._gathers is not None:
             self._gathers.remove()

@@ -1,4 +1,4 @@
-"""Which ranks hold what of a model, and work on what of a sample, under DeepSpeed."""
+"""Distribution of a model and of samples over ranks under DeepSpeed."""
 
 from abc import abstractmethod
 from collections.abc import Mapping

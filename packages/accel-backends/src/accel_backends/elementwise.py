@@ -30,7 +30,7 @@ def beyond_elements(optimizer: Optimizer, backend: str) -> str | None:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own, about which ``BEYOND_ELEMENTS`` says all there is."""
+    """Whether it is one of torch's own, for which ``BEYOND_ELEMENTS`` is complete."""
     return type(optimizer).__module__.startswith(_TORCHS)
 
 
@@ -124,6 +124,6 @@ class Trial:
 
 
 def agree_closely(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether two lists hold the same numbers, however they are cut, but for rounding."""
+    """Whether two lists hold the same numbers up to rounding, whatever the shapes of their tensors."""
     first, second = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (one, other))
     return torch.allclose(first, second, rtol=1e-4, atol=1e-6)

@@ -205,7 +205,7 @@ class FSDPBackend(Backend):
             self._sharded.pop(innermost(model), None)
 
     def close(self) -> None:
-        """Lets go of everything, the group of a single process included."""
+        """Drops everything, the group of a single process included."""
         super().close()
         self._sharded.clear()
         self._spread.close()
@@ -244,7 +244,7 @@ class FSDPBackend(Backend):
         return self._synchronising(model, enable=True)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps on the shards, after letting go of whole parameters that a forward without backward has left.
+        """Steps on the shards, after freeing whole parameters that a forward without backward has left.
 
         Scales of weights that are gathered in 8 bits follow.
         """

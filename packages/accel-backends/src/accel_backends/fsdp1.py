@@ -1,4 +1,4 @@
-"""Version 1 of fully sharded data parallelism, for those who depend on its wrapper."""
+"""Version 1 of fully sharded data parallelism, for code that depends on its wrapper."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -205,7 +205,7 @@ class FSDP1Backend(Backend):
         return super().compile(model, plugin)
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Drops everything."""
         super().close()
         self._spread.close()
 

@@ -1,4 +1,4 @@
-"""torch's ``FullyShardedDataParallel`` (version 1): found in a model, and told what the options say."""
+"""torch's ``FullyShardedDataParallel`` (version 1): the wrapper in a model, and its arguments from the options."""
 
 from typing import TYPE_CHECKING, Any, cast
 

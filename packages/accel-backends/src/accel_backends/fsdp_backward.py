@@ -1,4 +1,4 @@
-"""Errors of torch in a backward of a sharded model, in the words of who called it."""
+"""Errors of torch in a backward of a sharded model, in terms of the user's code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What cannot be sharded, found before anything is changed."""
+"""Checks for what cannot be sharded, before anything is changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast

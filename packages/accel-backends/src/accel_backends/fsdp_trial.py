@@ -1,4 +1,4 @@
-"""Optimizers of other libraries, tried on small shards before anything is changed."""
+"""Trials of other libraries' optimizers on small shards, before anything is changed."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offload: bool) -> None:
     """Refuses optimizers that fail on shards, or step otherwise than on whole parameters; collective.
 
-    torch's own are known (``elementwise``), and one that cannot be tried is taken as it is: shards that cannot do what
-    it does raise, and those that can know of the whole.
+    torch's own are known (``elementwise``). One that cannot be tried is accepted, because a DTensor either computes an
+    operation as on the whole tensor or raises.
 
     Raises:
         PrepareError: on every rank the same, with the nearest that works.

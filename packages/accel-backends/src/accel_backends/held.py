@@ -1,4 +1,4 @@
-"""Where one rank keeps what it trains: the tensors behind parameters, gradients and the optimizer's state."""
+"""The tensors of one rank behind parameters, gradients and the optimizer's state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,8 +36,8 @@ def upcast_states(optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> N
 def upcast_parameters(model: nn.Module, policy: PrecisionPolicy, *, frozen: bool = False) -> None:
     """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
 
-    They stay the same objects. ``frozen``: those that do not train are widened, too. Nothing happens under other
-    precisions, or one that says itself what parameters are.
+    They stay the same objects. ``frozen``: those that do not train are widened, too. Other precisions, and one that
+    sets the dtype of parameters itself, change nothing.
     """
     if not upcasts(policy):
         return

@@ -1,4 +1,4 @@
-"""Which models a backend has prepared, and which parameters are theirs."""
+"""The models that a backend has prepared, and their parameters."""
 
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -76,9 +76,9 @@ class Ownership:
             named = {id(p): f"{n} of {type(m).__name__}" for m in self.models for n, p in named_parameters(m).items()}
             found = ", ".join(named.get(id(p), f"one of shape {tuple(p.shape)}") for p in foreign[:3])
             raise BackendError(
-                f"add_param_group was given parameters that no model had when it was prepared: {found}; gradients of "
-                "such are not averaged over ranks. Add layers before prepare, or call free_memory() and prepare the "
-                "model and a new optimizer again"
+                f"add_param_group was given parameters that no model had when it was prepared: {found}; their "
+                "gradients are not averaged over ranks. Add layers before prepare, or call free_memory() and prepare "
+                "the model and a new optimizer again"
             )
 
     def names(self) -> dict[int, str]:

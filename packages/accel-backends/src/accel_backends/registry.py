@@ -1,4 +1,4 @@
-"""Which backends are installed, and their classes by name."""
+"""The installed backends, by name."""
 
 from difflib import get_close_matches
 from importlib import import_module

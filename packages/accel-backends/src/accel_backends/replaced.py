@@ -1,4 +1,4 @@
-"""Parameters that a prepared model no longer has: their hooks go over, and optimizers that hold them are refused."""
+"""Parameters that ``prepare`` has replaced: their hooks are moved, and optimizers that hold them are refused."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn, final
@@ -12,7 +12,7 @@ _ACCUMULATED = "_post_accumulate_grad_hooks"
 
 @final
 class Replaced(nn.Parameter):
-    """A parameter of before ``prepare``: what asks for its gradient, as every optimizer does, is refused."""
+    """A parameter from before ``prepare``, whose ``grad`` raises an error: every optimizer reads it."""
 
     what: str
 
@@ -27,9 +27,9 @@ class Replaced(nn.Parameter):
 
 
 def replace_parameters(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], kind: str) -> None:
-    """Marks the parameters of ``before`` that ``after`` has no more, of a model of class ``kind``.
+    """Marks the parameters of ``before`` that are not in ``after``, of a model of class ``kind``.
 
-    Hooks of after accumulation are their successors' from now on. Parameters of a class of their own stay unmarked.
+    Their hooks of after accumulation are moved to their successors. Subclasses of ``nn.Parameter`` stay unmarked.
     """
     for name, parameter in before.items():
         successor = after.get(name)

@@ -1,4 +1,4 @@
-"""A step with a loss scale: gradients that do not carry it, or carry it twice, are refused."""
+"""Steps with a loss scale; gradients without it are refused, and so are sums of gradients with and without it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def scaled_backward(scaler: LossScaler, backward: Callable[[float], None]) -> No
     """Calls ``backward`` with the loss scale.
 
     Raises:
-        PrecisionError: gradients from which the loss scale was taken out have got others added that carry it.
+        PrecisionError: gradients that carry the loss scale were added to ones from which it had been removed.
     """
     scaler.overflow_dropped()
     waiting = scaler.unscaled_gradients()
@@ -24,7 +24,7 @@ def scaled_backward(scaler: LossScaler, backward: Callable[[float], None]) -> No
 
 
 def scaled_step(scaler: LossScaler, optimizer: Optimizer, closure: Callable[[], Any] | None, *, names: Names) -> bool:
-    """Steps unless gradients overflowed; whether it did.
+    """Steps unless gradients overflowed; returns whether it stepped.
 
     Raises:
         BackendError: see ``check_scaled``.
@@ -45,7 +45,7 @@ def check_scaled(scaler: LossScaler, optimizer: Optimizer, names: Names) -> None
     """Makes sure that an optimizer's gradients carry the loss scale by which they are about to be divided.
 
     Raises:
-        BackendError: they come of ``loss.backward()``.
+        BackendError: they are of a ``loss.backward()``.
     """
     if not scaler.lacks_scale(optimizer):
         return
@@ -53,6 +53,6 @@ def check_scaled(scaler: LossScaler, optimizer: Optimizer, names: Names) -> None
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     held = [known.get(id(parameter), "?") for parameter in parameters if parameter.grad is not None]
     raise BackendError(
-        f"the gradients of {type(optimizer).__name__} ({listed(held, 3)}) come of a loss without the fp16 loss scale, "
+        f"the gradients of {type(optimizer).__name__} ({listed(held, 3)}) are of a loss without the fp16 loss scale, "
         "by which they would be divided: loss.backward() was called where accelerator.backward(loss) is needed"
     )

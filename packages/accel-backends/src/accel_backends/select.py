@@ -1,4 +1,4 @@
-"""Which backend a run uses, and why."""
+"""Selection of a run's backend, with the reasons."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final

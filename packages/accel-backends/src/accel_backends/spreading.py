@@ -1,4 +1,4 @@
-"""What a backend says about how work is spread over ranks; the defaults are those of whole models and whole samples."""
+"""Methods of a backend about the distribution of work; the defaults are those of whole models and whole samples."""
 
 from abc import ABC
 from collections.abc import Callable, Mapping

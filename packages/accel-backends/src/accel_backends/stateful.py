@@ -1,4 +1,4 @@
-"""What a backend says about the states of models and optimizers; the defaults are those of whole, replicated ones."""
+"""Methods of a backend about the states of models and optimizers; the defaults are those of whole, replicated ones."""
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence

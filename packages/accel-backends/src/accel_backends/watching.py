@@ -1,4 +1,4 @@
-"""What an optimizer is about to step with, for those who look for where a run went wrong."""
+"""The gradients of an optimizer's next step, for diagnosis of runs that went wrong."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered, checkpointed and freed as a unit."""
+"""The units of a model: modules that are gathered, checkpointed and freed together."""
 
 import inspect
 import re

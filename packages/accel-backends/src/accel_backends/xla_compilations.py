@@ -1,4 +1,4 @@
-"""How often XLA compiled, and a word to the user when it does so late: shapes that change cost seconds each time."""
+"""Counts of XLA's compilations, with a warning about late ones: each change of shapes costs seconds."""
 
 from collections.abc import Callable
 from typing import final
