@@ -1,4 +1,4 @@
-"""What a saved tree and one that it is to be loaded into do not have in common."""
+"""Differences between a saved tree and the tree that it is to be loaded into."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

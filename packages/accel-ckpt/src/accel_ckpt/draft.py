@@ -1,4 +1,4 @@
-"""What one rank brings to a checkpoint, and the part of it that this rank writes."""
+"""One rank's contribution to a checkpoint, and the part of it that this rank writes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

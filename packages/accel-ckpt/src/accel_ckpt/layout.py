@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank holds and which rank writes it: arithmetic on numbers, without tensors or groups.
+"""The box of a tensor that each rank holds, and the rank that writes it: arithmetic without tensors or groups.
 
 A rank's share of one dimension is a list of half-open intervals in the order in which they lie in its memory. One
 interval is the rule; several come from a strided split (a dimension that another mesh axis had split before).

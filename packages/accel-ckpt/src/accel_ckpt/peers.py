@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint together: which of them keeps it, how a failure of one reaches all."""
+"""The ranks that save or load one checkpoint together: their collective work, and failures of one raised on all."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, final

@@ -1,4 +1,4 @@
-"""Plain safetensors files of a model: which those are, what their headers say, and all of them in memory."""
+"""Plain safetensors files of a model: their names, their headers, and all of them in memory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which checkpoints of a series to keep: pure functions from what is there to what stays."""
+"""The checkpoints of a series to keep: pure functions from those that exist to those that stay."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

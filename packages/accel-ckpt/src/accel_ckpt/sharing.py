@@ -1,4 +1,4 @@
-"""Bytes that several ranks want: who compares them with their digests, and whether one rank reads them for all."""
+"""Bytes that several ranks read: the rank that compares them with their digests, or reads them for all."""
 
 import time
 from collections import deque

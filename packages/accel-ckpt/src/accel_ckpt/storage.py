@@ -1,4 +1,4 @@
-"""Where checkpoints lie: folders of a file system or prefixes of an object store, behind one set of operations.
+"""Storage of checkpoints: folders of a file system or prefixes of an object store, behind one set of operations.
 
 A place is a ``Path``, or a ``Url`` of any file system that fsspec knows. What differs is how a checkpoint appears at
 once: folders are renamed, while an object store gets a checkpoint's manifest last.

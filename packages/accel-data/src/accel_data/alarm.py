@@ -1,4 +1,4 @@
-"""What went wrong with one rank's reading, told to the ranks that read the same loader."""
+"""Failures of one rank's reading, made known to the ranks that read the same loader."""
 
 import _thread
 import logging

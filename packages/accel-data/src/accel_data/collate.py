@@ -1,4 +1,4 @@
-"""How samples of different lengths become one batch: padding to the longest, and what the padding costs."""
+"""Batches of samples of different lengths: padding to the longest, and the cost of the padding."""
 
 import copy
 import dataclasses

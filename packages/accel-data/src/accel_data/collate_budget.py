@@ -1,4 +1,4 @@
-"""Which samples share a batch when a batch is as many tokens as fit, not as many samples."""
+"""Batches of as many samples as fit a number of tokens."""
 
 import heapq
 from collections.abc import Iterator, Sequence

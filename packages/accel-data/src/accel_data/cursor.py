@@ -1,4 +1,4 @@
-"""Where in the data a run is: a number that knows nothing of processes, workers or batches."""
+"""The position of a run in its data: a number that depends on no process, worker or batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How batches that one rank has read are dealt out to all: which rows each rank gets, and how many of them are real."""
+"""The rows of a batch that each rank gets of what one rank has read, and how many of them are real."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

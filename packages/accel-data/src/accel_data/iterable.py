@@ -1,4 +1,4 @@
-"""Which elements of a stream a reader keeps, when every reader reads the same stream."""
+"""The elements of a stream that each reader keeps, when every reader reads the same stream."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Equally many steps on every rank, where each reads a stream of its own whose length nobody knows."""
+"""Equally many steps on every rank, where each reads a stream of its own of unknown length."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta

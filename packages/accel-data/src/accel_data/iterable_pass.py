@@ -1,4 +1,4 @@
-"""One walk over a stream, and what is known behind each of its batches."""
+"""One pass over a stream, with the facts that follow each of its batches."""
 
 from collections import deque
 from collections.abc import Iterator

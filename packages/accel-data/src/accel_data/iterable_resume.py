@@ -1,4 +1,4 @@
-"""From where the readers of a stream go on, given a saved position."""
+"""The position from which each reader of a stream continues after a resume."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Iterable datasets as a source: who reads what, and what is known behind each batch."""
+"""Iterable datasets as a source: the share of each reader, and the facts that follow each batch."""
 
 import copy
 import warnings

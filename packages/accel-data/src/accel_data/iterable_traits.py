@@ -1,4 +1,4 @@
-"""What an iterable dataset can be asked for, found without importing the library it comes from."""
+"""Abilities of an iterable dataset (sharding, seeking), found without importing the library it comes from."""
 
 import inspect
 from dataclasses import dataclass

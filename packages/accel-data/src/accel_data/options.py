@@ -1,4 +1,4 @@
-"""How loaders are sharded, padded and moved: one frozen record of choices."""
+"""Options of loaders: sharding, padding and moving, in one frozen record."""
 
 from dataclasses import dataclass
 from typing import Literal, final

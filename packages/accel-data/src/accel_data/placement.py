@@ -1,4 +1,4 @@
-"""How a batch reaches the device of the step, started while the step before it still computes."""
+"""Copies of batches to the device of the step, started while the step before it still computes."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, final

@@ -1,4 +1,4 @@
-"""What a user's map-style DataLoader reads, taken apart: an order we can compute, or samplers we have to walk."""
+"""A user's map-style DataLoader, taken apart: an order that can be computed, or samplers that must be iterated."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Which source a DataLoader is read through, and the seed that all ranks use."""
+"""The source that a DataLoader is read through, and the seed that all ranks use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What of a batch one rank computes on, where several share every sequence."""
+"""The part of a batch that one rank computes on, where several share every sequence."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping

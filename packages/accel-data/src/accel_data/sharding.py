@@ -1,4 +1,4 @@
-"""Which positions of an epoch each rank reads in each step: pure functions, no rank walks the positions of others.
+"""The positions of an epoch that each rank reads in each step: pure functions, without iterating over other ranks'.
 
 A *step* is one batch on every rank. A sharding is a value that knows the batch size and the number of ranks; asked
 about the step that begins at a position, it names each rank's rows and where the step ends. Positions run over the

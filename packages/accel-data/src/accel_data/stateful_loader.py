@@ -1,4 +1,4 @@
-"""torchdata's ``StatefulDataLoader``: reading through it, and what stands in the place of torch's samplers in it."""
+"""torchdata's ``StatefulDataLoader`` as a source, with replacements for torch's samplers in it."""
 
 import copy
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""A DataLoader's worker processes: that they deliver in order, and what became of them when reading failed."""
+"""A DataLoader's worker processes: delivery in order, and their state when reading has failed."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""What can be wrong with a precision."""
+"""Errors of precisions."""
 
 
 class PrecisionError(ValueError):

@@ -1,4 +1,4 @@
-"""What a device computes, found out by computing it."""
+"""Dtypes that a device computes, found by computing in them."""
 
 import warnings
 from dataclasses import dataclass

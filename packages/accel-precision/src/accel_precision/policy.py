@@ -1,4 +1,4 @@
-"""Which dtype plays which role in a run."""
+"""Precision policies: the dtype of each role (parameters, computing, reduction, output) in a run."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

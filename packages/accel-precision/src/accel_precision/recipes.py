@@ -1,4 +1,4 @@
-"""How a model is trained in 8-bit floats: one dataclass for each library that does it."""
+"""Recipes for training a model in 8-bit floats: one dataclass for each library that does it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

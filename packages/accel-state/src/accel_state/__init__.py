@@ -1,4 +1,4 @@
-"""Where a process sits, on which device, and how it talks to the others.
+"""The place of a process among the processes of a run, its device, and its collectives.
 
 Names are imported on first use, so that ``import accel_state`` costs next to nothing and touches no device.
 """

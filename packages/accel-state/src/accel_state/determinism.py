@@ -1,4 +1,4 @@
-"""Whether torch computes the same result each time it is asked."""
+"""Deterministic algorithms of torch, which give the same result each time."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and what is true of devices of its type."""
+"""The device that this process computes on, and facts about devices of its type."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the machine's GPUs are, as far as starting processes on them depends on it."""
+"""Facts about the machine's GPUs on which starting processes depends."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What optional libraries and device types this environment has.
+"""Optional libraries and device types of this environment.
 
 A probe is called like a function. It looks for the package and its metadata and imports nothing, so that a stray folder
 of the same name does not count and asking stays cheap. What needs a device asks :mod:`accel_state.device`.

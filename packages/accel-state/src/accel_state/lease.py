@@ -1,4 +1,4 @@
-"""Who in this process uses torch's default process group, and who therefore closes it."""
+"""The sessions that use torch's default process group; the last one closes it, if accel opened it."""
 
 import atexit
 import weakref

@@ -1,4 +1,4 @@
-"""Logging that knows its rank: once instead of W times, or in order."""
+"""Loggers that know their rank, and log once instead of W times, or in order."""
 
 import logging
 import os

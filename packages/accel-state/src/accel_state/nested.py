@@ -1,4 +1,4 @@
-"""What can be done on one process to tensors in dicts, lists, tuples, namedtuples and dataclasses."""
+"""Operations of one process on tensors in dicts, lists, tuples, namedtuples and dataclasses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How many tensors become one buffer, so that one collective moves them all, and come out again.
+"""Many tensors in one buffer, so that one collective moves them all.
 
 Tensors are joined per dtype (one call into torch each way, whatever their number) and the joined pieces as bytes, the
 widest dtype first, which leaves every piece aligned to its own element size. A buffer's tensors are on one device.

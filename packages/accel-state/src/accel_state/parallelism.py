@@ -1,4 +1,4 @@
-"""How the processes of a run are arranged: the degree of each kind of parallelism, and what follows from it."""
+"""The arrangement of a run's processes: the degree of each kind of parallelism, and the mesh made of them."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Who does what when: one process before the others, one instead of all, or each its part."""
+"""Work divided between processes: one before the others, one instead of all, or each its part."""
 
 import copy
 import functools

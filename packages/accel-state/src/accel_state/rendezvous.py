@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: the store they share, and who has not come yet."""
+"""The store that the processes of a run share, and a report of those that have not joined it."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The life of this process among the others: opened once, asked often, closed cleanly."""
+"""The membership of this process in a group of processes, from opening to closing."""
 
 import builtins
 import os

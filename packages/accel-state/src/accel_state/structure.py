@@ -1,4 +1,4 @@
-"""What a nested value consists of: its containers, and the leaves inside them.
+"""The structure of a nested value: its containers, and the leaves inside them.
 
 A *container* is a dict or any other ``Mapping``, a list, a tuple, a namedtuple, or an instance of a dataclass;
 subclasses count, and are rebuilt as what they were. Everything else is a *leaf*, including ``None``, strings, sets,

@@ -1,4 +1,4 @@
-"""Where this process sits among all processes of the run."""
+"""The place of this process among all processes of the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

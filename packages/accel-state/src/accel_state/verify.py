@@ -1,4 +1,4 @@
-"""Whether all processes are about to enter the same collective with data that fits together.
+"""A check, before a collective runs, that all processes enter the same one with data that fits together.
 
 A collective whose processes disagree hangs, aborts the process or mixes up bytes. Verification makes that an error on
 every process, which says who differs and where. Each process writes what it is about to do into the store that the

@@ -1,4 +1,4 @@
-"""Which version of a library is installed, and how it compares with another."""
+"""The installed version of a library, and comparisons with another version."""
 
 import operator
 import re

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds belongs to this run: from names, shapes and options, before a tensor is read."""
+"""A check that a checkpoint belongs to this run, by names, shapes and options, before a tensor is read."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Is this micro-batch the one that ends an optimizer step, and what share of that step does it carry?"""
+"""The accumulation clock: the end of each optimizer step, and the share of each micro-batch in it."""
 
 import dataclasses
 import weakref

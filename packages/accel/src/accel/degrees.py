@@ -1,4 +1,4 @@
-"""Which degrees of parallelism a configuration asks for."""
+"""The degrees of parallelism that a configuration asks for."""
 
 from accel.config.model import AccelConfig, settings
 from accel_state.errors import ConfigError

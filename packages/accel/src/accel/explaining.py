@@ -1,4 +1,4 @@
-"""What was chosen for a run and why, and what a step of it does: each number read from the object that decides it."""
+"""The choices made for a run with their reasons, and the traffic of a step, read from the objects that decide."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the configuration says where a call gives no plugin: options by the names of the plugins' own fields."""
+"""Plugins made of the configuration where a call gives none: options by the names of the plugins' fields."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What memory is full of, by name, when it runs out."""
+"""The contents of memory, by name, when it runs out."""
 
 import gc
 from collections.abc import Iterable, Mapping

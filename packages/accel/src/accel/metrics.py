@@ -1,4 +1,4 @@
-"""What every rank computed on the last batches, without the samples that were repeated to fill them."""
+"""Every rank's results on the last batches, without the samples that were repeated to fill them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What kind of object was given to ``prepare``."""
+"""The kinds of objects that ``prepare`` takes, and checks that they belong together."""
 
 from collections.abc import Iterable, Sequence
 from functools import singledispatch

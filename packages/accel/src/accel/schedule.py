@@ -1,4 +1,4 @@
-"""What a learning-rate schedule will do, found out on a copy before the first step."""
+"""The learning rates of a schedule, found on a copy before the first step."""
 
 import copy
 import warnings

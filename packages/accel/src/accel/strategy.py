@@ -1,4 +1,4 @@
-"""Which strategy the arguments of an Accelerator ask for together, and whether the rest fits it."""
+"""The strategy that the arguments of an Accelerator ask for together, and a check that the rest fits it."""
 
 import dataclasses
 from collections.abc import Mapping

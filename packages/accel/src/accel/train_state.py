@@ -1,4 +1,4 @@
-"""Names for everything that must resume, and how each is taken out and put back."""
+"""Names for everything that must resume, and the saving and loading of each."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which launcher started this process: the ordered list of readers, and the question to each."""
+"""The launcher that started this process, found by an ordered list of readers."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module

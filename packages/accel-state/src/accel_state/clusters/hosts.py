@@ -1,4 +1,4 @@
-"""How batch systems write lists of hosts."""
+"""Lists of hosts as batch systems write them."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""How every reader turns variables into numbers and addresses, and what it says when they are wrong."""
+"""Numbers and addresses from launchers' variables, for every reader, with the errors about wrong ones."""
 
 import zlib
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,1 @@
-"""The hang doctor: who is where in which operation, when ranks wait for one that will not come."""
+"""The hang doctor: the operation and line of each rank, when ranks wait for one that will not come."""

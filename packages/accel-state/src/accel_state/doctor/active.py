@@ -1,4 +1,4 @@
-"""The doctors of this process, and how an operation tells them that it begins and ends."""
+"""The doctors of this process, and the decorator that records an operation with them."""
 
 import functools
 import threading

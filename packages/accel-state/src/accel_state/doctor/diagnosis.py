@@ -1,4 +1,4 @@
-"""What is wrong, decided from what is known of every rank; nothing here looks at a process."""
+"""Diagnoses from the known states of all ranks; nothing here reads a process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What this process knows of the others: by their memory on this machine, by the store of the group elsewhere."""
+"""The states of the other ranks: from their memory on this machine, through the group's store elsewhere."""
 
 import contextlib
 import json

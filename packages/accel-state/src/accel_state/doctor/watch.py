@@ -1,4 +1,4 @@
-"""The doctor itself: a thread that gives signs of life and, when this rank waits, finds out for whom and why."""
+"""The doctor itself: a thread that gives signs of life and, when this rank waits, finds the rank at fault."""
 
 import atexit
 import contextlib

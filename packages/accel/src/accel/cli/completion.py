@@ -1,4 +1,4 @@
-"""``accel completion``, and what a shell with its script asks for then."""
+"""``accel completion``, and the answers to a shell that uses its script."""
 
 import os
 

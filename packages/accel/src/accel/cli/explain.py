@@ -1,4 +1,4 @@
-"""``accel explain``: what a script's run would do, seen from the run itself, which then ends."""
+"""``accel explain``: the choices and the traffic of a script's run, read from the run itself, which then ends."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""``accel plan``: what every way of training a model would take, and which to choose."""
+"""``accel plan``: memory, traffic and time of every way of training a model, and the one to choose."""
 
 import sys
 from collections.abc import Sequence

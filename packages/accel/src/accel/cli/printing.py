@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, tables for people."""
+"""Output of commands: JSON for programs, tables for people."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The questions of ``accel config``: which ones follow from the answers, and asking them in a terminal."""
+"""The questions of ``accel config``: those that follow from the answers, and the dialogue in a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping

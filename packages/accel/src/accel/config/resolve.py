@@ -1,4 +1,4 @@
-"""Which value every setting has: call over flag over environment over file over default."""
+"""The value of every setting: call over flag over environment over file over default."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What one setting is: its type, its names and what it accepts, read from the field that declares it."""
+"""One setting: its type, names and accepted values, read from the field that declares it."""
 
 import dataclasses
 import difflib

@@ -1,1 +1,1 @@
-"""The Accelerator's sides, one file each: what it says of the process, the data, the checkpoints."""
+"""The parts of the Accelerator's interface, one file each."""

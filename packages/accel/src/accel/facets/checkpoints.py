@@ -1,4 +1,4 @@
-"""An Accelerator's side towards checkpoints: what is saved under which name, where, and how it comes back."""
+"""An Accelerator's checkpoints: saving and loading everything that must resume."""
 
 import json
 import logging

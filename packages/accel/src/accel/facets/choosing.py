@@ -1,4 +1,4 @@
-"""An Accelerator that is told ``strategy="auto"``: its backend is chosen when it first sees a model."""
+"""An Accelerator with ``strategy="auto"``: its backend is chosen when it is first given a model."""
 
 from abc import ABC
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""An Accelerator's side towards gradients: when they travel, how long they are, and the loss scale in them."""
+"""An Accelerator's gradients: their synchronisation, their norm, and the loss scale in them."""
 
 from abc import ABC
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""An Accelerator's side towards memory: how much of a batch fits at once."""
+"""An Accelerator's search for the largest micro-batch that fits into memory."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""An Accelerator's side towards the mesh of all processes: which part of the model and of the data is this one's."""
+"""An Accelerator's place in the mesh of all processes: its part of the model and of the data."""
 
 from abc import ABC
 from typing import TYPE_CHECKING

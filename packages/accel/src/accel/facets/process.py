@@ -1,4 +1,4 @@
-"""What an Accelerator says of its process, and how it talks to the others: all of it is the session's."""
+"""An Accelerator's process facts and collectives, all of them the session's."""
 
 from abc import ABC
 from collections.abc import Callable

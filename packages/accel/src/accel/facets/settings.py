@@ -1,4 +1,4 @@
-"""What an Accelerator was set up with, under the names that its users know."""
+"""The settings of an Accelerator, under the names that its users know."""
 
 import dataclasses
 from abc import ABC

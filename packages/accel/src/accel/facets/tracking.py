@@ -1,4 +1,4 @@
-"""An Accelerator's side towards trackers: the main process has them, and logs what is true of all."""
+"""An Accelerator's trackers: the main process has them, and logs values of all ranks."""
 
 import logging
 import os

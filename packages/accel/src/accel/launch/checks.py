@@ -1,4 +1,4 @@
-"""Which settings contradict each other, or ask for what this version cannot do."""
+"""Refusals of settings that contradict each other, or that this version cannot satisfy."""
 
 from importlib.util import find_spec
 

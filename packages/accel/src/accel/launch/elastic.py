@@ -1,4 +1,4 @@
-"""A meeting whose machines may come and go between how few and how many the user allows."""
+"""A meeting whose machines may join and leave within the limits that the user sets."""
 
 import socket
 import uuid

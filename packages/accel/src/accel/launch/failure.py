@@ -1,4 +1,4 @@
-"""Which process failed first, and the report about it."""
+"""The first failure among the processes of an attempt, and the report about it."""
 
 import json
 import signal

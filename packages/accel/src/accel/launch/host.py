@@ -1,4 +1,4 @@
-"""What this machine offers a job, and whether the program is there."""
+"""Facts about this machine that a launch needs, and a check that the program exists."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where the launchers of a job's machines agree on each attempt."""
+"""The meeting point at which the launchers of a job's machines agree on each attempt."""
 
 import contextlib
 import json

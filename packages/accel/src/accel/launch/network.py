@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces leads to an address."""
+"""The network interface of this machine that leads to an address."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Where the output of the processes goes: untouched, or through the launcher with the rank before each line."""
+"""Output of the processes: untouched, or through the launcher with the rank before each line."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Which processes a job starts on this machine: argv and environment of each, before anything runs."""
+"""The processes that a launch starts on this machine: argv and environment of each, before anything runs."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which machine of a TPU pod the launcher runs on: what the environment says, or the machine itself."""
+"""The machine of a TPU pod that the launcher runs on, from the environment or from the machine itself."""
 
 import re
 from collections.abc import Mapping

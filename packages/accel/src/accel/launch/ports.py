@@ -1,4 +1,4 @@
-"""A port for the processes of one attempt to meet on, kept from everybody else until they do."""
+"""A free port for the processes of one attempt, reserved until they use it."""
 
 import errno
 import socket

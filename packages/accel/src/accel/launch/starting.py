@@ -1,4 +1,4 @@
-"""Who starts the processes of a launch: this launcher, a scheduler, mpirun, or launchers on other machines."""
+"""Starters of processes: this launcher, a scheduler, mpirun, or launchers on other machines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What runs in each process that a launcher supervises: it ends with its launcher and leaves its error in a file.
+"""The main module of each process that a launcher supervises: ends with its launcher, leaves its error in a file.
 
     python -P -m accel.launch.worker {script|module|command} TARGET [ARGS]...
 

@@ -1,4 +1,4 @@
-"""What a run spends its time on, how fast it goes, and whether it is well."""
+"""Meters of a run: its time by phase, its speed, and its health."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How many floating-point operations a model takes, and how many a device could do."""
+"""Floating-point operations of a model, and the rate that a device could reach."""
 
 from collections.abc import Callable
 from typing import Any

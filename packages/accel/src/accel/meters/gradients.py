@@ -1,4 +1,4 @@
-"""The gradients of the step that was taken last: looked at only if something was wrong with it."""
+"""The gradients of the step that was taken last, examined only if something was wrong with it."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, final

@@ -1,4 +1,4 @@
-"""Whether a loss is what losses were, and if not, what is known of where it came from."""
+"""A check that a loss is like the losses before it, and the facts about one that is not."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""Which of a few phases a process is in, and how long it has been in each."""
+"""The time that a process spends in each of a few phases."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, and with what."""
+"""The rank that holds the others up, and the phase in which it does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Functions of a notebook's cells on many processes: where they run, how they get there, what comes back."""
+"""Functions of a notebook's cells on many processes: starting them, sending the call, returning results."""

@@ -1,4 +1,4 @@
-"""Where an interpreter runs: whose notebook it is, and whether one process drives all that the machine has."""
+"""The kind of notebook that an interpreter belongs to, and whether one process drives the whole machine."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping

@@ -1,4 +1,4 @@
-"""What each process of ``notebook_launcher`` runs: the call it was started for, and its result back.
+"""The main module of each process of ``notebook_launcher``: runs the call, and returns its result.
 
 accel launch ... -m accel.notebook.worker FOLDER [TEMPLATE]
 """

@@ -1,4 +1,4 @@
-"""Which plan to take, why, and what would change that; pure."""
+"""The plan to take, with the reasons and the changes that would lead to another; pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

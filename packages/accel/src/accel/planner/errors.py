@@ -1,4 +1,4 @@
-"""What can go wrong in planning."""
+"""Errors of planning."""
 
 from accel_state.errors import AccelError
 

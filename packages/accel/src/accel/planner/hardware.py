@@ -1,4 +1,4 @@
-"""Where a model is to be trained: how many devices with how much memory, and how fast they talk."""
+"""The hardware that a model is planned for: number, memory and speed of devices and links."""
 
 import re
 from collections.abc import Mapping

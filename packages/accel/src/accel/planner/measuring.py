@@ -1,4 +1,4 @@
-"""What a step really takes, to hold a plan against."""
+"""Measured memory of a step, to compare with a plan."""
 
 import gc
 from collections.abc import Callable, Iterable

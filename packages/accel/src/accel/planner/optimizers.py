@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter and takes while it steps: found by letting it step on tiny ones."""
+"""Memory that an optimizer keeps and uses in a step, found by stepping it on tiny parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

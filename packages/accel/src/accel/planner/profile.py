@@ -1,4 +1,4 @@
-"""What the planner knows of a model: exact bytes of its parts, and one step of it as a sequence of marks."""
+"""A model's profile: exact bytes of its parts, and one step of it as a sequence of marks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

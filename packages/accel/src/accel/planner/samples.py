@@ -1,4 +1,4 @@
-"""What a model is called with, and what becomes of its output."""
+"""Sample inputs of a model, and the loss made of its output."""
 
 import inspect
 from collections.abc import Callable, Mapping

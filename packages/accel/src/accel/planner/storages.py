@@ -1,4 +1,4 @@
-"""Watches which memory tensors take and give back, op by op; works on real, fake and meta tensors."""
+"""Records the memory that tensors take and give back, op by op; works on real, fake and meta tensors."""
 
 import weakref
 from collections.abc import Iterable

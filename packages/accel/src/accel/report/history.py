@@ -1,4 +1,4 @@
-"""A run as its journal tells it, over all restarts: what counts, and what was lost."""
+"""A run's history from its journal, over all restarts, without the steps that were lost."""
 
 import bisect
 import json

@@ -1,4 +1,4 @@
-"""How the page looks, by day and by night; pictures taken out of it carry the same style."""
+"""The style of the page, in light and dark; pictures taken out of it carry the same style."""
 
 STYLE = """
 :root{--ground:#f7f8fa;--paper:#fff;--ink:#1b2330;--soft:#667085;--rule:#e4e7ec;--c1:#3563e9;--c2:#f59e0b;--c3:#10a37f;

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: trackers, and the queues that keep them from ever holding up or ending a run."""
+"""Trackers of a run, and the queues that keep them from delaying or ending it."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What a tracker is: where a run's numbers go, and which run they belong to when it goes on."""
+"""Trackers: the interface, and the identity of the run that they log to, for resuming it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

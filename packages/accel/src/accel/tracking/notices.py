@@ -1,4 +1,4 @@
-"""What accel warns of, noted in the run's own log as well."""
+"""Warnings of accel, noted in the run's own log as well."""
 
 import logging
 from collections.abc import Callable

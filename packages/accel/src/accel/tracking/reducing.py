@@ -1,4 +1,4 @@
-"""Makes one number of every rank's: what is logged is true of the whole run."""
+"""Reductions of logged values over all ranks."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""Which trackers there are, and which of them a run was asked for."""
+"""The trackers that are installed, and those that a run asked for."""
 
 import logging
 from collections.abc import Mapping, Sequence

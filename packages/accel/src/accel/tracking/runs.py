@@ -1,4 +1,4 @@
-"""What trackers have in common whose library makes an object for each run."""
+"""The common part of trackers whose library makes an object for each run."""
 
 from abc import ABC
 from collections.abc import Mapping

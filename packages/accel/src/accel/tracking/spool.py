@@ -1,4 +1,4 @@
-"""What a run keeps beside its log for a tracker: what could not be given to it, and which run it has begun."""
+"""Files beside a run's log for one tracker: values that it could not take, and the identity of its run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is logged, made plain: tensors become numbers, nested names become flat ones."""
+"""Logged values made plain: tensors become numbers, nested names become flat ones."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

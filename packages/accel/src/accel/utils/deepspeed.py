@@ -1,4 +1,4 @@
-"""What DeepSpeed's users write into their scripts; DeepSpeed itself is imported where it is used."""
+"""Names that DeepSpeed's users write into their scripts; DeepSpeed itself is imported where it is used."""
 
 from accel_backends.deepspeed_dummies import DummyOptim as DummyOptim
 from accel_backends.deepspeed_dummies import DummyScheduler as DummyScheduler

@@ -1,4 +1,4 @@
-"""Which optional libraries and devices are there."""
+"""Optional libraries and devices that are present."""
 
 from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.imports import is_8bit_bnb_available as is_8bit_bnb_available
