@@ -739,5 +739,5 @@ def test_what_is_logged_before_init_trackers_is_said_to_be_lost_once(rank: int) 
     accelerator.log({"loss": 2.0})
     accelerator.get_tracker("wandb").log({"loss": 3.0}, step=3)
     logging.getLogger("accel.tracking").removeHandler(handler)
-    told = "log keeps nothing: no trackers are there; call init_trackers first, and log before end_training"
+    told = "log keeps nothing: there are no trackers; call init_trackers first, and log before end_training"
     assert said == ([told] if rank == 0 else [])

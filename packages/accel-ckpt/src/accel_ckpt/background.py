@@ -1,8 +1,8 @@
 """Saving while training goes on: a copy now, the disk later.
 
 The call returns once this rank's part lies in a buffer of its own, which is kept for the next save. One thread then
-digests and writes it; both let go of the interpreter lock, eight megabytes at a time. It talks to the other ranks
-over a group of its own, since collectives of two threads on one group would meet the wrong partners.
+digests and writes it; both release the interpreter lock, eight megabytes at a time. It uses a group of its own with the
+other ranks, because collectives of two threads on one group would be matched wrongly.
 """
 
 import logging
@@ -137,7 +137,7 @@ class AsyncSaver:
             self._handle.raise_failure(once=True)
 
     def close(self) -> None:
-        """Waits, lets threads and buffer go and closes the group. Collective."""
+        """Waits, frees threads and buffer, and closes the group. Collective."""
         try:
             self.wait()
         finally:

@@ -1,7 +1,7 @@
 """Files in blocks, each with its own digest: written, digested and checked by several threads at once.
 
 Blocks instead of one digest per file, so that several threads can work on one file and a reader that needs a part can
-check just that part. Both digests are in the standard library and let go of the interpreter lock. CRC-32 is the default
+check just that part. Both digests are in the standard library and release the interpreter lock. CRC-32 is the default
 because it finds damage as well as any in blocks of this size and runs at 4 GB/s and thread; SHA-256 ran at 1.7 GB/s
 here, and at a third of that on processors without instructions for it, which is slower than their disks. SHA-256 is for
 who signs the manifest's seal and wants the signature to cover the tensors (blake2b ran at 0.8 GB/s, md5 at 0.7).
@@ -62,13 +62,13 @@ class Source(Protocol):
         """Fills ``views`` one after the other with the bytes from ``begin`` on, or raises a CheckpointError."""
 
     def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
-        """As ``read_into``, and gives each piece once it is filled, small enough to be in a processor's cache still."""
+        """As ``read_into``, yielding each piece once it is filled, while it is still in a processor's cache."""
 
     def mapped(self) -> memoryview | None:
         """The whole file as memory that is read when it is touched; None where there is no such thing."""
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
 
 
 def read_whole(source: Source, name: str, limit: int) -> bytes:
@@ -242,7 +242,7 @@ class CheckedFile:
         """Memory of this thread for a block, used again for the next."""
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None:
-            # Mapped, so that it is given back with its thread: allocators keep what many threads have let go of.
+            # Mapped, so that it is given back with its thread: allocators keep what many threads have freed.
             buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
             with suppress(OSError, AttributeError):  # a system without large pages, as in ``memory``
                 buffer.madvise(mmap.MADV_HUGEPAGE)

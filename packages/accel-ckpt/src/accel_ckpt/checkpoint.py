@@ -28,7 +28,7 @@ _MAX_TREE = 2**31
 # Tensors to read, each with what it is to be like, by what stands for it in a tree.
 _Requests = dict[object, Request]
 Fetched = dict[str, Callable[[], Tree]]
-"""By name, what puts a tree's tensors into their places and gives it."""
+"""By name, a function that puts a tree's tensors into their places and returns the tree."""
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
@@ -36,9 +36,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
 
     With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
     is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
-    of them must call, and all of them raise if one does; none looks before all have called, so what one of them wrote
-    before is there. Without one, this process works alone. With a ``PerNode`` each machine opens the copy at its own
-    ``path``, and all copies must be of one save.
+    of them must call, and all of them raise if one does; they read once all have called, so a checkpoint that one of
+    them wrote before its call is found. Without one, this process works alone. With a ``PerNode`` each machine opens
+    the copy at its own ``path``, and all copies must be of one save.
 
     Raises:
         CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
@@ -134,7 +134,7 @@ class Checkpoint:
     ) -> Fetched:
         """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
 
-        It is compared, and lies in this machine's memory; what is returned for a name puts its tensors into their
+        It is compared and in this machine's memory then; the function returned for a name puts its tensors into their
         places. So all of a run's states can be known to be intact before the first is loaded, without reading anything
         twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one
         (``verify`` with the same group knows what nobody has compared yet), where that is faster one reads it for all,

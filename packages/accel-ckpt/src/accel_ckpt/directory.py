@@ -92,9 +92,9 @@ class CheckpointDirectory:
     def latest(self, accept: Callable[[Checkpoint], object] | None = None) -> Checkpoint | None:
         """The newest checkpoint all of whose bytes are as written; None if there is none.
 
-        Damaged ones are passed over with a warning that says what is wrong with them. ``accept`` is asked instead of
-        comparing all bytes, if it is given, and raises CheckpointCorruptError on all ranks to pass one over; so what
-        is needed can be read and compared in one go.
+        Damaged ones are passed over with a warning that says what is wrong with them. If ``accept`` is given, it is
+        called instead of comparing all bytes, and raises CheckpointCorruptError on all ranks to pass one over; so the
+        bytes that are needed can be read and compared at the same time.
         """
         peers = self._peers
         copies = [set(numbers) for numbers in peers.each_copy(f"looking into {self.path}", self._committed)]
@@ -112,7 +112,7 @@ class CheckpointDirectory:
                 raise
             except CheckpointError as error:
                 if checkpoint is not None and not isinstance(error, CheckpointCorruptError):
-                    raise  # not of the checkpoint, but of ``accept``
+                    raise  # by ``accept``, and not because of damage
                 if peers.rank == 0:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)
         return None

@@ -86,7 +86,7 @@ class FileSource:
         deque(self.reading(begin, *views), maxlen=0)
 
     def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
-        """As ``read_into``, and gives each piece once it is filled."""
+        """As ``read_into``, yielding each piece once it is filled."""
         waiting = deque(view for view in views if len(view))
         while waiting:
             try:
@@ -131,7 +131,7 @@ def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
 
 
 def _taken(waiting: deque[memoryview], count: int) -> Iterator[memoryview]:
-    """Takes away the first ``count`` bytes and gives them."""
+    """Removes the first ``count`` bytes and yields them."""
     while count:
         first = waiting.popleft()
         if len(first) > count:

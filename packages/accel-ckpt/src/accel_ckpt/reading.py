@@ -34,11 +34,11 @@ from accel_state.errors import CheckpointCorruptError
 # Tensors for other devices are read and moved in groups of about this many bytes.
 _BATCH = 2**30
 Puts = list[Callable[[], torch.Tensor]]
-"""For each of several tensors that have been read, what puts it into its place and gives it."""
+"""For each tensor that has been read, a function that puts it into its place and returns it."""
 
 
 class Request(NamedTuple):
-    """A tensor to read: its name in the manifest, what it is placed like (None: whole, on the CPU)."""
+    """A tensor to read: its name in the manifest, and the tensor that it is placed like (None: whole, on the CPU)."""
 
     key: str
     like: torch.Tensor | None = None

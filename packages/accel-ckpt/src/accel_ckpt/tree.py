@@ -54,7 +54,7 @@ def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
     """The tree that ``encode`` was given; ``tensor(name, path)`` supplies what stands at each tensor's place.
 
     Raises:
-        CheckpointCorruptError: the document is none of ours.
+        CheckpointCorruptError: the document is no state tree.
     """
     return _decode(document, (), tensor)
 

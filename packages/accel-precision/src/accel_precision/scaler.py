@@ -16,7 +16,7 @@ from accel_precision.policy import PrecisionPolicy
 
 MAX_SCALE, MIN_SCALE = 2.0**120, 2.0**-64
 
-#: For each parameter of an optimizer, which tensor its gradient is and how often it has been changed; None without one.
+#: For each parameter of an optimizer, the identity and the version of its gradient; None without one.
 GradientMarks = tuple[tuple[int, int] | None, ...]
 
 
@@ -87,7 +87,7 @@ class LossScaler:
         return self._scale
 
     def lacks_scale(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients are of no scaled loss: none was since they were unscaled last."""
+        """Whether the optimizer has gradients, but no loss was scaled since they were last unscaled."""
         return (
             self._losses.get(optimizer, 0) == self._scaled
             and (optimizer not in self._overflowed or optimizer in self._cleared)
@@ -129,7 +129,7 @@ class LossScaler:
         self.unscale(own if isinstance(own, Optimizer) else optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Its gradients were cleared: if they were unscaled and not stepped with, the next ones carry the scale again.
+        """Notes that its gradients were cleared: if they were unscaled without a step, the next ones are scaled again.
 
         An overflow that was found in them still lowers the scale at the next ``update``.
         """
@@ -259,10 +259,10 @@ class LossScaler:
             raise PrecisionError(f"the state of the loss scale holds scale={scale}; expected a positive finite number")
         self._scale, self._tracker, self._held, self._dropped = scale, int(state[self.TRACKER]), False, False
         self._begin()
-        self._scaled += 1  # gradients of an open window may come with the scale
+        self._scaled += 1  # gradients of an open window may carry the scale
 
     def _begin(self) -> None:
-        """No optimizer has been unscaled in this step yet."""
+        """Begins a step in which no optimizer has been unscaled yet."""
         self._overflowed.clear()
         self._stepped.clear()
         self._cleared.clear()

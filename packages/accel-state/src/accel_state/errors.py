@@ -17,7 +17,7 @@ class AccelError(Exception):
     """Root of the tree: anything accel raises on purpose."""
 
     relayed = False
-    """Whether the error only repeats one that another rank has raised, which is then the one to look at."""
+    """Whether the error only repeats one that another rank has raised, which is the cause."""
 
 
 class ConfigError(AccelError, ValueError):

@@ -166,9 +166,9 @@ def read_timeout(group: "ProcessGroup") -> timedelta | None:
 
 
 def set_default_timeout(timeout: timedelta | None) -> None:
-    """How long collectives wait in groups that are made from now on without a timeout; None: torch's own defaults.
+    """Sets the timeout of groups that are made from now on without one; None restores torch's own defaults.
 
-    Libraries and device meshes make such groups, and offer no place for a timeout.
+    Libraries and device meshes make such groups, and take no timeout.
     """
     import torch.distributed as dist
 

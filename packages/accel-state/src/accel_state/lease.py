@@ -40,7 +40,7 @@ class GroupLease:
         self._sessions.add(session)
 
     def watch(self) -> None:
-        """Has a doctor watch over the ranks of the group, until the group is closed. Collective."""
+        """Starts a doctor for the group, until the group is closed. Collective."""
         from accel_state.doctor.watch import Doctor
 
         if self.doctor is None:

@@ -83,13 +83,13 @@ def broadcast_object_list(
 
 @recorded("agree")
 def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note: str | None = None) -> list[str | None]:
-    """Lets no rank go on alone: when any rank brings an error, every rank raises.
+    """Raises on every rank when any rank has an error.
 
-    A collective, for work that can fail on one rank only. A rank that brings an error raises that one; the others
-    raise CollectiveError naming the ranks and what they said, so that nobody waits for a peer that has given up.
+    A collective, after work that can fail on one rank only. A rank that has an error raises it; the others raise
+    CollectiveError naming the ranks with their errors, so that no rank waits for one that has failed.
 
     Returns:
-        The ``note`` of each rank, if none brings an error.
+        The ``note`` of each rank, if no rank has an error.
     """
     world = resolve(group)
     if world is not None and is_verified(None):

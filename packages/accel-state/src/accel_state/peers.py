@@ -38,7 +38,7 @@ def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Has the interpreter wait at its end, once, until gloo's threads have released the last collective's tensors.
+    """Registers, once, a wait at exit until gloo's threads have released the last collective's tensors.
 
     A thread that releases a tensor takes the interpreter's lock, and aborts the process if the interpreter is already
     finalizing. ``destroy_process_group`` does not prevent it: torch keeps a group whose process has made an optimizer.

@@ -178,7 +178,7 @@ class Accelerator(
         raise TypeError(UNSENDABLE.format(kind="an Accelerator"))
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: what holds an Accelerator can be copied, but its process and group are there once."""
+        """Itself: an object with an Accelerator in it can be copied, but the process and its group exist once."""
         return self
 
     # ------------------------------------------------------------------------------------------------ prepare
@@ -408,7 +408,7 @@ class Accelerator(
         return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Lets go of everything prepared; returns as many None as objects: ``a, b = accelerator.free_memory(a, b)``."""
+        """Drops everything prepared; returns as many None as objects: ``a, b = accelerator.free_memory(a, b)``."""
         for optimizer in self._optimizers:
             optimizer.release()
         self.backend.release(self._models)

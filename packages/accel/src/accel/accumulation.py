@@ -51,14 +51,14 @@ def weighted_scale(window: Window, weight: Weight, over: Averager, device: torch
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
-    """In which weights are summed: float64 where all devices of a type have it, otherwise float32 (mps, Arc GPUs)."""
+    """The dtype for sums of weights: float64 where all devices of a type have it, otherwise float32 (mps, Arc GPUs)."""
     return torch.float64 if device.type in ("cpu", "cuda", "xla") else torch.float32
 
 
 def forget_dropped(window: Window, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
     """Forgets the weights of losses whose gradients were cleared without a step, before the next loss adds its own.
 
-    They were if each of the optimizers cleared its own, or if there were gradients and none is left.
+    They were cleared if each of the optimizers cleared its own, or if there were gradients and none is left.
     """
     if window.weight is not None:
         everywhere = window.cleared.issuperset(map(id, optimizers))

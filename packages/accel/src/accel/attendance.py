@@ -133,7 +133,7 @@ class Attendance:
                 raise
             raise CheckpointError(f"{came}: the store that the ranks share is gone; {remedy}") from error
         missing = tuple(json.loads(self._store.get(decision)))
-        if self._rank in missing:  # from now on in step with the main rank, which is told that this one comes
+        if self._rank in missing:  # from now on in step with the main rank, which waits for this one again
             self._round = int(self._store.get("rounds"))
             self._store.add("late", 1)
         else:

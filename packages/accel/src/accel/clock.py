@@ -222,12 +222,12 @@ class StepClock:
         self.window.stepped = True
 
     def cleared(self, optimizer: object) -> None:
-        """The gradients of an optimizer were cleared; without a step before, its losses are to be forgotten."""
+        """Notes that the gradients of an optimizer were cleared, so that losses of no step are forgotten."""
         if self.window.weight is not None:
             self.window.cleared.add(id(optimizer))
 
     def settle_scale(self, scaling: Scaling) -> None:
-        """Lets the loss scale adapt, before a backward, if a round of steps is over: some group is about to go again.
+        """Adapts the loss scale, before a backward, if a round of steps is over: some group begins its next window.
 
         The optimizers of one group, and groups that step in turn (a GAN's), make one round and one change of the
         scale. While another group holds gradients of an unfinished window, the scale has to stay as it is in them.
@@ -273,7 +273,7 @@ class StepClock:
         return due
 
     def _continued(self, key: Key) -> Window | None:
-        """The open window of these models from when they were all that were prepared, which is theirs alone now."""
+        """The open window of all models, if these were all of them then; it becomes theirs alone."""
         if key != tuple(range(self.num_models)) or not self._windows[()].open:
             return None
         window, self._windows[()] = self._windows[()], Window()

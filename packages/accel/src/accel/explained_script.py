@@ -1,6 +1,6 @@
 """``python -m accel.explained_script SCRIPT ...``: runs a script until its steps have been seen, and explains them.
 
-The project stays as it is: the Accelerator of an explained script neither tracks nor saves, and starts afresh.
+Files of the project stay unchanged: the Accelerator of an explained script neither tracks, saves nor resumes.
 """
 
 import runpy
@@ -44,7 +44,7 @@ class _Spectator:
     def tell(self, accelerator: Accelerator) -> None:
         self._stack.close()
         told = accelerator.explain()
-        own = tuple(row for row in told.settings if row[0] != "module")  # how this module itself was started
+        own = tuple(row for row in told.settings if row[0] != "module")  # the launch of this module itself
         accelerator.print(replace(told, settings=own), flush=True)
 
 

@@ -100,7 +100,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer
 
     def release(self) -> None:
-        """Lets go of the backend; stepping afterwards is an error."""
+        """Drops the backend; stepping afterwards is an error."""
         self.__dict__["_backend"] = None
 
     def state_dict(self) -> dict[str, Any]:

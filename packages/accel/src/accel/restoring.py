@@ -1,4 +1,4 @@
-"""Puts the parts of a checkpoint back on all ranks, or raises an error that says which does not fit and what holds."""
+"""Restores the parts of a checkpoint on all ranks, or raises an error that names what does not fit."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ class Restoration:
     large: Mapping[str, ModelState | OptimizerState]
     """Models and optimizers."""
     fetch: "Callable[[], Fetched]"
-    """Reads what they get, straight into the tensors that they have where that can be."""
+    """Reads their values, into the tensors that they have where that is possible."""
     small: Mapping[str, tuple[Stateful, Any]]
 
     @classmethod
@@ -51,7 +51,7 @@ class Restoration:
         ignored: Collection[str],
         in_place: bool,
     ) -> "Restoration":
-        """Compares what each part needs with what is saved, and reads all but models and optimizers. Collective.
+        """Compares the parts of the run with the saved ones, and reads all but models and optimizers. Collective.
 
         Of those, names, shapes and sizes are compared. Unless ``in_place`` they are read as well, and every byte of
         the checkpoint is compared.
@@ -98,7 +98,7 @@ class Restoration:
         return replace(restoration, fetch=lambda: fetched)
 
     def fetched(self) -> "Fetched":
-        """What models and optimizers get, every byte of it, and of what no rank reads, compared. Collective."""
+        """Reads the values of models and optimizers, and compares every byte, also of what no rank reads. Collective."""
         found: list[Fetched] = []
         _agreed(lambda: found.append(self.fetch()), self.peers)
         self.checkpoint.verify(group=self.peers)
@@ -107,7 +107,7 @@ class Restoration:
     def apply(self) -> None:
         """Loads all parts. Collective.
 
-        First those whose acceptance only loading shows (loaders, objects of the user), then models and
+        First those that can refuse only when they are loaded (loaders, objects of the user), then models and
         optimizers, which were compared. If any part fails, on any rank, the former are put back on all.
 
         Raises:
@@ -135,7 +135,7 @@ class Restoration:
             raise
 
     def _in_parts(self) -> str:
-        """What the run holds after a failure half-way."""
+        """The state of the run after a failure half-way, for its error."""
         return (
             f"of the run, {', '.join(self.large)} may hold a part of {self.checkpoint.path} now, and everything else "
             "is as it was; load_state of an intact checkpoint restores all of it"

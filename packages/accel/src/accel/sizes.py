@@ -4,7 +4,7 @@ import math
 
 
 def readable_bytes(count: float, *, at_least: bool = False) -> str:
-    """A number of bytes with a unit of which there are less than 1024: ``1.5 GiB``; ``at_least`` rounds up."""
+    """A number of bytes in the largest unit below it, by powers of 1024: ``1.5 GiB``; ``at_least`` rounds up."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:

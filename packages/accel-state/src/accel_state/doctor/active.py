@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# torch has one default group per process, so who watches over it is a fact of the process too.
+# torch has one default group per process, so its doctor belongs to the process too.
 _active: "list[Doctor]" = []
-# What keeps ranks of that group from coming to its operations, as far as they could still say it.
+# What keeps ranks of that group from its operations, as far as they could still report it.
 _troubles: dict[int, str] = {}
 _OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
@@ -36,22 +36,22 @@ def remove(doctor: "Doctor") -> None:
 
 
 def troubled(rank: int, text: str) -> None:
-    """Another rank has said what keeps it from going on: operations that wait for it name that when they fail."""
+    """Notes what keeps another rank from continuing: operations that wait for it name that when they fail."""
     _troubles[rank] = text
 
 
 def untroubled() -> None:
-    """What was said before is over: the ranks go on."""
+    """Forgets all notes of ``troubled``: the ranks continue."""
     _troubles.clear()
 
 
 def troubles() -> Mapping[int, str]:
-    """What ranks have said keeps them from going on, by rank."""
+    """What keeps ranks from continuing, by rank."""
     return _troubles
 
 
 def explain(error: Exception) -> None:
-    """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
+    """Raises what is known of the other ranks in the place of an error that a broken connection caused.
 
     Raises:
         CollectiveError: naming the ranks and why; nothing is raised if nothing is known of them.
@@ -65,7 +65,7 @@ def explain(error: Exception) -> None:
 
 
 def broken_connection(error: BaseException | None) -> RuntimeError | None:
-    """What torch said about a connection, if that is what ``error`` comes of."""
+    """Torch's error about a connection, if it caused ``error``."""
     seen: set[int] = set()  # as an error can be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -41,7 +41,7 @@ class Watched:
         self._beat = self._processor = 0.0
 
     def map(self, pid: int, descriptor: int, token: str) -> None:
-        """Maps the memory of a process of this machine; where that is forbidden, its messages have to do."""
+        """Maps the memory of a process of this machine; where that is forbidden, its messages are read instead."""
         with contextlib.suppress(OSError, ValueError):
             with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
@@ -74,7 +74,7 @@ class Watched:
         return RankState(self.rank, life, lasting, snapshot, waiting, reason, idle)
 
     def close(self) -> None:
-        """Lets go of the other's memory."""
+        """Unmaps the memory of the other process."""
         if self.memory is not None:
             self.memory.close()
         if self._pidfd >= 0:
@@ -114,10 +114,10 @@ class Watched:
 
 @final
 class Messages:
-    """The store that the ranks share, for as long as it can be asked without a stir.
+    """The store that the ranks share, used only as long as its server lives.
 
-    torch prints its C++ stack when a store is asked that is gone, even after a run that succeeded. So a connection of
-    our own, on which nothing is ever sent, shows when the process that serves the store has closed or ended.
+    torch prints its C++ stack when a request reaches no server, even after a run that succeeded. So an extra
+    connection, on which nothing is ever sent, shows when the process that serves the store has closed it or ended.
     """
 
     def __init__(self, store: "Store") -> None:
@@ -132,16 +132,16 @@ class Messages:
                 self._line.setblocking(False)
 
     def set(self, key: str, value: str) -> None:
-        """Leaves a message; RuntimeError without a store."""
+        """Writes a message; RuntimeError without a store."""
         self._asked().set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """A message, if it is there; RuntimeError without a store."""
+        """A message, or None where there is none yet; RuntimeError without a store."""
         store = self._asked()
         return store.get(key) if store.check([key]) else None
 
     def close(self) -> None:
-        """Ends the connection; later questions find no store."""
+        """Ends the connection; later calls find no store."""
         self._store = None
         if self._line is not None:
             self._line.close()
@@ -184,7 +184,7 @@ class Peers:
         return [one.memory for one in self.watched if one.memory is not None and one.rank != self._rank]
 
     def meet(self) -> None:
-        """Maps the memories of those that have introduced themselves since; raises RuntimeError without a store."""
+        """Maps the memories of ranks that have registered since the last call; RuntimeError without a store."""
         for rank in list(self._unknown):
             said = self._messages.get(f"who/{rank}")
             if said is None:
@@ -196,7 +196,7 @@ class Peers:
 
     @property
     def complete(self) -> bool:
-        """All have introduced themselves."""
+        """All ranks have registered."""
         return not self._unknown
 
     @property
@@ -205,24 +205,24 @@ class Peers:
         return any(not one.is_local for one in self.watched)
 
     def send(self) -> None:
-        """Tells the other machines how this process is."""
+        """Writes this process's record for the other machines."""
         self._messages.set(f"image/{self._rank}", self._record.image().hex())
 
     def receive(self) -> None:
-        """Takes in how those on other machines are."""
+        """Reads the records of the ranks on other machines."""
         for one in self.watched:
             image = None if one.is_local else self._messages.get(f"image/{one.rank}")
             if image is not None:
                 one.image = bytes.fromhex(image.decode())
 
     def stop_asking(self) -> None:
-        """This process asks the store no more, and says so to rank 0, which may have to serve it until then."""
+        """Stops using the store, with a message about it for rank 0, which may have to serve the store until then."""
         with contextlib.suppress(RuntimeError):
             self._messages.set(f"quiet/{self._rank}", "")
         self._messages.close()
 
     def outlast(self, seconds: float) -> None:
-        """Returns once no other process asks the store any more, or after ``seconds``."""
+        """Waits until no process of another machine uses the store any more, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         asking = [one.rank for one in self.watched if one.rank != self._rank and not one.is_local]
         while asking and time.monotonic() < deadline:
@@ -257,7 +257,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _host() -> str:
-    """Tells machines, and containers with process numbers of their own, apart."""
+    """A name that differs between machines, and between containers with process numbers of their own."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

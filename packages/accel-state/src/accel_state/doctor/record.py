@@ -190,7 +190,7 @@ class Record:
         return bytes(self._memory[:])
 
     def close(self) -> None:
-        """Lets go of it; others may still read what they have mapped."""
+        """Closes the descriptor; other processes can still read the memory that they have mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -64,9 +64,9 @@ class Doctor:
         self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
 
     def start(self) -> "Doctor":
-        """Begins to watch, once the ranks know each other: the first collective is compared like every other.
+        """Begins to watch once all ranks have registered, so that the first collective is compared like every other.
 
-        Those that do not come within a few seconds are met later.
+        Ranks that have not registered within a few seconds are added later.
         """
         self.record.beat(describe_place(self.main))
         self._meet()
@@ -78,7 +78,7 @@ class Doctor:
 
     def _meet(self) -> None:
         deadline, pause = time.monotonic() + _MEETING, 1e-3
-        with contextlib.suppress(RuntimeError):  # the watch finds the same, and goes on without the store
+        with contextlib.suppress(RuntimeError):  # the watching thread finds the same, and continues without the store
             self._peers.meet()
             while not self._peers.complete and time.monotonic() < deadline:
                 time.sleep(pause)
@@ -89,12 +89,12 @@ class Doctor:
             self._informed.set()
 
     def close(self) -> None:
-        """This rank leaves: says so, and why, and watches no more. Twice is once."""
+        """Records that this rank leaves, and why, and stops watching. Twice is once."""
         if self._closed.is_set() or os.getpid() != self._process:  # a forked child is not the rank
             return
         self._closed.set()
         active.remove(self)
-        if sys.excepthook == self._uncaught:  # else somebody came after, and may call it
+        if sys.excepthook == self._uncaught:  # otherwise a later hook has replaced it, and may call it
             sys.excepthook = self._shown_by
         atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
@@ -103,9 +103,9 @@ class Doctor:
         self.record.beat(LEFT + farewell)
         if not self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                if self._peers.scattered or farewell:  # one that has not mapped the memory by now cannot any more
+                if self._peers.scattered or farewell:  # ranks that have not mapped the memory by now no longer can
                     self._peers.send()
-                    if self._rank == 0:  # which may serve the store, and would take it along
+                    if self._rank == 0:  # whose process may serve the store, and would end it
                         self._peers.outlast(2 * _PULSE)
                 self._peers.stop_asking()
             self._peers.close()
@@ -142,7 +142,7 @@ class Doctor:
         deadline = time.monotonic() + _SEARCH
         found = self._finding
         while found is None and time.monotonic() < deadline and not self._closed.is_set():
-            # Who has not met all yet would blame one of those that it knows.
+            # Before all ranks have registered, one of those that have would be blamed.
             informed = self._informed.is_set() or deadline - time.monotonic() < _SEARCH / 2
             found = diagnose(self._look(), lost=True) if informed else None
             if found is None or not found.final:
@@ -205,7 +205,7 @@ class Doctor:
                         sent = time.monotonic()
                     self._peers.receive()
             except RuntimeError:
-                lost = True  # rank 0 is gone, or does not answer; what is in memory has to do
+                lost = True  # rank 0 is gone, or does not answer; only mapped memory is left
             if lost or self._peers.complete:
                 self._informed.set()
             states = self._look()

@@ -42,7 +42,7 @@ _ELSEWHERE = {
 """Commands of packages that belong to this one: the package, and the line about it."""
 
 _SYNONYMS = {"--strategy": "--backend", "--distributed_type": "--backend"}
-"""Words for an option that are used in other places."""
+"""Names that other launchers have for an option."""
 
 _BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
 

@@ -6,7 +6,7 @@ import rich_click as click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 VARIABLE = "_ACCEL_COMPLETE"
-"""Environment variable by which a shell asks, as ``bash_complete``, for what may come next."""
+"""Environment variable that a shell sets, as to ``bash_complete``, to have a command line completed."""
 
 
 @click.command()
@@ -18,13 +18,13 @@ def completion(shell: str) -> int:
     ~/.config/fish/completions/accel.fish.
     """
     made = _shell(shell)
-    # Asking an old bash for its version is left out: the script itself is the same.
+    # click's check of bash's version is left out: the script itself is the same.
     print(made.source_template % made.source_vars())
     return 0
 
 
 def answer() -> int:
-    """Prints what may come next in the command line of the shell that asks."""
+    """Prints the completions of the calling shell's command line."""
     print(_shell(os.environ[VARIABLE].partition("_")[0]).complete())
     return 0
 

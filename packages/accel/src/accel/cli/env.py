@@ -120,7 +120,7 @@ def _topology() -> str:
     return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
 
 
-# The libraries without which a backend is there by name only.
+# Libraries without which a backend is listed but cannot be used.
 _LIBRARIES = {"deepspeed": "deepspeed", "xla": "torch_xla"}
 
 

@@ -14,8 +14,8 @@ import rich_click as click
 def explain(script: str, arguments: tuple[str, ...], *, num_processes: int, cpu: bool) -> int:
     """Runs SCRIPT for two optimizer steps, says what was chosen for it and what the second one sent, and ends it.
 
-    The project stays as it is: trackers, save_state, load_state, resume and profile do nothing meanwhile. Files that
-    the script itself writes are written.
+    Files of the project stay unchanged: trackers, save_state, load_state, resume and profile do nothing meanwhile.
+    Files that the script itself writes are written.
     """
     from accel.config import resolve_config
     from accel.launch.host import check_program

@@ -154,7 +154,7 @@ class CheckpointFacet(ABC):
         return target
 
     def _save_alone(self, output_dir: str | os.PathLike[str] | None, metadata: Mapping[str, Any] | None) -> Location:
-        """What the main process saves when the others did not come; nothing here waits for them."""
+        """Saves on the main process only, after the others did not come; nothing here waits for them."""
         import accel_ckpt
 
         series, target = self._place(output_dir, alone=True)
@@ -264,9 +264,9 @@ class CheckpointFacet(ABC):
 
         Raises:
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
-                What does not fit is found out before anything has changed, as is what is missing or of another size.
-                A block whose bytes have changed is found when it is read into the parameters: models and optimizers
-                hold a part of the checkpoint then, which the error says, and another ``load_state`` makes them whole.
+                A mismatch, and a file that is missing or of another size, are found before anything has changed. A
+                block whose bytes have changed is found when it is read into the parameters: models and optimizers
+                hold a part of the checkpoint then, as the error says, until another ``load_state`` succeeds.
         """
         self._wait_for_save()
         with self._loaded(input_dir, strict=strict) as checkpoint:
@@ -284,7 +284,7 @@ class CheckpointFacet(ABC):
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
         parts = self._train_state(strict=strict)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        # What a checkpoint lacks would keep what a damaged one has left, so one that may is read beside the tensors.
+        # Without strict a checkpoint may lack parameters, which would keep the values of a damaged one read before.
         in_place = strict and self.backend.capabilities.loads_in_place
         return Restoration.read(checkpoint, parts, self.session, self._ranks(), ignored=ignored, in_place=in_place)
 

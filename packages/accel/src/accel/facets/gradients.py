@@ -89,7 +89,7 @@ class GradientFacet(ABC):
             forget_dropped(window, parameters, self._holding(parameters))
 
     def _backward(self, loss: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> None:
-        """Goes backward, and notes which models that no block of ``accumulate`` names the loss has reached."""
+        """Runs backward, and notes the models without a group of their own that the loss has reached."""
         clock = self.clock
         alone = [n for n in range(len(self._models)) if n not in clock.claimed] if clock.key else ()
         if not alone:

@@ -150,7 +150,7 @@ class TrackingFacet(ABC):
     def _warn_untracked(self, what: str) -> None:
         if self.session.is_main_process and not self._warned_untracked:
             self._warned_untracked = True
-            _LOG.warning("%s: no trackers are there; call init_trackers first, and log before end_training", what)
+            _LOG.warning("%s: there are no trackers; call init_trackers first, and log before end_training", what)
 
     def _describe(self) -> None:
         """Notes in the run's own log what has been prepared, once there is something to log about it."""

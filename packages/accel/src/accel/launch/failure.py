@@ -30,7 +30,7 @@ class Exit:
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A process that ended badly: how, and what it wrote about it, if it could.
+    """A process that failed: its exit, and the error that it recorded, if it could.
 
     ``relayed``: its error only says that another rank has failed or is gone.
     """
@@ -45,7 +45,7 @@ class Failure:
     def status(self) -> int:
         """The exit status that a shell would show; never 0."""
         if self.exit.stopped or self.exit.status == 0:
-            return 1  # it failed before it was stopped, or the others failed because it ended
+            return 1  # stopped after it had failed, or ended well before the others failed
         return 128 - self.exit.status if self.exit.status < 0 else self.exit.status
 
     @property
@@ -69,7 +69,7 @@ def read_failure(ended: Exit, error_file: Path) -> Failure | None:
 
 
 def read_end(ended: Exit, error_file: Path) -> Failure | None:
-    """The end of a process that was none of its failures, as the cause of those of others; None if it was stopped."""
+    """The end of a process that succeeded, as a possible cause of other failures; None if it failed or was stopped."""
     if ended.status != 0 or ended.stopped:
         return None
     record = _read(error_file)
@@ -150,7 +150,7 @@ def _began(failure: Failure) -> float:
 def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) -> str:
     """The report of an attempt that failed: the first failure, then the others, then the first one's traceback.
 
-    The traceback stands last, where a reader looks; where the first has left no word, that of a rank that failed
+    The traceback stands last, where a reader looks; where the first recorded no error, that of a rank that failed
     because of it. ``quiet`` leaves only the traceback, or the first line where there is none.
     """
     first, *others = failures

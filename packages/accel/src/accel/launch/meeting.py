@@ -135,7 +135,7 @@ class MeetingPoint(RendezvousHandler, ABC):
         self._store.add("came", 1)
 
     def _find_host(self) -> None:
-        """Waits for machine 0's store, of which a connection alone is no proof."""
+        """Waits until machine 0's store answers, as other programs accept connections too."""
         place = f"{self._address}:{self._port}"
         problems = {
             False: f"nobody listens at {place}, where machine 0 should be",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from accel_state.errors import LaunchError
 
 DEFAULT_PORT = 29500
-"""Where machines meet that were given no port, as with torchrun and Accelerate."""
+"""Port of the rendezvous of several machines where none is given, as with torchrun and Accelerate."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
 WORKER_MODULE, COMMAND = "accel.launch.worker", "command"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-# Words of torch's errors on a rank whose peer is gone; they say nothing about why it is.
+# Parts of torch's errors on a rank whose peer is gone; such an error does not explain why the peer is gone.
 _LOST_PEER = (
     "by peer",
     "broken pipe",
@@ -103,7 +103,7 @@ def record_exception(
 
 
 def is_relayed(error: BaseException | None) -> bool:
-    """Whether ``error`` comes of another rank's end, directly or by its causes, and so explains nothing itself."""
+    """Whether ``error``, or one of its causes, only follows from the end of another rank."""
     from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
 
     seen: set[int] = set()  # as an error can be its own cause
@@ -120,7 +120,7 @@ def is_relayed(error: BaseException | None) -> bool:
 
 
 def _record_exit(error: SystemExit | None) -> None:
-    """Writes where the program ended by itself; only the status or the other ranks make that a failure."""
+    """Records where the program ended by itself, which is a failure only by its status or because of other ranks."""
     summary, status = "after the last line of the program", 0
     if error is not None:
         status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
@@ -150,7 +150,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _write_whole_lines(stream: object) -> None:
-    """So that a crash loses no line and those of several ranks do not mix, even under PYTHONUNBUFFERED."""
+    """Buffers by line: a crash loses no line, and lines of several ranks do not mix, even under PYTHONUNBUFFERED."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(line_buffering=True, write_through=False)
 

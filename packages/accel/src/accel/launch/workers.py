@@ -24,8 +24,7 @@ from accel_state.errors import LaunchError
 _POLL = 0.05
 # Seconds after which a killed process is given up: it hangs in the kernel, and nothing can end it.
 _UNKILLABLE = 5.0
-# Seconds for which the cause of errors that only repeat it may take to be written down, or peers' words about a rank
-# that was killed.
+# Seconds to wait for the error that caused those that only repeat it, and for a peer's report about a killed rank.
 _CAUSE = 5.0
 _WITNESS = 2.0
 _MAY_SAVE = (signal.SIGTERM, *FOR_PROCESSES)
@@ -125,15 +124,15 @@ class Workers:
         return any(at is not None and now - at > patience for at in times)
 
     def stop(self, number: signal.Signals, grace: float) -> None:
-        """Ends all: asks with ``number``, and kills what is still there after ``grace`` seconds or a second signal.
+        """Ends all: sends ``number``, and kills processes that live on after ``grace`` seconds or a second signal.
 
-        After a failure that another rank's would explain, that rank first gets a moment to write its own down.
+        After an error that another rank's would explain, it first waits a moment for that rank to record its own.
         """
         if self.failed and not self._interrupts.received:
             self._wait_for_cause()
         self._stopping = True
         if not self._interrupts.received and not self.preempted:
-            (self._folder / FAILED_MARK).touch()  # to be told to end is no preemption now
+            (self._folder / FAILED_MARK).touch()  # so that the signal is not taken for a preemption
         self._ask(number)
         self.wait_all(grace)
         self._signal_groups(signal.SIGKILL, self.running)
@@ -176,7 +175,7 @@ class Workers:
         return self._folder / f"error_{rank}.json"
 
     def _wait_for_cause(self) -> None:
-        """Waits until an error is there that repeats no other, and words of a peer about a rank that left none."""
+        """Waits for an error that repeats no other, and for a peer's report about a rank that recorded none."""
         start = time.monotonic()
         while self.running and not self._interrupts.received:
             failures, waited = self.failures(), time.monotonic() - start

@@ -16,7 +16,7 @@ class StepGradients:
     """Keeps the gradients that an optimizer steps with until the step is over, to compare their norms with others.
 
     Loops and engines clear gradients before anybody has looked at the loss. Nothing is computed or copied when a step
-    is taken: the tensors are held on to, and let go of when the step has been looked at, or when the next one is taken.
+    is taken: the tensors are kept until the step has been examined or the next one is taken.
 
     Where each rank holds other parts (``spread``), what is found out is summed over ranks, who then look together.
 

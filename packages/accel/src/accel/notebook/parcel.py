@@ -79,7 +79,7 @@ def unpack_results(folder: Path, ranks: Sequence[int]) -> list[Any]:
 
 
 def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) -> tuple[str, Exception] | None:
-    """Which of a call's variables cannot be sent, in words, and why; those of functions that it uses included."""
+    """Names the first variable of a call, or of a function that it uses, that cannot be sent, with the error."""
     held = {f"argument {position}": value for position, value in enumerate(args)}
     seen: set[int] = set()
     waiting = [("", name, value) for name, value in {**held, **_variables(function)}.items()]
@@ -99,7 +99,7 @@ def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) ->
 
 
 def _variables(function: object) -> Mapping[str, Any]:
-    """The variables of its module and of the functions around it that a function uses, by name."""
+    """The variables that a function uses, by name: globals, variables of enclosing functions, defaults."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return {}
@@ -121,7 +121,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _cell_sources() -> dict[str, list[str]]:
-    """The source lines that no file holds, as those of cells, for tracebacks elsewhere to show."""
+    """Source lines that are in no file, such as those of cells, for tracebacks in other processes."""
     entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
     return {name: list(entry[2]) for name, entry in entries}
 

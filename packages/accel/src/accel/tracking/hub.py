@@ -41,7 +41,7 @@ class RunTracking:
         self._logged: dict[str, int] = {}
         self._own: Lane | None = None
         self._notices: Notices | None = None
-        # At the end of the process what is queued is still delivered; a run that was let go of is not kept for that.
+        # At the end of the process what is queued is still delivered; a run without references is not kept for that.
         _at_exit(weakref.WeakMethod(self.finish))
 
     @property
