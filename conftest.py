@@ -6,7 +6,7 @@ from zlib import crc32
 
 import pytest
 
-# In the end no worker of xdist shall be left with one of these.
+# They run first: one that began last would keep a worker of xdist busy after all others have ended.
 LONGEST = (
     "packages/accel/tests/test_preemption.py",
     "packages/accel/tests/test_launch_elastic.py",

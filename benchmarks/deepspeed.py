@@ -1,4 +1,4 @@
-"""What a step through an Accelerator costs beyond the same step by DeepSpeed's own calls, in pairs, by stage.
+"""Cost of a step through an Accelerator beyond the same step by DeepSpeed's own calls, in pairs, by stage.
 
 Both loops run in one process, each with an engine of its own, a few steps in turn. ``raw`` is forward,
 ``engine.backward`` and ``engine.step``; ``accel`` the ordinary loop with accumulate, backward, clip_grad_norm_, step

@@ -1,4 +1,4 @@
-"""What a dispatched batch adds to the work on it, against a raw ``broadcast`` of each batch by the rank that reads."""
+"""Time that dispatching adds to the work on a batch, against a raw ``broadcast`` of it by the rank that reads."""
 
 import statistics
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a sharded step costs through accel, over the same written by hand with ``fully_shard``: time and memory.
+"""Time and memory of a sharded step through accel, over the same step written by hand with ``fully_shard``.
 
 Ratios are medians over rounds in which both run in turn, between the same barriers. ``cpu`` is the processor time of
 the thread that steps (forward, backward and update; not the threads of the collectives), which other programs disturb
@@ -95,7 +95,7 @@ def raw(case: Case) -> Step:
 
 
 def accel(case: Case) -> Step:
-    """The loop of the README, told to shard."""
+    """The loop of the README, with sharding."""
     from accel import Accelerator, FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(

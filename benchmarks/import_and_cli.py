@@ -1,4 +1,4 @@
-"""What starting costs: importing accel beyond torch, ``accel --help``, launching an empty script against torchrun."""
+"""Cost of starting: importing accel beyond torch, ``accel --help``, launching an empty script against torchrun."""
 
 import os
 import statistics

@@ -1,7 +1,7 @@
 """``load_state`` of a whole run against one warm read of the same bytes, by strategy.
 
 The model and Adam's states are loaded again and again into the same Accelerator, out of the page cache. The base is
-what each rank needs at least: its share of the bytes, read into memory that is there already. Both take turns.
+the least that each rank has to do: read its share of the bytes into memory that is allocated already. Both take turns.
 """
 
 import os

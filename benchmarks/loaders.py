@@ -1,4 +1,4 @@
-"""How each library prepares a DataLoader, and datasets that cost nearly nothing to read."""
+"""Each library's way to prepare a DataLoader, and datasets that cost nearly nothing to read."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice

@@ -59,7 +59,7 @@ class Stream(IterableDataset[Any]):
 
 
 class SeekableStream(Stream):
-    """The same, which tells where it is and can go on from there."""
+    """The same, with a position that can be saved and continued from."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.start, len(self.rows)):

@@ -1,6 +1,6 @@
 """Fails unless every member of the workspace was installed from a path.
 
-The name ``accel`` belongs to somebody else on the public index, so a member resolved by name would be a stranger's
+The name ``accel`` belongs to another project on the public index, so a member resolved by name would be a stranger's
 code. pip writes ``direct_url.json`` only for installs from a path or URL.
 """
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end and reports numbers; what the numbers are is not for tests to judge."""
+"""Every benchmark runs to its end and reports numbers, whose values are not checked."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the pages show runs as it stands, on one process and on two, and what they link to is there."""
+"""Code on the pages runs as it stands, on one process and on two, and links lead to something."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests that fail on purpose; ``test_broken_ranks.py`` runs this file in a pytest of its own and reads what it says."""
+"""Tests that fail on purpose; ``test_broken_ranks.py`` runs this file in a pytest of its own and reads its report."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What goes wrong in a rank is said where it happened, with the rank, and does not stop the tests after it."""
+"""Failures in a rank are reported with their line and the rank, and do not stop the tests after them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Where a run leaves its reference: at which step, and what is different there."""
+"""The departure of a run from its reference: its step, and what differs there."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Layouts are read from text, and say what they cannot read."""
+"""Layouts are read from text, and errors name what cannot be read."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What tests leave behind is found: by name, in this process and in programs, however deep they were started."""
+"""Leaks of tests are found: by name, in this process and in programs, however deep they were started."""
 
 import importlib
 import os

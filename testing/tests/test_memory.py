@@ -1,4 +1,4 @@
-"""What a piece of work takes is told to the byte, and the same every time."""
+"""The memory of a piece of work is measured to the byte, and is the same every time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The README's test runs as it stands, and the plugin costs a run without ranks next to nothing."""
+"""The README's tests run as they stand, and the plugin costs a run without ranks next to nothing."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What ``accel test`` promises: it tries, tells what works, and ends with 1 where something that is there does not."""
+"""``accel test`` tries each thing, reports what works, and ends with 1 where something that is there does not."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What ``accel config`` asks and writes, and what its commands make of files."""
+"""The questions of ``accel config``, the files that it writes, and the commands that read such files."""
 
 import os
 import pty
@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -113,23 +114,36 @@ def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def talk(folder: Path, answers: list[tuple[str, str]]) -> tuple[int, str]:
-    """Runs ``accel config`` in a real terminal and answers its questions by keys; what follows gets the enter key."""
+@contextmanager
+def in_terminal(
+    command: list[str], folder: Path, variables: dict[str, str]
+) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
+    """A command in a real terminal, and the file that types into it and reads from it; it is killed at the end."""
     control, terminal = pty.openpty()
-    env = dict(os.environ) | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "accel", "config"],
+        command,
         cwd=folder,
-        env=env,
+        env={**os.environ, **variables},
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
     )
     os.close(terminal)
+    try:
+        yield control, process
+    finally:
+        process.kill()
+        process.wait()
+        os.close(control)
+
+
+def talk(folder: Path, answers: list[tuple[str, str]]) -> tuple[int, str]:
+    """Runs ``accel config`` in a real terminal and answers its questions by keys; what follows gets the enter key."""
+    variables = {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     seen, position, deadline = "", 0, time.monotonic() + 120
     left = [question.text for question in QUESTIONS] + ["Write this to"]
-    try:
+    with in_terminal([sys.executable, "-m", "accel", "config"], folder, variables) as (control, process):
         while time.monotonic() < deadline:
             ready, _, _ = select.select([control], [], [], 0.2)
             if ready:
@@ -147,10 +161,6 @@ def talk(folder: Path, answers: list[tuple[str, str]]) -> tuple[int, str]:
                 keys = next((keys for start, keys in answers if text.startswith(start)), "\r")
                 os.write(control, keys.encode())
         return process.wait(timeout=120), seen
-    finally:
-        process.kill()
-        process.wait()
-        os.close(control)
 
 
 def test_questions_are_answered_in_a_real_terminal(tmp_path: Path) -> None:
@@ -371,28 +381,13 @@ def test_a_shell_with_the_script_still_completes_files(typed: str, completed: st
     command = bin_folder / "accel"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel "$@"\n')
     command.chmod(0o755)
-    env = dict(os.environ) | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "$ "}
-    keyboard, terminal = pty.openpty()
-    shell = subprocess.Popen(
-        ["bash", "--norc", "--noprofile", "-i"],
-        cwd=tmp_path,
-        env=env,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    try:
+    variables = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "$ "}
+    with in_terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path, variables) as (control, _):
         setup = 'bind "set enable-bracketed-paste off"; eval "$(accel completion bash)"'
-        os.write(keyboard, f"{setup}\n{typed}\t".encode())
+        os.write(control, f"{setup}\n{typed}\t".encode())
         said = ""
         deadline = time.monotonic() + 60
         while completed not in said and time.monotonic() < deadline:
-            if select.select([keyboard], [], [], 1)[0]:
-                said += os.read(keyboard, 4096).decode()
+            if select.select([control], [], [], 1)[0]:
+                said += os.read(control, 4096).decode()
         assert completed in said
-    finally:
-        shell.kill()
-        shell.wait()
-        os.close(keyboard)

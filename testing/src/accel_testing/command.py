@@ -1,4 +1,4 @@
-"""``accel check``: whether a program of a script trains under layouts as it does in one process."""
+"""``accel check``: compares training under layouts with training in one process, for a program of a script."""
 
 import json
 import math
@@ -37,13 +37,13 @@ def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: boo
 
         report = run_check(target, layouts, precisions=precisions.split(","), cpu=not gpu)
     except (ValueError, RankError) as error:
-        raise click.UsageError(_told(str(error))) from error
+        raise click.UsageError(_without_own_traceback(str(error))) from error
     print(json.dumps(as_data(report), indent=2) if as_json else report)
     return 0 if report.ok else 1
 
 
-def _told(text: str) -> str:
-    """What a rank said: its first line where the traceback below shows no line but ours, as with a misspelt name."""
+def _without_own_traceback(text: str) -> str:
+    """A rank's error without its traceback where that has lines of this package only, as with a misspelt name."""
     own = str(Path(__file__).parent)
     files = re.findall(r'^  File "([^"]+)"', text, re.MULTILINE)
     return text if any(not file.startswith(own) for file in files) else text.partition("\n\nTraceback")[0]

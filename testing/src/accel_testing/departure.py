@@ -1,4 +1,4 @@
-"""Where the runs of a layout leave those of one process: the first step, and all that is different there."""
+"""The departure of a layout's runs from those of one process: the first step, and all that differs there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

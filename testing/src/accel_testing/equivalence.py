@@ -1,4 +1,4 @@
-"""Whether a program trains under every layout as in one process; if not, what left first, when, and by how much."""
+"""Equivalence of layouts: a program trains under each as in one process, or its first difference is reported."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What can go wrong with the ranks of a test.
+"""Errors of the ranks of a test.
 
 These are not part of ``accel_state.errors``: what judges the library must not need it in order to speak.
 """

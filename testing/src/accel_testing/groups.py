@@ -53,9 +53,8 @@ def leave_group(*, patience: float | None = None) -> None:
 def forget_groups() -> None:
     """Drops groups that were left, which live on as long as anything refers to them.
 
-    Each of gloo's has a thread that wakes a hundred times a second: of a hundred of them a machine does little else.
-    What torch has worked out about DTensors (how an operation spreads them, in which steps they are spread anew) is
-    kept by their meshes, which hold groups.
+    Each gloo group has a thread that wakes a hundred times a second, so a machine with a hundred of them does little
+    else. torch caches sharding decisions and redistribution plans of DTensors under their meshes, which hold groups.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _collective_utils, _redistribute, debug

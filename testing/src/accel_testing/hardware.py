@@ -1,4 +1,4 @@
-"""Which devices this machine has, and in words which it lacks."""
+"""The devices of this machine, and in words those that it lacks."""
 
 
 def what_is_missing(kind: str, n: int = 2) -> str | None:

@@ -15,22 +15,22 @@ _SEEDING = Path(__file__).parent / "seeding"
 _LARGEST = 2**32
 
 
-def choose(asked: str) -> int:
-    """The number of a run: ``asked`` itself, or one drawn at random for ``random``.
+def choose(value: str) -> int:
+    """The number of a run: the option's value itself, or one drawn at random for ``random``.
 
     Raises:
-        ValueError: ``asked`` is neither.
+        ValueError: the value is neither.
     """
-    if asked == "random":
+    if value == "random":
         return secrets.randbelow(1_000_000)
-    if not asked.isdecimal() or int(asked) >= _LARGEST:
-        raise ValueError(f"--hash-seed={asked}: a number from 0 to {_LARGEST - 1} or 'random' is needed")
-    return int(asked)
+    if not value.isdecimal() or int(value) >= _LARGEST:
+        raise ValueError(f"--hash-seed={value}: a number from 0 to {_LARGEST - 1} or 'random' is needed")
+    return int(value)
 
 
-def of_rank(rank: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def of_rank(rank: int, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that give the process of ``rank`` its hash seed; none where the run was given no number."""
-    run = (os.environ if environment is None else environment).get(VARIABLE)
+    run = environment.get(VARIABLE)
     return {} if run is None else {"PYTHONHASHSEED": str((int(run) + 1 + rank) % _LARGEST)}
 
 

@@ -1,4 +1,4 @@
-"""How a pytest test function becomes work for ranks, and their answers the outcome of the test."""
+"""A pytest test function as work for ranks, and their answers as the outcome of the test."""
 
 import inspect
 from typing import Any, final

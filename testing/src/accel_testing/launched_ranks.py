@@ -41,7 +41,7 @@ class LaunchedRanks:
         return self._environment
 
     def team(self, size: int) -> list[Rank]:
-        """The ranks of the launcher that started ``size`` of them; a new one when one of them is gone."""
+        """The ranks of the launcher for this size, which is started anew when one of them is gone."""
         team = self._teams.get(size)
         if team is not None and any(rank.is_gone() for rank in team.ranks):
             self._teams.pop(size).close()

@@ -1,4 +1,4 @@
-"""Runs scripts in processes of their own, as a launcher would, with a time limit and a look at what stays behind."""
+"""Runs scripts in processes of their own, as a launcher does, with a time limit, and finds what stays behind."""
 
 import contextlib
 import os
@@ -166,7 +166,7 @@ def launch_by(
 def free_port() -> int:
     """A port that was free a moment ago, below those that the system itself gives to connections and listeners.
 
-    So it stays free unless somebody asks for this very number, which is drawn at random.
+    So it stays free unless another program binds this very number, which is drawn at random.
     """
     while True:
         port = _FIRST_PORT + secrets.randbelow(_FIRST_GIVEN_PORT - _FIRST_PORT)

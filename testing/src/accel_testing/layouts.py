@@ -1,4 +1,4 @@
-"""How a program is spread: backend, processes, precision, accumulation; read from text such as ``ddp:2/bf16/acc=3``."""
+"""Layouts: backend, processes, precision and accumulation, read from text such as ``ddp:2/bf16/acc=3``."""
 
 import re
 from collections.abc import Iterable, Mapping

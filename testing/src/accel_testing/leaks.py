@@ -1,4 +1,4 @@
-"""What a test leaves behind: variables, groups, threads, processes, ports, shared memory, files."""
+"""Leaks of a test: variables, groups, threads, processes, ports, shared memory, files."""
 
 import contextlib
 import gc

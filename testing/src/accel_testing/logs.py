@@ -1,4 +1,4 @@
-"""What is logged in a rank, where pytest's own fixture does not reach."""
+"""Log records of a rank, where pytest's own fixture does not reach."""
 
 import logging
 from collections.abc import Iterator

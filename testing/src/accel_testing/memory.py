@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes on this rank, by torch's own account of what it allocates."""
+"""Memory that a piece of work takes on this rank, by torch's own count of its allocations."""
 
 import gc
 import json

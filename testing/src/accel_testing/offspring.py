@@ -48,7 +48,7 @@ def files() -> list[Path]:
 def sweep(before: Collection[Path]) -> None:
     """Removes what has come since ``before``, as processes that are killed cannot do it themselves.
 
-    A folder with a socket that somebody listens at belongs to a process that lives.
+    A folder with a socket that is listened at belongs to a living process.
     """
     new = [path for path in files() if path not in before]
     sockets = _read_text("/proc/net/unix") if new else ""

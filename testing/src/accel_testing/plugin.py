@@ -61,9 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     config.stash[_RUNNER] = None
-    if (asked := config.option.hash_seed) is not None and not hasattr(config, "workerinput"):
+    if (value := config.option.hash_seed) is not None and not hasattr(config, "workerinput"):
         try:
-            os.environ[hash_seeds.VARIABLE] = str(hash_seeds.choose(asked))
+            os.environ[hash_seeds.VARIABLE] = str(hash_seeds.choose(value))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -27,7 +27,7 @@ _GRACE = 15.0
 
 @final
 class RankPool:
-    """Ranks of a gloo group on this machine, as many as a call asks for, kept between calls.
+    """Ranks of a gloo group on this machine, as many as a call needs, kept between calls.
 
     Nothing is started before the first call. Each call has a process group of its own, opened by an
     :class:`accel_state.Session` at a free port, with its hang watchdog. Not to be shared between threads.
@@ -182,7 +182,7 @@ class RankPool:
         return [answers[rank] for rank in range(len(team))]
 
     def _settle(self, team: list[Rank]) -> list[tuple[str, ...]]:
-        """Has all ranks leave the group now that none needs it; what each left behind."""
+        """Makes all ranks leave the group, which none needs any more; what each left behind."""
         for process in team:
             process.send(Close())
         left: list[tuple[str, ...]] = []
@@ -192,7 +192,7 @@ class RankPool:
                 if (status := process.exit_status(0.5)) is not None:
                     raise RankDied(f"rank {rank} {describe_exit(status)} while it left its process group")
                 place = process.place()
-                raise RankHung(f"rank {rank} did not come back from leaving its process group; it stands {place}")
+                raise RankHung(f"rank {rank} has not left its process group in {_GRACE:.0f} s; it stands {place}")
             left.append(closed.leaks)
         return left
 

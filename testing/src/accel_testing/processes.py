@@ -163,7 +163,7 @@ class Rank:
         self._stacks = stacks
 
     def send(self, message: Any) -> None:
-        """Hands a message over; a rank that is gone shows when its answer is read."""
+        """Sends a message; a rank that is gone is found when its answer is read."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
@@ -207,7 +207,7 @@ class Rank:
         return " (the process is stopped, by SIGSTOP or a debugger)" if stopped else ""
 
     def request_stacks(self) -> None:
-        """Has the process write where all its threads stand."""
+        """Makes the process write the stacks of all its threads."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, DUMP_STACKS)
 

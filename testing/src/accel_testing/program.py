@@ -1,4 +1,4 @@
-"""What is trained to compare layouts: a model, its loss, and the global batches."""
+"""Programs that are trained to compare layouts: a model, its loss, and the global batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

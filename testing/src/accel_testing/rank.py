@@ -86,7 +86,7 @@ class _Work:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._session: Session | None = None
+        self._session: Session | None = None  # held here, because nothing else keeps an open session alive
         self._before = leaks.snapshot(job.checks)
 
     def answer(self) -> Answer:

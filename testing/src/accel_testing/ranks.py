@@ -46,7 +46,7 @@ class ForkedRanks:
             self._folder = Path(tempfile.mkdtemp(prefix="accel-ranks-"))
             self._environment = rank_environment(os.environ)
         for rank in range(len(self._servers), size):
-            variables = {**self._environment, **hash_seeds.of_rank(rank)}
+            variables = {**self._environment, **hash_seeds.of_rank(rank, self._environment)}
             self._servers.append(ForkServer(self._folder / str(rank), variables, preload=self._preload))
         return self._environment
 

@@ -1,4 +1,4 @@
-"""``accel test``: what works on this machine, tried and not guessed."""
+"""``accel test``: checks what works on this machine by trying it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which signal makes a rank write its stacks, and what a process's end means in words."""
+"""The signal that makes a rank write its stacks, and the exit statuses of processes in words."""
 
 import signal
 import sys

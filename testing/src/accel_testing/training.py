@@ -1,4 +1,4 @@
-"""Trains a program on a rank: plainly, as the reference, and through an Accelerator, as a layout asks."""
+"""Trains a program on a rank: plainly, as the reference, and through an Accelerator, under a layout."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-"""How a piece of work ended on a rank, in a form that travels."""
+"""Outcomes of work on a rank, in a form that can be sent to the test process."""
 
 import traceback
 from pathlib import Path

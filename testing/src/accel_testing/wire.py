@@ -1,4 +1,4 @@
-"""What the test process and its ranks say to each other: values, pickled by the connection between them."""
+"""Messages between the test process and its ranks: values, pickled by the connection between them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Asks a rank to leave its process group, once every rank has answered."""
+    """The request to leave the process group, sent once every rank has answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The contracts: every case that a backend trains as one process does, or refuses by name."""
+"""The cases of the contract suite, in groups: models, parts, edits, copies, optimizers, backwards, windows."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from accel_testing.contracts.loops import with_loss
 
 _ROUTED = with_loss(loops.routed_error)
 _UNUSED = ("find_unused_parameters",)
-#: Backends whose users say with an option that parts may be left out, and are promised that they may.
+#: Options by which users of these backends allow parts to be left out of a step.
 _MAY_SKIP = {name: {"find_unused_parameters": "true"} for name in ("ddp", "fsdp")}
 
 

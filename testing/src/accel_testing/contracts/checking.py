@@ -1,4 +1,4 @@
-"""Runs a contract on the ranks of a layout, and has one process train the same."""
+"""Runs a contract on the ranks of a layout and in one process, and compares the two."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ LAYOUTS = ("single", "ddp:2", "fsdp:2", "fsdp1:2", "ds0:2/fp32", "ds1:2/fp32", "
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5}
 #: Seconds that a case may take on its ranks before it counts as hanging.
 TIMEOUT = 30.0
-# What a rank that was refused waits for the others to be refused, too, before it closes the connections to them.
+# Seconds that a rank which was refused waits for the refusals of the others before it closes its connections.
 _GRACE = 3.0
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -133,7 +133,7 @@ def _chosen(case: Case, layout: Layout) -> Layout:
     """The layout as the case needs it: its accumulation, its options of the backend."""
     precision = layout.precision or "fp64"
     if precision not in TOLERANCES:
-        raise ValueError(f"contracts are trained in {' or '.join(TOLERANCES)}, and {layout} asks for {precision}")
+        raise ValueError(f"contracts are trained in {' or '.join(TOLERANCES)}, and {layout} has {precision}")
     if not case.concerns(layout.backend):
         raise ValueError(f"{case.name!r} is a contract of {', '.join(case.options)}, and not of {layout.backend}")
     if layout.accumulate > 1 or layout.weighted or layout.short:

@@ -40,7 +40,7 @@ class Driver(ABC):
         return 0
 
     def note(self, name: str, value: Tensor) -> None:
-        """Has a tensor compared: at the end of training every rank must have noted what the reference has."""
+        """Notes a tensor to compare: at the end of training every rank must have noted what the reference has."""
         self.seen[name] = value.detach().clone()
 
     @abstractmethod

@@ -16,6 +16,8 @@ from accel_testing.contracts.samples import Batch
 #: What trains: it returns the prepared models (one or several) whose states are compared.
 Train = Callable[..., nn.Module | tuple[nn.Module, ...]]
 Loss = Callable[[nn.Module, Batch], Tensor]
+#: The forwards and backwards of one micro-batch.
+Backward = Callable[[Driver, nn.Module, Batch], None]
 Change = Callable[[Driver, nn.Module, Any], None]
 Edit = Callable[[Driver, nn.Module], object]
 
@@ -88,11 +90,16 @@ def evaluated_between(model: nn.Module, batch: Batch) -> Tensor:
     return error(model, batch)
 
 
+def backward_of_loss(driver: Driver, model: nn.Module, batch: Batch, *, loss: Loss = error) -> None:
+    """The loss of a micro-batch, and its backward."""
+    driver.backward(loss(model, batch))
+
+
 def train(
     driver: Driver,
     model: nn.Module,
     *,
-    loss: Loss = error,
+    backward: Backward = backward_of_loss,
     optimizer: Callable[[nn.Module], Optimizer] = momentum,
     scheduler: Callable[[Optimizer], Any] | None = None,
     change: Change | None = None,
@@ -111,7 +118,7 @@ def train(
         if change is not None:
             change(driver, model, built)
         with driver.accumulate(model):
-            driver.backward(loss(model, batch))
+            backward(driver, model, batch)
             if edit is not None:
                 edit(driver, model)
             built.step()
@@ -123,7 +130,7 @@ def train(
 
 def with_loss(loss: Loss, **options: Any) -> Train:
     """The ordinary loop with another loss."""
-    return partial(train, loss=loss, **options)
+    return partial(train, backward=partial(backward_of_loss, loss=loss), **options)
 
 
 def thaw(driver: Driver, model: nn.Module, optimizer: Any) -> None:
@@ -167,30 +174,28 @@ def edit_gradients(driver: Driver, model: nn.Module) -> None:
 
 def weighted(driver: Driver, model: nn.Module, *, routed: bool = False) -> nn.Module:
     """Sums over the samples that count, with their number; ``routed``: over those of the first route."""
-    built = momentum(model)
-    model, built = driver.prepare(model, built)
-    for batch in driver.batches():
-        with driver.accumulate(model):
-            counted = (batch.route == 0).to(batch.x) if routed else batch.counted
-            summed = ((model(batch.x) - batch.y).square().mean(1) * counted).sum()
-            driver.backward(summed, weight=counted.sum())
-            built.step()
-            built.zero_grad()
-    return model
+
+    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+        backward_weighted(driver, model, batch, (batch.route == 0).to(batch.x) if routed else batch.counted)
+
+    return train(driver, model, backward=backward)
+
+
+def backward_weighted(driver: Driver, model: nn.Module, batch: Batch, counted: Tensor) -> None:
+    """The backward of a sum over samples, whose weight is the number of those that count."""
+    summed = ((model(batch.x) - batch.y).square().mean(1) * counted).sum()
+    driver.backward(summed, weight=counted.sum())
 
 
 def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
     """Two losses of one forward, each with a backward of its own."""
-    built = momentum(model)
-    model, built = driver.prepare(model, built)
-    for batch in driver.batches():
-        with driver.accumulate(model):
-            output = model(batch.x)
-            driver.backward(nn.functional.mse_loss(output, batch.y), retain_graph=True)
-            driver.backward(output.square().mean())
-            built.step()
-            built.zero_grad()
-    return model
+
+    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+        output = model(batch.x)
+        driver.backward(nn.functional.mse_loss(output, batch.y), retain_graph=True)
+        driver.backward(output.square().mean())
+
+    return train(driver, model, backward=backward)
 
 
 def backward_by_hand(driver: Driver, model: nn.Module) -> nn.Module:
@@ -311,7 +316,11 @@ def method_error(model: nn.Module, batch: Batch) -> Tensor:
 
 def method_call(driver: Driver, model: nn.Module) -> nn.Module:
     """Calls a method of the unwrapped model in place of its forward."""
-    return train(driver, model, loss=lambda prepared, batch: method_error(driver.unwrap_model(prepared), batch))
+
+    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+        driver.backward(method_error(driver.unwrap_model(model), batch))
+
+    return train(driver, model, backward=backward)
 
 
 def clamp(driver: Driver, model: nn.Module, optimizer: Any) -> None:
@@ -345,8 +354,7 @@ def left_out(driver: Driver, model: nn.Module, *, weigh: bool = False) -> nn.Mod
     model, built = driver.prepare(model, built)
     for batch in driver.batches():
         if weigh:
-            summed = ((model(batch.x) - batch.y).square().mean(1) * batch.counted).sum()
-            driver.backward(summed, weight=batch.counted.sum())
+            backward_weighted(driver, model, batch, batch.counted)
         else:
             driver.backward(error(model, batch))
         if driver.step != 1:

@@ -1,4 +1,4 @@
-"""The samples that every contract trains on, and who gets which: the same global batches on any number of ranks."""
+"""The samples of every contract and their split: the same global batches on any number of ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,5 +1,6 @@
 """Loops of contracts with several models or optimizers, copies of a model, and optimizers in odd places."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -132,16 +133,22 @@ def distilled(driver: Driver, student: nn.Module, teacher: nn.Module, *, apart: 
     return student
 
 
-def copied(driver: Driver, model: nn.Module) -> nn.Module:
-    """A running mean of the weights in a copy of the prepared model."""
-    built: Any = momentum(model)
-    model, built = driver.prepare(model, built)
-    mean = deepcopy(model).requires_grad_(False)
+def _steps(driver: Driver, model: nn.Module, built: Any) -> Iterator[None]:
+    """Trains a prepared model on each micro-batch; yields after its step."""
     for batch in driver.batches():
         with driver.accumulate(model):
             driver.backward(error(model, batch))
             built.step()
             built.zero_grad()
+        yield
+
+
+def copied(driver: Driver, model: nn.Module) -> nn.Module:
+    """A running mean of the weights in a copy of the prepared model."""
+    built: Any = momentum(model)
+    model, built = driver.prepare(model, built)
+    mean = deepcopy(model).requires_grad_(False)
+    for _ in _steps(driver, model, built):
         with torch.no_grad():
             for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
                 average.lerp_(parameter, 0.2)
@@ -155,11 +162,7 @@ def bare_copy(driver: Driver, model: nn.Module) -> nn.Module:
     mean = deepcopy(model).requires_grad_(False)
     built: Any = momentum(model)
     model, built = driver.prepare(model, built)
-    for batch in driver.batches():
-        with driver.accumulate(model):
-            driver.backward(error(model, batch))
-            built.step()
-            built.zero_grad()
+    for _ in _steps(driver, model, built):
         state = driver.get_state_dict(model)
         for name, average in mean.state_dict().items():
             if name in state:
@@ -175,10 +178,7 @@ def averaged(driver: Driver, model: nn.Module) -> nn.Module:
     built: Any = momentum(model)
     model, built = driver.prepare(model, built)
     mean = AveragedModel(model)
-    for batch in driver.batches():
-        driver.backward(error(model, batch))
-        built.step()
-        built.zero_grad()
+    for _ in _steps(driver, model, built):
         mean.update_parameters(model)
     with torch.no_grad():
         driver.note("output of the average", mean(probe(driver.dtype)))
@@ -189,10 +189,8 @@ def unprepared_optimizer(driver: Driver, model: nn.Module) -> nn.Module:
     """The model is prepared and its optimizer forgotten."""
     built = momentum(model)
     model = driver.prepare(model)
-    for batch in driver.batches():
-        driver.backward(error(model, batch))
-        built.step()
-        built.zero_grad()
+    for _ in _steps(driver, model, built):
+        pass
     return model
 
 
@@ -200,11 +198,8 @@ def optimizer_of_prepared(driver: Driver, model: nn.Module) -> nn.Module:
     """The optimizer is made of the prepared model, and prepared after it."""
     model = driver.prepare(model)
     built: Any = driver.prepare(momentum(model))
-    for batch in driver.batches():
-        with driver.accumulate(model):
-            driver.backward(error(model, batch))
-            built.step()
-            built.zero_grad()
+    for _ in _steps(driver, model, built):
+        pass
     return model
 
 
@@ -212,8 +207,6 @@ def raw_optimizer(driver: Driver, model: nn.Module) -> nn.Module:
     """Both are prepared, and the optimizer that was given steps in place of the one that came back."""
     built = momentum(model)
     model, _ = driver.prepare(model, built)
-    for batch in driver.batches():
-        driver.backward(error(model, batch))
-        built.step()
-        built.zero_grad()
+    for _ in _steps(driver, model, built):
+        pass
     return model
