@@ -121,7 +121,7 @@ def added(times: Rounds, name: str, base: str, *, per: int = 1) -> float:
 
 
 def extra_memory(run: Callable[[], object]) -> int | None:
-    """Bytes by which this process's resident memory rose at most while ``run`` ran; None where Linux does not report it."""
+    """Bytes by which this process's resident memory rose at most while ``run`` ran; None where that is unknown."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
         before = _memory("VmRSS")
