@@ -12,7 +12,6 @@ PLANS = """
 import json
 import torch
 from torch import nn
-from accel_backends.fsdp_check import fingerprint
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.wrapping import find_units, parameters_of_units
 from accel_testing.models import TinyTransformer, TinyBlock
@@ -30,7 +29,7 @@ shared.blocks[5].up.weight = shared.blocks[6].up.weight
 plans = []
 for model in (TinyTransformer(layers=12), shared, Wide()):
     units = find_units(model, FSDPConfig(ignored_modules=r"blocks\\.(2|4)"), halves=True)
-    plans.append([fingerprint(model, units), list(parameters_of_units(model, units).items()), units.inside_out])
+    plans.append([list(parameters_of_units(model, units).items()), units.inside_out])
 print(json.dumps(plans))
 """
 
