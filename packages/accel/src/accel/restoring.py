@@ -98,7 +98,7 @@ class Restoration:
         return replace(restoration, fetch=lambda: fetched)
 
     def fetched(self) -> "Fetched":
-        """Reads the values of models and optimizers, and compares every byte, also of what no rank reads. Collective."""
+        """Reads the values of models and optimizers, comparing every byte, also of what no rank reads. Collective."""
         found: list[Fetched] = []
         _agreed(lambda: found.append(self.fetch()), self.peers)
         self.checkpoint.verify(group=self.peers)
