@@ -53,13 +53,13 @@ def loss_of(model: nn.Module, rank: int, step: int, use: Sequence[int]) -> torch
 
 
 @contextmanager
-def opened(stage: int, where: str) -> Iterator[Any]:
+def opened(stage: int, where: str, precision: str = "no") -> Iterator[Any]:
     zero: dict[str, Any] = {"stage": stage}
     if where == "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
     with Session.open(cpu=True) as session:
         options = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
-        policy = PrecisionPolicy.parse("no", device_type="cpu")
+        policy = PrecisionPolicy.parse(precision, device_type="cpu")
         backend: Any = load_backend("deepspeed")(session, policy, DeepSpeedPlugin.build({"hf_ds_config": options}))
         try:
             yield backend
@@ -168,3 +168,19 @@ def test_other_counts_of_an_optimizer_are_refused_when_a_part_comes_back(
         backend.backward(loss_of(engine, rank, 2, (0, 1)))
         with pytest.raises(BackendError, match=r"NAdam keeps mu_product of all parameters together"):
             backend.step(optimizer)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "where"), CASES)
+def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size: int, stage: int, where: str) -> None:
+    with opened(stage, where, "bf16") as backend:
+        model = Parts()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        bundle = backend.prepare(Bundle([model], [optimizer_of(model, "SGD")]))
+        (engine,), (optimizer,) = bundle.models, bundle.optimizers
+        for step, uses in enumerate(uses_of(stage)):
+            backend.backward(loss_of(engine, rank, step, uses[rank]))
+            backend.step(optimizer)
+        after = backend.whole_model_state(engine, main_only=False)
+        same = {name for name, value in before.items() if torch.equal(after[name], value)}
+        assert same == {"parts.2.weight", "parts.2.bias"}

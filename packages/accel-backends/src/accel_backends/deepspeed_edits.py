@@ -33,6 +33,7 @@ class Edits:
         self._pieces = [getattr(parameter, "ds_tensor", None) for _, parameter in self._named]
         self._watched: list[torch.Tensor] = [parameter for _, parameter in self._named]
         self._watched += [piece for piece in self._pieces if piece is not None]
+        self._copied = parts is not None or len(self._watched) > len(self._named)
         self.forget()
         self._handle = engine.register_forward_pre_hook(self._look) if self._watched[len(self._named) :] else None
 
@@ -56,7 +57,7 @@ class Edits:
         Raises:
             BackendError: writes at stage 3 into parameters that were not here.
         """
-        if self._parts is None or [one._version for one in self._watched] == self._seen:
+        if not self._copied or [one._version for one in self._watched] == self._seen:
             return
         seen = {id(one): version for one, version in zip(self._watched, self._seen, strict=True)}
         lost: list[str] = []
@@ -83,15 +84,13 @@ class Edits:
             start = _starts_at(parameter, piece)
             size = max(0, min(piece.numel(), values.numel() - start))
             piece.narrow(0, 0, size).copy_(values.narrow(0, min(start, values.numel()), size))
-        assert self._parts is not None
-        if self._parts.holds(parameter):
+        if self._parts is not None and self._parts.holds(parameter):
             with self._parts.held(parameter, changed=True) as part:
                 if part.size and part.flat is not None:
                     _round_to(part.of(part.flat), values.narrow(0, part.start, part.size))
 
     def _take_piece(self, parameter: nn.Parameter, piece: torch.Tensor) -> None:
-        assert self._parts is not None
-        if self._parts.holds(parameter):
+        if self._parts is not None and self._parts.holds(parameter):
             with self._parts.held(parameter, changed=True) as part:
                 if part.size and part.flat is not None:
                     _round_to(part.of(part.flat), piece.narrow(0, 0, part.size))

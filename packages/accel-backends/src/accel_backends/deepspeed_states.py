@@ -371,11 +371,12 @@ def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], t
 
 
 def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str, Any]) -> dict[str, int]:
-    """How many of a group's steps some parameters have missed, which had no gradient then."""
+    """How many of a group's steps some parameters have missed, which had no gradient then; others have no state."""
     if STEP not in number:
         return {}
-    steps = {name: number[STEP] - float(saved.get(name, {}).get(STEP, 0)) for name in names}
-    return {name: int(missed) for name, missed in steps.items() if missed}
+    own = {name: saved.get(name, {STEP: 0.0}).get(STEP, number[STEP]) for name in names}
+    missed = {name: int(number[STEP] - float(gathered(steps))) for name, steps in own.items()}
+    return {name: steps for name, steps in missed.items() if steps}
 
 
 def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
