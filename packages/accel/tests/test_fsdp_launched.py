@@ -40,7 +40,7 @@ for layers in map(int, sys.argv[1:]):
         optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     for name, value in expected.named_parameters() if rank == 0 else ():
-        distance = float((state[name] - value).abs().max())
+        distance = float((state[name] - value.detach()).abs().max())
         assert distance <= 1e-10 * float(value.abs().max()), f"{layers} blocks: {name} is {distance:.1e} away"
     accelerator.free_memory()
 accelerator.end_training()
@@ -60,4 +60,4 @@ def test_any_number_of_blocks_trains_as_one_process(tmp_path: Path, launcher: st
 def test_any_number_of_blocks_trains_under_any_hash_seed(tmp_path: Path, launcher: str, attempt: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    launch_by(launcher, script, *map(str, range(1, 13))).check()
+    launch_by(launcher, script, *map(str, range(1, 13)), timeout=280).check()
