@@ -169,6 +169,10 @@ class FSDPBackend(Backend):
         units = self._units(model)
         sharded = shard_model(root, units, self._sharder())
         average_whole(sharded, self.session.group, self.session.world_size)
+        if self.session.world_size > 1:  # before what follows weights of 8 bits, which gathers in its own way
+            from accel_backends.fsdp_collectives import explain_collectives
+
+            explain_collectives([cast("FSDPModule", root), *sharded.units])
         backend = self.session.device.collective_backend
         sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
         self._sharded[root] = sharded
@@ -179,9 +183,6 @@ class FSDPBackend(Backend):
             outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
         )
         if self.session.world_size > 1:
-            from accel_backends.fsdp_collectives import explain_collectives
-
-            explain_collectives([cast("FSDPModule", root), *sharded.units])
             own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
             watch_units(root, kind, {name: (module, module) for name, module in own.items()}, self.session.group)
         return model

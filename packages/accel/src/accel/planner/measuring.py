@@ -83,7 +83,9 @@ def _step(run: Run) -> tuple[int, int, int]:
     gradients = _bytes(run.tensors.gradients)
     run.optimizer.step()
     held = run.tensors
-    found = _bytes(held.parameters), gradients, _bytes(held.optimizer)
+    parameters = _bytes(held.parameters)
+    # An optimizer may update pieces of the model's own memory.
+    found = parameters, gradients, _bytes([*held.parameters, *held.optimizer]) - parameters
     del held
     run.optimizer.zero_grad()
     return found

@@ -35,7 +35,7 @@ class Sizes:
     Attributes:
         parameters: as the model computes with them; at stage 3 this rank's parts, and small ones whole.
         gradients: after backward.
-        states: fp32 copies of this rank's part, and the optimizer's states of it.
+        states: fp32 copies of this rank's part, if there are any, and the optimizer's states of it.
         fed: gradients as an optimizer on the host takes them; part of ``gradients`` and ``reserved``.
         reserved: what of gradients and buffers is made once and stays.
         bucket: gradients on their way; at stages 1 and 2 made by the first one of a backward.
@@ -58,7 +58,8 @@ def plan_zero(
 ) -> "tuple[Parts, int]":
     """Stage 1 partitions fp32 copies and optimizer states, 2 gradients as well, 3 parameters as well.
 
-    Models are held in the dtype that they compute in; the optimizer steps on an fp32 copy of this rank's part.
+    Models are held in the dtype that they compute in; the optimizer steps on an fp32 copy of this rank's part, or, at
+    stages 1 and 2 in fp32 without offloading, on the model's own memory.
     """
     from accel.planner.memory import Parts
 
@@ -111,7 +112,9 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
         reserved = gradients if stage == 2 and candidate.offload else 0
         reduced = (bucket * wide if copies or width < wide else 0) + (part * wide if width < wide else 0)
     fed = part * MASTER.itemsize if candidate.offload else 0
-    states = part * MASTER.itemsize + _flat_states(optimizer, profile, part)
+    shared = stage < 3 and width == MASTER.itemsize and not candidate.offload
+    copied = 0 if shared else part * MASTER.itemsize
+    states = copied + _flat_states(optimizer, profile, part)
     buffer = 0 if stage == 3 else bucket * bucket_width
     return Sizes(parameters, gradients + fed, states, fed, reserved + fed, buffer, gathered, reduced)
 
