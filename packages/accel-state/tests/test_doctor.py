@@ -1,6 +1,8 @@
 """The hang doctor's record, and what it concludes from what is known of every rank."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,9 +16,9 @@ from torch.distributed import HashStore
 
 from accel_state import Session, collectives
 from accel_state.doctor.active import _active, broken_connection, outline, recorded, troubled, untroubled
-from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place
+from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
 from accel_state.doctor.flight import flight_record, flights
-from accel_state.doctor.peers import LEFT, Peers
+from accel_state.doctor.peers import LEFT, Peers, _shows_end
 from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
 from accel_state.errors import CollectiveError, CollectiveMismatchError
 from accel_state.versions import Version
@@ -99,6 +101,25 @@ def test_the_rank_to_blame_is_found(states: list[RankState], culprits: tuple[int
 )
 def test_what_may_come_right_is_left_alone(states: list[RankState]) -> None:
     assert diagnose(states) is None
+
+
+@pytest.mark.parametrize(
+    ("states", "asked"),
+    [
+        ([state(0, GATHER), state(1, BARRIER)], True),
+        ([state(0, GATHER), state(1, life="left"), state(2, BARRIER)], True),
+        ([state(0, GATHER), state(1, replace(GATHER, ended=2.0), BARRIER)], False),
+        ([state(0, GATHER), state(1, life="left", reason="ValueError: boom")], False),
+        ([state(0, GATHER), state(1, life="dead")], False),
+        ([state(0), state(1, BARRIER)], False),
+        ([state(0, GATHER), state(1, GATHER), state(2, BARRIER)], False),
+    ],
+    ids=["elsewhere", "ended", "was there before", "raised", "killed", "not in a call", "another is there"],
+)
+def test_a_call_that_only_rank_0_makes_raises_the_question_of_a_condition(states: list[RankState], asked: bool) -> None:
+    found = "\n".join(question(states))
+    assert ("only rank 0" in found) == asked
+    assert ("gather at a.py:1" in found and "if accelerator.is_main_process" in found) == asked
 
 
 @pytest.fixture
@@ -220,6 +241,21 @@ def test_long_outlines_differ_where_their_ends_do() -> None:
 def test_without_a_doctor_an_operation_is_called_as_it_is() -> None:
     assert not _active
     assert recorded("double", lambda value: str(value))(lambda value: 2 * value)(4) == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no file descriptors of processes here")
+@pytest.mark.parametrize("number", [None, 1500])
+def test_the_end_of_a_process_shows_whatever_the_number_of_its_file(number: int | None) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        found = os.pidfd_open(process.pid)
+        file = found if number is None else fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, number)
+        try:
+            assert not _shows_end(file)
+            process.communicate(b"\n")
+            assert _shows_end(file)
+        finally:
+            for one in {found, file}:
+                os.close(one)
 
 
 @pytest.mark.ranks(2, group=False)

@@ -38,6 +38,17 @@ def test_another_name_is_no_attribute(package):
         package.dump_all  # noqa: B018
 
 
+def test_advice_is_added_to_the_error_about_a_name(monkeypatch):
+    adviser = ModuleType("adviser")
+    adviser.advice = lambda name: ": use dumps" if name == "dump_all" else ""
+    monkeypatch.setitem(sys.modules, "adviser", adviser)
+    find, _ = lazy_names("json", PLACES, advice="adviser")
+    with pytest.raises(AttributeError, match=r"no attribute 'dump_all': use dumps$"):
+        find("dump_all")
+    with pytest.raises(AttributeError, match=r"no attribute 'dump_none'$"):
+        find("dump_none")
+
+
 def test_nothing_is_imported_before_it_is_asked_for():
     lazy = lazy_names("json", {"tool": "json.tool:"})
     sys.modules.pop("json.tool", None)

@@ -16,6 +16,21 @@ def test_objects_come_in_order_of_rank(rank):
     assert gather_object((str(rank), torch.tensor(rank))) == ["0", torch.tensor(0), "1", torch.tensor(1)]
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("sizes", [(0, 1, 2), (600, 0, 480), (480, 600, 700), (490, 491, 492), (100_000, 3, 600)])
+def test_objects_of_any_sizes_arrive(rank, sizes):
+    expected = [bytes([number]) * size for number, size in enumerate(sizes)]
+    assert all_gather_object(expected[rank]) == expected
+
+
+@pytest.mark.ranks(2)
+def test_every_size_around_what_one_collective_carries_arrives(rank):
+    from accel_state.pickled import _INLINE
+
+    for size in range(_INLINE - 40, _INLINE + 8):
+        assert all_gather_object(b"a" * (size - rank)) == [b"a" * size, b"a" * (size - 1)]
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("source", [0, 1])
 def test_a_list_is_overwritten_in_place(rank, source):

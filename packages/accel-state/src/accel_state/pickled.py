@@ -9,20 +9,25 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_PREFIX = 8
+# Bytes of every object that travel with its length, which occupies the prefix: most objects are a status or a name.
+_INLINE = 504
+
 
 def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
-    """``obj`` of every rank, in order of rank."""
-    from accel_state.collectives import start_all_gather
-
+    """``obj`` of every rank, in order of rank: in one collective, or in two if one of them is large."""
     own, device = _as_tensor(obj), _device_of(group)
-    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    start_all_gather(sizes, torch.tensor([own.numel()], device=device), group)()
-    lengths: list[int] = sizes.tolist()
-    padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel())).to(device)
-    rows = torch.empty(group.size() * padded.numel(), dtype=torch.uint8, device=device)
-    start_all_gather(rows, padded, group)()
-    every = rows.cpu().view(group.size(), -1)
-    return [_as_object(row, length) for row, length in zip(every, lengths, strict=True)]
+    first = torch.zeros(_PREFIX + _INLINE, dtype=torch.uint8)
+    first[:_PREFIX].view(torch.int64).fill_(own.numel())
+    inline = first[_PREFIX:]
+    inline[: own.numel()] = own[:_INLINE]
+    every = _gathered(first.to(device), group)
+    lengths: list[int] = every[:, :_PREFIX].contiguous().view(torch.int64).view(-1).tolist()
+    rows = every[:, _PREFIX:]
+    if max(lengths) > _INLINE:
+        rest = torch.nn.functional.pad(own[_INLINE:], (0, max(lengths) - max(own.numel(), _INLINE)))
+        rows = torch.cat([rows, _gathered(rest.to(device), group)], dim=1)
+    return [_as_object(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
@@ -57,6 +62,15 @@ def receive_pickled(source: int, group: "ProcessGroup") -> Any:
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.recv(data, group=group, group_src=source)
     return _as_object(data.cpu(), data.numel())
+
+
+def _gathered(row: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+    """``row`` of every rank as a matrix on the host."""
+    from accel_state.collectives import start_all_gather
+
+    rows = row.new_empty(group.size() * row.numel())
+    start_all_gather(rows, row, group)()
+    return rows.cpu().view(group.size(), -1)
 
 
 def _as_tensor(obj: Any) -> torch.Tensor:

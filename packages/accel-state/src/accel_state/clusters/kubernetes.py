@@ -3,24 +3,34 @@
 from collections.abc import Mapping
 from typing import final
 
-from accel_state.clusters.variables import check_below, is_local_address, master_address, master_port, need_int
+from accel_state.clusters.variables import (
+    check_below,
+    is_local_address,
+    master_address,
+    master_port,
+    need_int,
+    read_int,
+)
 from accel_state.topology import Topology
+
+INDEX = "JOB_COMPLETION_INDEX"
+"""The variable of a pod's number in an indexed Job."""
 
 
 @final
 class KubernetesReader:
     """Reads RANK and WORLD_SIZE of a PyTorchJob pod, or JOB_COMPLETION_INDEX of an indexed Job.
 
-    Kubernetes does not tell a pod how many completions its Job has, so the Job must set ``WORLD_SIZE``; without
-    it the pods of an indexed Job are independent, and each is a single process.
+    Kubernetes does not tell a pod how many completions its Job has, so the Job must set ``WORLD_SIZE``;
+    ``WORLD_SIZE=1`` declares that its pods are independent and that each is a single process.
     """
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
         """The topology when each pod holds one rank."""
         if is_pod_rank(env):
             name = "RANK"
-        elif env.get("JOB_COMPLETION_INDEX") and env.get("WORLD_SIZE") and not env.get("RANK"):
-            name = "JOB_COMPLETION_INDEX"
+        elif env.get(INDEX) and not env.get("RANK") and read_int(env, "WORLD_SIZE") not in {None, 1}:
+            name = INDEX
         else:
             return None
         rank = need_int(env, name, because="WORLD_SIZE")

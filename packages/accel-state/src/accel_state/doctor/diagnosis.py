@@ -143,7 +143,29 @@ def _told(states: Sequence[RankState], culprits: Sequence[RankState], *, final: 
     split = first_difference(states)
     if split:
         lines += ["  the ranks parted here:", *(f"    {line}" for line in split)]
+    if final:
+        lines += question(states)
     return Diagnosis(tuple(state.rank for state in culprits), "\n".join(lines), final)
+
+
+def question(states: Sequence[RankState]) -> list[str]:
+    """Asks for a condition around the call that rank 0 alone is in, as far as is known of every rank; else no line.
+
+    Ranks that failed, were ended or have made the same call before did not pass by it because of a condition.
+    """
+    main, *others = sorted(states, key=lambda state: state.rank)
+    if main.rank != 0 or main.current is None or not others:
+        return []
+    site = main.current.site
+    for state in others:
+        if state.snapshot is None or state.reason or state.life not in ("alive", "left"):
+            return []
+        if any(entry.site == site for entry in _entries(state)):
+            return []
+    return [
+        f"  only rank 0 has come to {main.current.operation} at {site}: does it stand inside "
+        "`if accelerator.is_main_process:`? all ranks must call it"
+    ]
 
 
 def place(state: RankState, progress: tuple[int, int]) -> Place:

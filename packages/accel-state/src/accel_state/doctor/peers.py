@@ -99,7 +99,7 @@ class Watched:
             return "left", snapshot.said[1:]
         if self._gone:  # before its memory could be mapped
             return "dead", ""
-        if self._pidfd >= 0 and select.select([self._pidfd], [], [], 0)[0]:
+        if self._pidfd >= 0 and _shows_end(self._pidfd):
             return "dead", ""
         if self._pid:
             return ("stopped" if self._state() in "Tt" else "alive"), ""
@@ -238,6 +238,12 @@ class Peers:
         self._messages.close()
         for one in self.watched:
             one.close()
+
+
+def _shows_end(pidfd: int) -> bool:
+    poll = select.poll()  # ``select`` itself refuses files from number 1024 on, which a training may well have
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _state_of(pid: int) -> str:

@@ -22,6 +22,7 @@ from accel_state.doctor.diagnosis import (
     first_difference,
     late,
     place,
+    question,
 )
 from accel_state.doctor.flight import flight_record
 from accel_state.doctor.peers import LEFT, Peers
@@ -37,6 +38,7 @@ _GRACE = 5.0
 _MEETING = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
+_STARTER = os.path.join("accel", "launch", "worker.py")
 
 
 @final
@@ -182,7 +184,7 @@ class Doctor:
         split = first_difference(states)
         if split and f" #{sequence} at " not in split[0]:
             text += "\n  They parted earlier:\n    " + "\n    ".join(split)
-        return text
+        return "\n".join([text, *question(states)])
 
     def _look(self) -> list[RankState]:
         said = active.troubles()
@@ -234,7 +236,8 @@ class Doctor:
 
     def _end(self, found: Diagnosis, *, speaks: bool) -> None:
         """Makes the collective that this rank waits in fail; ends the process if it stays in it all the same."""
-        if speaks:
+        # A rank at fault that waits may end the wait before any other; its report then stands before its stacks.
+        if speaks or self._rank in found.culprits:
             _say(found.text)
         _say(f"stacks of rank {self._rank}:\n{_stacks()}{flight_record()}")
         before = self.record.read().current
@@ -276,8 +279,14 @@ def _stacks() -> str:
     parts = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)[-14:])}")
+            lines = [one for one in traceback.extract_stack(frame)[-14:] if not _starts(one)]
+            parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_list(lines))}")
     return "".join(parts)
+
+
+def _starts(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame only starts the program: those of runpy, and of the launcher's main module."""
+    return frame.filename == "<frozen runpy>" or frame.filename.endswith(_STARTER)
 
 
 def _break_connections(group: "ProcessGroup") -> None:
