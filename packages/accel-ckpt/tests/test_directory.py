@@ -1,10 +1,11 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from accel_ckpt import CheckpointDirectory, keep_best, keep_every, keep_last, keep_union
+from accel_ckpt import CheckpointDirectory, directory, keep_best, keep_every, keep_last, keep_union
 from accel_ckpt.staging import Staging, sweep
 from accel_state.errors import CheckpointError
 
@@ -147,3 +148,24 @@ def test_what_was_saved_is_there_for_both_ranks_at_once(tmp_path: Path, rank: in
     assert latest.path == saved.path
     for found in (read, latest.read("model")):
         assert [value.unique().tolist() for value in found] == [[attempt], [attempt + 1]]
+
+
+def test_a_save_reads_no_more_manifests_the_more_checkpoints_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    series = CheckpointDirectory(tmp_path, retention=keep_last(8))
+    read: list[str] = []
+    known = directory.read_manifest
+
+    def read_manifest(path: Path) -> Any:
+        read.append(path.name)
+        return known(path)
+
+    monkeypatch.setattr(directory, "read_manifest", read_manifest)
+    counts = []
+    for number in range(12):
+        read.clear()
+        series.save({"n": number}, metadata={"loss": number})
+        counts.append(len(read))
+    assert len(set(counts[2:])) == 1
+    assert [entry.metadata["loss"] for entry in series.entries()] == [*range(4, 12)]

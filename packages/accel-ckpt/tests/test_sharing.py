@@ -46,7 +46,7 @@ def test_every_block_is_compared_once_by_one_of_two_ranks(tmp_path: Path, rank: 
     accel_ckpt.save(tmp_path / "one", {"w": torch.arange(BLOCK, dtype=torch.int32)})
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
     put = opened.fetch({"w": None}, group=world)["w"]
-    file = opened._file("tensors-00000.safetensors")
+    file = opened._files["tensors-00000.safetensors"]
     compared: list[list[int]] = [[], []]
     dist.all_gather_object(compared, file.compared)
     assert sorted(compared[0] + compared[1]) == [*range(len(file.record.blocks))]
@@ -83,7 +83,7 @@ def test_what_is_passed_on_is_what_was_saved(
     monkeypatch.setattr(sharing, "_AT_ONCE", 5 * 2**20)  # so that blocks are passed on in parts
     monkeypatch.setattr("accel_ckpt.reading.gethostname", lambda: f"machine{rank}")
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
-    file = opened._file("tensors-00000.safetensors")
+    file = opened._files["tensors-00000.safetensors"]
     reads: list[int] = []
     original = type(file.source).reading
 

@@ -12,9 +12,11 @@ import torch
 
 from accel_ckpt.blocks import CheckedFile, read_whole
 from accel_ckpt.difference import Difference, compare
+from accel_ckpt.foreign import advice
 from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
+from accel_ckpt.opened_files import OpenedFiles
 from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.reading import Request, TensorReader, placed_like
 from accel_ckpt.storage import Location, Storage, is_folder, locate, storage_of
@@ -76,9 +78,9 @@ class Checkpoint:
         self.path = path
         self._storage = storage_of(path)
         self.manifest = read_manifest(path)
-        self._files: dict[str, CheckedFile] = {}
+        self._files = OpenedFiles(path, self.manifest, self._storage)
         self._documents: dict[str, Mapping[str, Json]] = {}
-        self._reader = TensorReader(self.manifest, self._file, self._storage)
+        self._reader = TensorReader(self.manifest, self._files, self._storage)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, names={self.names})"
@@ -225,7 +227,7 @@ class Checkpoint:
 
     def document_bytes(self, name: str) -> bytes:
         """The content of one of the ``documents``."""
-        file = self._file(name)
+        file = self._files[name]
         return file.read(0, file.record.size)
 
     def dtype_of(self, key: str) -> torch.dtype:
@@ -246,7 +248,7 @@ class Checkpoint:
         """
         peers = Peers(None) if group is None else Peers.of(group)
         if peers.size > 1:
-            compared = {name: file.compared for name, file in self._files.items()}
+            compared = {file.name: file.compared for file in self._files}
             told = peers.together(f"verifying {self.path}", lambda: compared)
             for rank in peers.neighbours:
                 for name, blocks in told[rank].items():
@@ -255,14 +257,12 @@ class Checkpoint:
         found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
         self._refuse(problem for problems in found for problem in problems)
         for name in self.manifest.files:
-            file = self._file(name)
+            file = self._files[name]
             file.trust(file.unchecked())
 
     def close(self) -> None:
         """Closes the files; they are also closed when the checkpoint is forgotten."""
-        for file in self._files.values():
-            file.source.close()
-        self._files.clear()
+        self._files.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -306,7 +306,7 @@ class Checkpoint:
 
     def _document(self, name: str) -> Mapping[str, Json]:
         if name not in self._documents:
-            file = self._file(name)
+            file = self._files[name]
             if file.record.size > _MAX_TREE:
                 raise CheckpointCorruptError(f"{name}: {file.record.size} bytes of JSON")
             try:
@@ -318,20 +318,9 @@ class Checkpoint:
             self._documents[name] = document
         return self._documents[name]
 
-    def _file(self, name: str) -> CheckedFile:
-        if name not in self._files:
-            if name not in self.manifest.files:
-                raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
-            record = self.manifest.files[name]
-            source = self._storage.open(self.path / self.manifest.place_of(name))
-            self._files[name] = CheckedFile(
-                source, record, name, block=self.manifest.block_size, digest=self.manifest.digest
-            )
-        return self._files[name]
-
     def _trust(self, name: str, blocks: Sequence[int]) -> None:
         try:
-            self._file(name).trust(blocks)
+            self._files[name].trust(blocks)
         except CheckpointError:  # this rank does not see the file, which is found out by who looks for damage
             return
 
@@ -348,7 +337,7 @@ class Checkpoint:
         blocks: list[tuple[CheckedFile, int]] = []
         for name in self.manifest.files:
             try:
-                file = self._file(name)
+                file = self._files[name]
                 if tensors or name in self.documents:
                     blocks += [(file, number) for number in file.unchecked()]
             except CheckpointError as error:
@@ -377,7 +366,9 @@ def read_manifest(folder: Location) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {folder}{_near(storage, folder)}") from None
     if MANIFEST not in names:
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format")
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format{advice(names)}"
+        )
     with closing(storage.open(folder / MANIFEST)) as source:
         return unpack(read_whole(source, MANIFEST, MAX_MANIFEST))
 

@@ -3,8 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import final
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
@@ -45,7 +45,7 @@ class CheckpointDirectory:
     def entries(self) -> list[SavedCheckpoint]:
         """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
         places = {number: self._place(number) for number in self._committed()}
-        return [SavedCheckpoint(number, path, _metadata(path)) for number, path in places.items()]
+        return [SavedCheckpoint(number, path, _Metadata(path)) for number, path in places.items()]
 
     def alone(self) -> "CheckpointDirectory":
         """The same series for this process by itself."""
@@ -186,12 +186,32 @@ def _is_whole(place: Location, thorough: bool) -> bool:
     return all(seen.get(name) == record.size for name, record in manifest.files.items())
 
 
-def _metadata(path: Location) -> Mapping[str, Json]:
-    try:
-        metadata = decode(read_manifest(path).metadata, _refuse)
-    except CheckpointError:
-        return {}
-    return metadata if isinstance(metadata, Mapping) else {}
+@final
+class _Metadata(Mapping[str, Json]):
+    """The metadata of one checkpoint, read when it is first needed: most policies go by numbers alone."""
+
+    def __init__(self, path: Location) -> None:
+        self._path = path
+
+    @cached_property
+    def _known(self) -> Mapping[str, Json]:
+        try:
+            metadata = decode(read_manifest(self._path).metadata, _refuse)
+        except CheckpointError:
+            return {}
+        return metadata if isinstance(metadata, Mapping) else {}
+
+    def __getitem__(self, name: str) -> Json:
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __repr__(self) -> str:
+        return repr(self._known)
 
 
 def _refuse(key: str, path: object) -> object:

@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import stat
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -73,9 +74,10 @@ class FileSource:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
             raise CheckpointError(f"{path}: {error.strerror}") from error
+        self.close = weakref.finalize(self, os.close, self.handle)
+        """Closes it, as losing the last reference does; what was mapped stays readable for who holds it."""
         facts = os.fstat(self.handle)
         if not stat.S_ISREG(facts.st_mode):
-            os.close(self.handle)
             raise CheckpointCorruptError(f"{path.name}: not a regular file")
         self.path = path
         self.size = facts.st_size
@@ -103,10 +105,6 @@ class FileSource:
         if self._memory is None:
             self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
         return self._memory
-
-    def close(self) -> None:
-        """Closes it; what was mapped stays readable for who holds it."""
-        os.close(self.handle)
 
 
 def _write_all(handle: int, views: list[memoryview], begin: int) -> None:

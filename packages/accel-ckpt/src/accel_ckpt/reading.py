@@ -9,12 +9,13 @@ from typing import NamedTuple, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, read_range
+from accel_ckpt.blocks import read_range
 from accel_ckpt.container import Span, itemsize, read_header, stored_as
 from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
 from accel_ckpt.memory import new_tensor
+from accel_ckpt.opened_files import OpenedFiles
 from accel_ckpt.peers import Peers
 from accel_ckpt.sharing import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
 from accel_ckpt.storage import Storage
@@ -48,10 +49,10 @@ class Request(NamedTuple):
 
 @final
 class TensorReader:
-    """Reads tensors of one checkpoint; ``file`` opens one of its files by name."""
+    """Reads tensors of one checkpoint out of its ``files``."""
 
-    def __init__(self, manifest: Manifest, file: Callable[[str], CheckedFile], storage: Storage) -> None:
-        self._manifest, self._file, self._storage = manifest, file, storage
+    def __init__(self, manifest: Manifest, files: OpenedFiles, storage: Storage) -> None:
+        self._manifest, self._files, self._storage = manifest, files, storage
         self._headers: dict[str, Mapping[str, Span]] = {}
         # Where the tensors of a file begin, so where its header ends.
         self._begins: dict[str, int] = {}
@@ -118,7 +119,7 @@ class TensorReader:
     def span(self, part: Part, entry: TensorEntry) -> Span:
         """Where a part lies in its file; what the file says of it must be what the manifest says."""
         if part.file not in self._headers:
-            file = self._file(part.file)
+            file = self._files[part.file]
             spans = read_header(partial(read_range, file.source), file.record.size, part.file)
             self._headers[part.file] = spans
             self._begins[part.file] = min((span.begin for span in spans.values()), default=file.record.size)
@@ -136,7 +137,7 @@ class TensorReader:
         """
         numbers: dict[str, list[int]] = {}
         for name, ranges in work.ranges.items():
-            file = self._file(name)
+            file = self._files[name]
             header = file.unchecked(0, self._begins[name])
             blocks: dict[int, Parts] = {**dict.fromkeys(header, ()), **file.by_block(ranges)}
             for number in sorted(blocks):
@@ -150,13 +151,13 @@ class TensorReader:
         if readers < 2 or len(peers.keepers) > 1:
             return
         common = wanted_by_all(interests)
-        blocks = [(self._file(name), number, work.blocks[name, number]) for name, number in common]
+        blocks = [(self._files[name], number, work.blocks[name, number]) for name, number in common]
         for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
             del work.blocks[place]
 
     def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
         fills = [
-            partial(self._file(name).fill, number, parts, compare=compares((name, number)))
+            partial(self._files[name].fill, number, parts, compare=compares((name, number)))
             for (name, number), parts in work.blocks.items()
         ]
         run_jobs(fills, self._storage.threads)
@@ -186,7 +187,7 @@ class TensorReader:
 
     def _copy(self, target: "_Target", span: Span, part: Part, common: Box, inside: Box) -> None:
         """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
-        file = self._file(part.file)
+        file = self._files[part.file]
         size = itemsize(target.entry.dtype)
         last = Box(tuple(a + n - 1 for a, n in zip(common.offset, common.shape, strict=True)), common.shape)
         begin = span.begin + run_start(common, part.box) * size

@@ -126,7 +126,8 @@ def dtensor_layout(key: str, dtensor: Any) -> Layout | None:
         count = dtensor.device_mesh.size(axis)
         splits.append(Split(dim % dtensor.ndim, count, place[axis], split_factor))
     have = tuple(dtensor._local_tensor.shape)
-    for candidate in (layout_of(dtensor.shape, splits), layout_left_to_right(dtensor.shape, splits)):
+    for arrange in (layout_of, layout_left_to_right):
+        candidate = arrange(dtensor.shape, splits)
         if local_shape(candidate) == have:
             return candidate
     raise CheckpointError(
