@@ -114,6 +114,13 @@ def test_a_list_of_columns_is_a_container_and_a_list_of_rows_is_not():
     assert slice_rows(ragged, slice(1, 2), 2)[0] is ragged[1]
 
 
+def test_a_ragged_sample_as_long_as_the_batch_makes_no_container_of_it():
+    ragged = [torch.zeros(2, 4), torch.zeros(5, 4)]
+    assert [len(sample) for sample in slice_rows(ragged, slice(1, 2), 2)] == [5]
+    mixed = [torch.tensor([1, 2]), torch.zeros(3, 3, dtype=torch.float64)]
+    assert slice_rows(mixed, slice(0, 1), 2)[1] is mixed[1]
+
+
 def test_repeating_more_rows_than_there_are_starts_again():
     assert ids_of(repeat_rows(batch_of([5, 6]), 2, 5)) == [5, 6, 5, 6, 5]
 

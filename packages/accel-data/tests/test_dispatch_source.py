@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from accel_data.dispatch_lane import _bytes_of
 from accel_data.dispatch_source import DispatchSource
 from accel_data.iterable_source import StreamSource
 from accel_data.loader import PreparedLoader
@@ -327,3 +328,9 @@ def test_no_step_that_is_waited_for_is_kept_back_for_others_to_join_it(rank, wor
         assert batch.item() == 2 * step + rank
         if rank == 1:
             (tmp_path / f"{step}").touch()
+
+
+def test_the_size_of_a_step_is_that_of_all_its_tensors():
+    """It bounds what is read ahead: labels that stand first would make it look like nothing."""
+    part = {"label": torch.zeros(2, dtype=torch.int64), "image": torch.zeros(2, 3, 4), "name": ["a", "b"]}
+    assert _bytes_of((part,)) == 16 + 96

@@ -463,3 +463,12 @@ def test_the_user_loader_is_unchanged_and_its_options_are_kept():
     assert (ours.batch_size, ours.drop_last, ours.generator) == (2, True, loader.generator)
     assert isinstance(loader.dataset, Numbers)
     assert [batch.tolist() for batch in loader] == [[0, 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_leaves_the_random_state_of_its_process_alone(workers):
+    """So that a run which starts one more pass, because it was resumed, draws the same numbers in its model."""
+    loader = prepared(Numbers(6), num_workers=workers)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 3
+    assert torch.get_rng_state().equal(before)

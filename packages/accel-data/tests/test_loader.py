@@ -142,6 +142,20 @@ def test_batches_left_counts_down_to_zero():
     assert [loader.batches_left for _ in loader] == [3, 2, 1, 0]
 
 
+def test_batches_left_are_unknown_behind_a_length_that_is_too_small():
+    class Short:
+        def __iter__(self):
+            return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+        def __len__(self):
+            return 1
+
+    loader = prepared(8, batch_size=1, batch_sampler=Short())
+    left = [(loader.batches_left, loader.end_of_dataloader) for _ in loader]
+    assert left[-1] == (0, True)
+    assert all(count is None or count > 0 for count, _ in left[:-1])
+
+
 @pytest.mark.parametrize(("size", "drop_last", "expected"), [(16, False, 0), (11, False, 3), (11, True, 0)])
 def test_remainder_is_what_the_last_step_holds(size, drop_last, expected):
     loader = prepared(size, DataShard(0, 2), drop_last=drop_last)
@@ -150,14 +164,14 @@ def test_remainder_is_what_the_last_step_holds(size, drop_last, expected):
         assert loader.remainder == expected
 
 
-def test_epochs_count_full_passes_only():
+def test_epochs_count_passes():
     loader = prepared()
     for _ in loader:
         break
-    assert loader.iteration == 0
+    assert loader.iteration == 1
     list(loader)
-    assert (loader.iteration, loader.epoch) == (1, 1)
-    assert loader.dataset.epochs == [0, 0]
+    assert (loader.iteration, loader.epoch) == (2, 2)
+    assert loader.dataset.epochs == [0, 1]
 
 
 def test_ranks_without_a_batch_count_epochs_like_the_others():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -176,7 +177,6 @@ def check(job):
             else:
                 loader.load_state_dict(state)
         if over(loaders, job.epoch):
-            state = loaders[0].state_dict()
             break
         part, state = run(loaders, segment.stop)
         delivered += part
@@ -188,7 +188,7 @@ def check(job):
     else:
         step = max(12, segment.ranks * segment.batch_size, 3 * segment.ranks)
         assert len(delivered) > job.size - step
-    assert (state["epoch"], state["samples"]) == (job.epoch + 1, 0)
+    assert loaders[0].position == Cursor(job.epoch + 1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -259,13 +259,132 @@ def test_state_at_the_last_batch_of_an_epoch_goes_on_with_the_next(drop_last, ra
     assert list(resumed) == list(loader)
 
 
-def test_samplers_of_the_user_walk_to_their_end_before_the_next_epoch():
-    loader, resumed = (loader_of(sampler=Remembering(24)) for _ in range(2))
+@pytest.mark.parametrize("sampler", [Walked, lambda size: Remembering(size)])
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_epoch_of_a_sampler_of_the_user_that_has_ended_is_followed_by_the_next(sampler, counted):
+    """However the script counts: one that names the epoch it was saved in finds nothing left of that."""
+    loader, resumed = (loader_of(sampler=sampler(24)) for _ in range(2))
     for _ in loader:
-        state = loader.state_dict()
+        state = json.loads(json.dumps(loader.state_dict()))
     resumed.load_state_dict(state)
-    assert list(resumed) == []
+    if counted:
+        resumed.set_epoch(0)
+        assert list(resumed) == []
+        resumed.set_epoch(1)
     assert list(resumed) == list(loader)
+    assert (resumed.epoch, loader.epoch) == (2, 2)
+
+
+@pytest.mark.parametrize("extra", [{"shuffle": True}, {"sampler": Walked(24)}, {"batch_sampler": Ragged(24)}])
+def test_a_pass_that_is_broken_out_of_is_followed_by_another_order(extra):
+    """As with torch's loader; a run that resumes behind the break reads the rest first."""
+    loader, resumed, whole = (
+        loader_of(**dict(extra, **({"batch_size": 1} if "batch_sampler" in extra else {}))) for _ in range(3)
+    )
+    first, second = list(whole), list(whole)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(loader) == second
+    assert list(resumed) == first[2:]
+    assert list(resumed) == second
+
+
+def test_epochs_limited_by_a_break_see_all_of_the_data():
+    loader, seen = loader_of(1000, batch_size=10, shuffle=True), set()
+    for _ in range(10):
+        for number, batch in enumerate(loader, 1):
+            seen.update(batch)
+            if number == 10:
+                break
+    assert len(seen) > 550  # 651 are expected
+
+
+def test_a_pass_in_a_pass_leaves_the_position_where_it_is():
+    loader, whole, resumed = (loader_of(shuffle=True) for _ in range(3))
+    expected = list(whole)
+    for number, batch in enumerate(loader):
+        assert batch == expected[number]
+        position, state = loader.position, loader.state_dict()
+        if number in (1, 2):
+            assert list(loader) == expected
+        if number == 3:
+            for _ in loader:
+                break
+        assert (loader.position, loader.state_dict()) == (position, state)
+        if number == 3:
+            resumed.load_state_dict(state)
+    assert list(resumed) == expected[4:]
+    assert loader.epoch == resumed.epoch == 1
+
+
+def test_an_iterator_that_is_kept_after_a_look_at_the_data_is_no_pass_of_the_run():
+    loader = loader_of(shuffle=True)
+    kept = iter(loader)
+    next(kept)
+    list(loader)
+    for _ in loader:  # the second pass in a row, so the first is not around it
+        assert loader.position.samples == 4
+        break
+    assert loader.position == Cursor(1, 4)
+
+
+def test_an_epoch_chosen_on_the_sampler_is_read():
+    datasets = [range(24)] * 2
+    loader, whole = (
+        prepare_loader(
+            DataLoader(data, 4, sampler=DistributedSampler(data, 1, 0, seed=3), collate_fn=list),
+            DataShard(),
+            options=LoaderOptions(),
+        )
+        for data in datasets
+    )
+    epochs = [list(whole) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    loader.sampler.set_epoch(2)
+    assert list(loader) == epochs[2]
+    loader.sampler.set_epoch(0)
+    assert list(loader) == epochs[0]
+    assert list(loader) == epochs[1]
+
+
+def test_a_state_that_was_loaded_is_saved_again_as_it_was():
+    loader = loader_of(sampler=Remembering(24))
+    passing = iter(loader)
+    next(passing)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = list(passing)
+    first, second = (loader_of(sampler=Remembering(24)) for _ in range(2))
+    first.load_state_dict(state)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert list(second) == rest
+
+
+@pytest.mark.parametrize("extra", [{"shuffle": True}, {"sampler": Walked(24)}])
+def test_a_load_that_is_undone_in_a_loop_leaves_it_counting(extra):
+    loader, whole, resumed = (loader_of(**extra) for _ in range(3))
+    expected = list(whole)
+    other = {**whole.state_dict(), "epoch": 7, "samples": 8}
+    for number, _ in enumerate(loader):
+        if number == 1:
+            undo = loader.undo()
+            loader.load_state_dict(other)
+            assert loader.position == Cursor(7, 8)
+            undo()
+        if number == 3:
+            resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == expected[4:]
+    assert loader.epoch == 1
+
+
+def test_a_pass_whose_rest_is_of_no_use_is_not_resumed():
+    loader, resumed = loader_of(), loader_of()
+    for _ in loader:
+        loader.disclaim()
+        break
+    resumed.load_state_dict(loader.state_dict())
+    assert [batch[0] for batch in resumed] == [0, 4, 8, 12, 16, 20]
 
 
 def test_state_after_the_loop_begins_the_next_epoch():
@@ -582,4 +701,6 @@ def test_persistent_workers_survive_a_break_and_start_over():
     loader = loader_of(40, shuffle=True, num_workers=1, persistent_workers=True)
     for _ in loader:
         break
-    assert list(loader) == list(loader_of(40, shuffle=True))
+    other = loader_of(40, shuffle=True)
+    other.set_epoch(1)
+    assert list(loader) == list(other)

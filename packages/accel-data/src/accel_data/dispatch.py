@@ -156,7 +156,13 @@ def repeat_rows(batch: Any, rows: int, count: int) -> Any:
 
 
 def _is_column(batch: Any, rows: int) -> bool:
-    """Whether a list holds one entry for each row, rather than being a container of columns."""
+    """Whether a list holds one entry for each row, rather than being a container of columns.
+
+    Tensors of one kind that are not all ``rows`` long are the samples of a ragged batch, also where one of them is.
+    """
     if not isinstance(batch, list) or len(batch) != rows:
         return False
-    return not any(isinstance(entry, torch.Tensor) and entry.ndim and len(entry) == rows for entry in batch)
+    tensors = [entry for entry in batch if isinstance(entry, torch.Tensor) and entry.ndim]
+    long = [len(tensor) == rows for tensor in tensors]
+    alike = len(tensors) == rows and len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
+    return not (all(long) if alike else any(long))

@@ -321,8 +321,7 @@ def _failed(error: BaseException) -> Message:
 
 
 def _bytes_of(parts: tuple[Any, ...]) -> int:
-    """About how many bytes the largest part has, from the tensors on top of it."""
-    from accel_state.nested import first_tensor
+    """How many bytes the tensors of the largest part have."""
+    from accel_state.structure import leaves_of
 
-    found = first_tensor(parts[-1])
-    return 0 if found is None else found.nbytes
+    return sum(leaf.nbytes for leaf in leaves_of(parts[-1]) if isinstance(leaf, torch.Tensor))

@@ -1,7 +1,7 @@
 """One rank reads for all: the source behind ``dispatch_batches=True``."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -112,13 +112,37 @@ class DispatchSource(Source):
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         return self._base.skip(cursor, batches * self._dealer.takes)
 
-    def record(self) -> dict[str, Json]:
+    @property
+    def keeps_state(self) -> bool:
+        return self._base.keeps_state
+
+    @property
+    def ends_together(self) -> bool:
+        """Every rank gets a part of the last step; a sampler with a state is read to its end on rank 0 only."""
+        return self.even_batches and not self._base.keeps_state
+
+    def is_over(self, cursor: Cursor) -> bool:
+        return self._base.is_over(cursor)
+
+    def epoch_chosen(self) -> int | None:
+        return self._base.epoch_chosen()
+
+    def record(self, *, between: bool) -> dict[str, Json]:
         """What rank 0 recorded for the pass being read: only there the data has been seen."""
-        return self._base.record() if self._record is None else dict(self._record)
+        return self._base.record(between=between) if self._record is None else dict(self._record)
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         self._base.restore(record, cursor, private)
         self._record = None
+
+    def undo(self) -> Callable[[], None]:
+        own, base = super().undo(), self._base.undo()
+
+        def undo() -> None:
+            own()
+            base()
+
+        return undo
 
     def steps(self, start: Pass, cursor: Cursor) -> Iterator[Dispatched]:
         """Deals out a pass of the base."""
@@ -141,7 +165,7 @@ class DispatchSource(Source):
     def _deal(self, dealer: Dealer, group: list[Any], rows: list[int], step: Step) -> Iterator[Dispatched]:
         dealt = dealer.deal(group, rows)
         if dealt is not None:
-            record = self._base.record()
+            record = self._base.record(between=False)
             if record != self._dealt_with:
                 self._dealt_with = record
             # The same object in all steps of a message is sent once with it.

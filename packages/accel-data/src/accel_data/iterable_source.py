@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from accel_data.cursor import Cursor, Step
 from accel_data.iterable import Stride, check_split
 from accel_data.iterable_agree import Lockstep
@@ -36,9 +38,10 @@ from accel_data.iterable_traits import (
     inspect_stream,
     shard_natively,
 )
+from accel_data.keyed import derive_key
 from accel_data.options import LoaderOptions
 from accel_data.peers import connect
-from accel_data.skipping import let_go
+from accel_data.skipping import iterated, let_go
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
@@ -196,7 +199,7 @@ class StreamSource(Source):
         """The start that was restored, if it is this position's, or one found by counting."""
         if self._restored is not None and self._restored[0] == cursor:
             return self._restored[1]
-        return resume(self.record(), cursor, None, self._here)
+        return resume(self.record(between=False), cursor, None, self._here)
 
     def length(self, cursor: Cursor) -> int | None:
         total = _size(self._reader.dataset)
@@ -211,7 +214,13 @@ class StreamSource(Source):
         samples = cursor.samples + batches * self.total_batch_size
         return Cursor(cursor.epoch, samples if total is None else min(samples, total))
 
-    def record(self) -> dict[str, Json]:
+    @property
+    def ends_together(self) -> bool:
+        """Where steps are filled up: of one stream that all read, or by agreement."""
+        alone = self._shard.count == 1
+        return alone or (self.even_batches and (self.strided or self._lockstep is not None))
+
+    def record(self, *, between: bool) -> dict[str, Json]:
         record: dict[str, Json] = {
             KIND_KEY: KIND,
             MODE_KEY: self._counted,
@@ -285,8 +294,11 @@ class StreamSource(Source):
             self._warn()
 
     def open(self) -> Iterator[Delivered]:
-        """Starts the readers."""
-        self.readers = iter(self._inner)
+        """Starts the readers; the random state of this process stays as it is, also that of a resumed run."""
+        generator = torch.Generator()
+        if self._here.workers:
+            generator.manual_seed(derive_key(torch.initial_seed(), self._reader.start.epoch, self._shard.index))
+        self.readers = iterated(self._inner, generator)
         return self.readers
 
     def shut(self) -> None:

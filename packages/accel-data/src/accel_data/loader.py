@@ -6,12 +6,13 @@ does not define itself falls through to it. What it reads from is a ``Source`` (
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from accel_data.cursor import Cursor, Window
 from accel_data.options import LoaderOptions
-from accel_data.source import Pass, Source
+from accel_data.position import Phase, Position
+from accel_data.progress import Progress
+from accel_data.source import NothingLeft, Pass, Source
 from accel_data.workers import death_of_workers, has_dead_workers
 from accel_state.errors import AccelError, DataStateError
 
@@ -25,6 +26,7 @@ STATE_VERSION = 1
 VERSION_KEY = "version"
 SOURCE_KEY = "source"
 PRIVATE_KEY = "private"
+ENDED_KEY = "ended"
 _END = object()
 
 
@@ -39,22 +41,13 @@ class LoaderObserver(Protocol):
 
 
 @final
-@dataclass(slots=True)
-class _Progress:
-    """Where a loader, and all that skip a part of it, are: the next pass begins there, unless one is under way."""
-
-    next: Cursor = field(default_factory=Cursor)
-    live: Pass | None = None
-    """The pass under way."""
-
-
-@final
 class PreparedLoader:
     """Iterate it like the DataLoader it was made from.
 
     Positions count samples *delivered* to the loop on all ranks together: ``state_dict`` taken on any rank, between
-    any two batches, resumes at the next sample on any number of ranks. A pass that runs to its end moves on to the
-    next epoch; one that is broken out of starts the same epoch again.
+    any two batches, resumes at the next sample on any number of ranks. Every pass reads the next epoch, whether the one
+    before ran to its end or was broken out of. A pass inside a pass over the same loader reads the same epoch from its
+    start, and does not move the position.
 
     Attributes:
         options: the choices this loader was prepared with.
@@ -76,7 +69,7 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        self._progress = _Progress()
+        self._progress = Progress()
         self._start: Cursor | None = None  # of the next pass, where that is not its progress
         self._last: Pass | None = None
 
@@ -130,10 +123,20 @@ class PreparedLoader:
             current = following
 
     def _begin(self) -> Pass:
-        start = self._progress.next if self._start is None else self._start
-        run = self._source.begin(start)
-        self._progress.next, self._start = Cursor(start.epoch), None
-        self._progress.live = self._last = run
+        progress, position = self._progress, self._counted()
+        epoch = self._source.epoch_chosen()
+        if epoch is not None:
+            position = position.with_epoch(epoch)
+        if position.nests and self._start is None:
+            progress.position = position.nested()
+            start = Cursor(position.epoch)
+            run = self._source.begin(start)
+        else:
+            start = position.start if self._start is None else self._start
+            run = NothingLeft(start) if position.spent and self._start is None else self._source.begin(start)
+            progress.go(position.started(start), run)
+        run.start = start
+        self._start, self._last = None, run
         return run
 
     def _finish(self, run: Pass, watch: "Watch | None", complete: bool) -> None:
@@ -141,12 +144,27 @@ class PreparedLoader:
         run.close()
         if watch is not None:
             watch.close()
-        if not complete or self._progress.live is not run:
-            return
-        epoch = run.step(run.delivered).cursor.epoch
-        # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one.
-        self._progress.next = Cursor(epoch if self._source.total_dataset_length == 0 else epoch + 1)
-        self._progress.live = None
+        self._progress.finish(run, self._source)
+
+    def claim(self) -> None:
+        """Makes the innermost pass under way the one whose position counts, and that a run resumes in.
+
+        An Accelerator calls it when a loss of a batch goes backward: a pass around the one that trains was abandoned.
+        """
+        if self._last is not None:
+            self._last.resumes = True
+            self._progress.claim(self._last)
+
+    def disclaim(self) -> None:
+        """Makes a run that is resumed begin the next pass, as this one does, if the loop breaks out of the innermost.
+
+        That is what an evaluation of a few batches needs. ``claim`` undoes it.
+        """
+        if self._last is not None:
+            self._last.resumes = False
+
+    def _counted(self) -> Position:
+        return self._progress.counted(self._source)
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank (of what is left of it, for a loader made by ``skip_first_batches``).
@@ -162,17 +180,17 @@ class PreparedLoader:
     @property
     def position(self) -> Cursor:
         """Epoch, and samples of it delivered on all ranks together."""
-        live = self._progress.live
-        return self._progress.next if live is None else live.step(live.delivered).cursor
+        position = self._counted()
+        return position.start if position.is_loaded else position.cursor
 
     @property
     def epoch(self) -> int:
         """The epoch being read, or the next to be read."""
-        return self.position.epoch
+        return self._counted().epoch
 
     @property
     def iteration(self) -> int:
-        """The same as ``epoch``: how many epochs were read to their end, unless ``set_epoch`` says otherwise."""
+        """The same as ``epoch``: how many passes have ended, unless ``set_epoch`` says otherwise."""
         return self.epoch
 
     @iteration.setter
@@ -180,15 +198,24 @@ class PreparedLoader:
         self.set_epoch(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass. The epoch it is in already keeps its position: a resumed one goes on."""
-        if epoch == self.epoch:
-            return
-        self._go_to(Cursor(epoch))
+        """Chooses the epoch of the next pass. A resumed position in this epoch is kept.
+
+        Raises:
+            DataStateError: ``epoch`` is no whole number of at least 0.
+        """
+        Cursor(epoch)
+        before = self._counted()
+        after = before.with_epoch(epoch)
+        if after.phase in (Phase.INSIDE, Phase.LOADED):
+            self._progress.position = after
+        elif after != before:
+            self._go_to(after)
 
     def skip(self, batches: int) -> None:
         """Lets the next pass start ``batches`` batches later, without reading them."""
-        self._go_to(_after(self._source, self._progress.next, batches))
-        self._start = self._progress.next
+        position = self._counted()
+        self._go_to(position.sought(_after(self._source, position.start, batches)))
+        self._start = self._progress.position.cursor
 
     def skipped(self, batches: int) -> "PreparedLoader":
         """This loader with a next pass that starts ``batches`` batches after the begin of the epoch.
@@ -200,7 +227,7 @@ class PreparedLoader:
             self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
         )
         other.gate, other._progress = self.gate, self._progress
-        other._start = _after(self._source, Cursor(self._progress.next.epoch), batches)
+        other._start = _after(self._source, self._progress.begin_of(self._source, batches), batches)
         return other
 
     @property
@@ -221,7 +248,8 @@ class PreparedLoader:
             return None
         if run.at_end:
             return 0
-        return None if run.length is None else run.length - run.delivered
+        # A length of the user's that is too small: there are more, and only the end tells how many.
+        return run.length - run.delivered if run.length is not None and run.length > run.delivered else None
 
     @property
     def real_counts(self) -> tuple[int, ...] | None:
@@ -289,15 +317,21 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch delivered last, as JSON values; the same on every rank.
 
-        Only an opaque iterable dataset adds a part that is this rank's own, under ``"private"``.
+        Only an opaque iterable dataset adds a part that is this rank's own, under ``"private"``. A state that was
+        loaded, and from which no pass has begun, is returned as it was.
         """
-        live = self._progress.live
+        position, progress = self._counted(), self._progress
+        if progress.saved is not None:
+            return dict(progress.saved)
+        live = progress.live
         step = None if live is None else live.step(live.delivered)
         state: dict[str, Any] = {
             VERSION_KEY: STATE_VERSION,
-            **(self._progress.next if step is None else step.cursor).state_dict(),
-            SOURCE_KEY: self._source.record(),
+            **position.cursor.state_dict(),
+            SOURCE_KEY: self._source.record(between=live is None or position.ended),
         }
+        if position.ended:
+            state[ENDED_KEY] = True
         if step is not None and step.private is not None:
             state[PRIVATE_KEY] = dict(step.private)
         return state
@@ -305,7 +339,8 @@ class PreparedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Lets the next pass start at a saved position, whatever the number of ranks, workers and the batch size were.
 
-        The end of an epoch is the start of the next (for samplers of the user and streams: after an empty pass).
+        The end of an epoch is the start of the next, unless ``set_epoch`` names the epoch that has ended: the next pass
+        is empty then, as a script expects that counts epochs.
 
         Raises:
             DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.
@@ -318,10 +353,27 @@ class PreparedLoader:
             )
         cursor = Cursor.from_state(state_dict)
         self._source.restore(state_dict.get(SOURCE_KEY) or {}, cursor, state_dict.get(PRIVATE_KEY))
-        self._go_to(self._source.resumed(cursor))
+        ended = bool(state_dict.get(ENDED_KEY)) or self._source.is_over(cursor)
+        self._progress.go(Position().loaded(cursor, ended=ended), saved=dict(state_dict))
+        self._start = None
 
-    def _go_to(self, cursor: Cursor) -> None:
-        self._progress.next, self._progress.live, self._start = cursor, None, None
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes every ``load_state_dict`` from now on, for a load that another part refuses.
+
+        A pass that is under way goes on counting then, as if nothing had been loaded.
+        """
+        source, progress, start = self._source.undo(), self._progress.undo(), self._start
+
+        def undo() -> None:
+            source()
+            progress()
+            self._start = start
+
+        return undo
+
+    def _go_to(self, position: Position) -> None:
+        self._progress.go(position)
+        self._start = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -335,7 +387,11 @@ class PreparedLoader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         dropped = {"_last": None, "_observer": None, "_alarm": None, "gate": None}
-        state = {**self.__dict__, "_progress": _Progress(self.position), **dropped}
+        position = self._counted()
+        if position.phase is Phase.INSIDE:
+            position = position.loaded(position.cursor, ended=position.ended)
+        progress = Progress(position, saved=self._progress.saved)
+        state = {**self.__dict__, "_progress": progress, **dropped}
         return _rebuilt, (state,)
 
 

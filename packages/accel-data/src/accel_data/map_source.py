@@ -116,7 +116,6 @@ class MapSource(Source):
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
-        self._pass: MapPass | None = None
         self._generator: torch.Generator | None = None
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
@@ -135,8 +134,7 @@ class MapSource(Source):
         self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pass in flight stays where it is; the loader carries its position over.
-        return {**vars(self), "_pass": None, "_last_epoch": None, "_generator": None}
+        return {**vars(self), "_last_epoch": None, "_generator": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:
@@ -245,8 +243,7 @@ class MapSource(Source):
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
         self._batches.walk = walk = self._walk(cursor)
-        self._pass = MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
-        return self._pass
+        return MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
 
     def _seeded(self, epoch: int) -> torch.Generator:
         """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
@@ -305,12 +302,25 @@ class MapSource(Source):
         self._passed = (skipped, passed + wanted)
         return skipped
 
-    def resumed(self, cursor: Cursor) -> Cursor:
-        """Computed; samplers of the user walk to their end instead, as they may keep a state."""
+    @property
+    def keeps_state(self) -> bool:
+        """Samplers of the user have a state."""
+        return bool(self._surroundings.states())
+
+    @property
+    def ends_together(self) -> bool:
+        """Where all ranks have equally many batches; a user's function may end anywhere."""
+        return self._shard.count == 1 or (self.even_batches and not callable(self._options.sharding))
+
+    def is_over(self, cursor: Cursor) -> bool:
+        """Computed; with samplers of the user and functions only reading tells."""
         if self._order is None or callable(self._options.sharding) or not cursor.samples:
-            return cursor
-        left = self._computed(self._order).steps(cursor.samples)
-        return cursor if left else Cursor(cursor.epoch + 1)
+            return False
+        return not self._computed(self._order).steps(cursor.samples)
+
+    def epoch_chosen(self) -> int | None:
+        """What was set on the sampler, or the batch sampler, that the user gave."""
+        return self._surroundings.epoch_chosen()
 
     def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
         assert callable(self._options.sharding)
@@ -321,7 +331,7 @@ class MapSource(Source):
             cursor = cursor.advanced(share.advance)
         return cursor
 
-    def record(self) -> dict[str, Json]:
+    def record(self, *, between: bool) -> dict[str, Json]:
         """Seed, order, and what identifies the dataset; for samplers that have a state, that of the epoch's start."""
         record: dict[str, Json] = {
             SEED_KEY: self.seed,
@@ -329,8 +339,7 @@ class MapSource(Source):
             LENGTH_KEY: sized(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
-        between = self._pass is None or self._pass.complete
-        states = self._surroundings.states() if between else self._sampler_start
+        states = self._sampler_pending or (self._surroundings.states() if between else self._sampler_start)
         return {**record, SAMPLER_KEY: states} if states else record
 
     def _description(self) -> dict[str, Json]:
@@ -360,7 +369,6 @@ class MapSource(Source):
             raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {total}")
         self.seed = record.get(SEED_KEY, self.seed)
         self._sampler_pending = record.get(SAMPLER_KEY)
-        self._pass = None
 
     def _check_dataset(self, record: Mapping[str, Json]) -> None:
         dataset = self.dataloader.dataset

@@ -161,6 +161,7 @@ class Surroundings:
     def __init__(self, reading: Reading, dataset: object, *, walked: bool) -> None:
         samplers = chain_of(reading)
         self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
+        self._epochs: dict[int, int | None] = {n: 0 for n, it in enumerate(self._listeners) if it is not dataset}
         self._walked = samplers if walked else []
         names = ("state_dict", "load_state_dict")
         self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
@@ -169,10 +170,24 @@ class Surroundings:
         """Tells everybody the epoch, and seeds the generators of samplers that are walked."""
         for listener in self._listeners:
             listener.set_epoch(epoch)
+        self._epochs = {number: self._epoch_of(number) for number in self._epochs}
         for number, sampler in enumerate(self._walked):
             generator = _generator_of(sampler)
             if generator is not None:
                 generator.manual_seed(derive_key(seed, epoch, number))
+
+    def epoch_chosen(self) -> int | None:
+        """The epoch that somebody else set on a sampler with an ``epoch`` since the last call or ``begin``."""
+        for number, known in self._epochs.items():
+            epoch = self._epoch_of(number)
+            if epoch is not None and epoch != known:
+                self._epochs[number] = epoch
+                return epoch
+        return None
+
+    def _epoch_of(self, number: int) -> int | None:
+        epoch = getattr(self._listeners[number], "epoch", None)
+        return epoch if isinstance(epoch, int) else None
 
     def states(self) -> list[Any]:
         """The states of the samplers that have one, outermost first."""

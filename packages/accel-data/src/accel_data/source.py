@@ -13,7 +13,7 @@ tells the observer, and counts what it has delivered; a source does none of that
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from accel_data.cursor import Cursor, Step
 
@@ -28,6 +28,7 @@ class Pass(ABC):
     """One walk from a cursor to the end of its epoch.
 
     Attributes:
+        start: set by the loader: where the pass began.
         batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
         length: how many batches ``batches`` will give, or None when only its end tells.
         exact: ``length`` is certain, so that the loader need not look ahead to know the last batch.
@@ -35,10 +36,12 @@ class Pass(ABC):
             nothing. A pass may learn it as late as when its last batch is taken.
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
             and whether the user then went on to the end of the loop.
+        resumes: set by the loader: a run that is resumed reads the rest of this pass after the loop broke out of it.
         trouble: set by the loader: what another rank has said went wrong with it, for a pass that waits for others;
             None where nobody listens.
     """
 
+    start: Cursor
     batches: Iterator[Any]
     length: int | None = None
     exact: bool = False
@@ -46,6 +49,7 @@ class Pass(ABC):
     delivered: int = 0
     at_end: bool = False
     complete: bool = False
+    resumes: bool = True
     trouble: Callable[[], str | None] | None = None
 
     @property
@@ -64,6 +68,22 @@ class Pass(ABC):
     def close(self) -> None:
         """The pass is over or was abandoned: stop threads, drop iterators. Default: drops the iterator."""
         self.batches = iter(())
+
+
+@final
+class NothingLeft(Pass):
+    """The rest of an epoch that has ended: no batch."""
+
+    length = 0
+    exact = True
+    remainder = 0
+
+    def __init__(self, cursor: Cursor) -> None:
+        self.batches, self._cursor = iter(()), cursor
+
+    def step(self, number: int) -> Step:
+        """The position that it began at."""
+        return Step(self._cursor)
 
 
 class Source(ABC):
@@ -108,16 +128,39 @@ class Source(ABC):
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         """Where a pass from ``cursor`` is after ``batches`` batches of each rank, without reading any data."""
 
-    def resumed(self, cursor: Cursor) -> Cursor:
-        """Where a run goes on that was saved at ``cursor``: in the next epoch, if it is certain that nothing is left.
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a saved position holds a state of the user's objects that changes as they are read."""
+        return False
 
-        A script then trains as many epochs as it counts. Default: only reading tells, so the rest is an empty pass.
-        """
-        return cursor
+    @property
+    def ends_together(self) -> bool:
+        """Whether the last batch of a pass is the last on every rank: then its state says that the epoch has ended."""
+        return False
+
+    def is_over(self, cursor: Cursor) -> bool:
+        """Whether it is certain that nothing is left of an epoch at ``cursor``. Default: only reading tells."""
+        return False
+
+    def epoch_chosen(self) -> int | None:
+        """The epoch that the user set on a sampler since the last pass began; None: none was."""
+        return None
 
     @abstractmethod
-    def record(self) -> dict[str, Json]:
-        """What a saved position is only valid with (seed, kind of order, dataset's length, ...), as JSON values."""
+    def record(self, *, between: bool) -> dict[str, Json]:
+        """What a saved position is only valid with (seed, kind of order, dataset's length, ...), as JSON values.
+
+        ``between``: the position is the start of an epoch, and no longer inside the one that is being read.
+        """
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes every ``restore`` from now on."""
+        before = dict(vars(self))
+
+        def undo() -> None:
+            vars(self).update(before)
+
+        return undo
 
     @abstractmethod
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
