@@ -253,3 +253,23 @@ def test_a_deleted_model_leaves_no_parameters_behind(rank: int) -> None:
     del model, own
     gc.collect()
     assert not any(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}], ids=["one bucket", "many buckets"])
+def test_more_parameters_may_be_left_out_than_an_error_of_torch_lists(rank: int, options: Any) -> None:
+    def deep() -> nn.Module:
+        model = make()
+        model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(120)).double()
+        return model
+
+    ddp, model, own, reference, other = prepared(deep, **options)
+    for number, lengths in enumerate(((3, 5), (100, 2), (3, 3))):
+        batch = rows(number, 0)
+        ddp.backward(model(batch[rank], tuple(range(lengths[rank]))).square().mean())
+        for each in range(RANKS):
+            (reference(batch[each], tuple(range(lengths[each]))).square().mean() / RANKS).backward()
+        without = [name for name, parameter in reference.named_parameters() if parameter.grad is None]
+        assert [name for name, one in model.module.named_parameters() if one.grad is None] == without
+        step(own, other)
+        assert_equal(model, reference)

@@ -103,6 +103,20 @@ def test_two_losses_of_a_micro_batch_add_up(rank: int, world_size: int, stage: i
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_clip_of_gradients_that_are_dropped_does_not_reach_the_next_step(
+    rank: int, world_size: int, stage: int
+) -> None:
+    with beside(stage) as pair:
+        pair.backend.backward(loss_of(pair.engine, rank, 0))
+        pair.backend.clip_grad_norm(pair.engine.parameters(), 1e-3)
+        pair.backend.zero_grad(pair.optimizer)
+        pair.backend.backward(loss_of(pair.engine, rank, 1))
+        pair.mean((1, 1)).backward()
+        pair.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_norm_in_mid_window_changes_nothing(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
         for step in range(3):
@@ -168,6 +182,27 @@ def test_held_gradients_go_on_where_they_were(rank: int, world_size: int, stage:
         pair.backend.backward(loss_of(pair.engine, rank, 1))
         pair.mean((1, 0), (1, 1)).backward()
         pair.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_layers_that_are_frozen_before_a_second_prepare_are_in_the_state(
+    rank: int, world_size: int, stage: int
+) -> None:
+    model, reference = make_net(), make_net()
+    with opened(zero_stage=stage) as backend:
+        for phase, (trained, expected) in enumerate(((model, reference), (model[2], reference[2]))):
+            for net in (model, reference) if phase else ():
+                net[0].requires_grad_(False)
+            engine, optimizer, _ = prepared(backend, model, momentum(trained))
+            plain = momentum(expected)
+            backend.backward(loss_of(engine, rank, phase))
+            backend.step(optimizer)
+            (sum(loss_of(reference, each, phase) for each in range(2)) / 2).backward()  # type: ignore[union-attr]
+            plain.step()
+            plain.zero_grad()
+            assert distance(backend, engine, reference) < 1e-6
+            backend.release([engine])
 
 
 @pytest.mark.ranks(2)

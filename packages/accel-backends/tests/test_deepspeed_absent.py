@@ -184,3 +184,25 @@ def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size
         after = backend.whole_model_state(engine, main_only=False)
         same = {name for name, value in before.items() if torch.equal(after[name], value)}
         assert same == {"parts.2.weight", "parts.2.bias"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "where"), CASES)
+def test_parts_that_no_rank_uses_stay_in_a_window_that_is_resumed(
+    rank: int, world_size: int, stage: int, where: str
+) -> None:
+    reference = Parts()
+    plain = optimizer_of(reference, "SGD")
+    with opened(stage, where) as backend:
+        model = Parts()
+        bundle = backend.prepare(Bundle([model], [optimizer_of(model, "SGD")]))
+        (engine,), (optimizer,) = bundle.models, bundle.optimizers
+        for step, use in enumerate(((0, 1), (0,))):
+            backend.backward(loss_of(engine, rank, step, use))
+            if use == (0,):
+                held = {name: value.clone() for name, value in backend.held_gradients(engine).items()}
+                assert not [name for name in held if name.startswith("parts.1.")]
+                backend.hold_gradients(engine, held)
+            backend.step(optimizer)
+            step_plain(reference, plain, step, (use, use))
+        assert_alike(backend, engine, reference)

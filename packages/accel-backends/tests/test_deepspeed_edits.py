@@ -233,3 +233,15 @@ def test_gradients_are_refused_to_readers_while_ranks_have_parts(rank: int, worl
             assert norm() == 0
         assert_alike(backend, model, plain(lambda model: None, steps=2))
         assert {type(one) for one in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_ranks_have_in_parts_may_be_deleted(rank: int, world_size: int, stage: int) -> None:
+    with engine(stage, "none") as (backend, model, optimizer):
+        backend.backward(loss_of(model, rank, 0))
+        for parameter in model.parameters():
+            del parameter.grad
+        backend.step(optimizer)
+        assert_alike(backend, model, plain(lambda model: None, steps=1))
+    assert not any("_accel_name" in vars(parameter) for parameter in model.parameters())

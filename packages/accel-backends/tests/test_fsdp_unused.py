@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig
 from accel_backends.fsdp_check import is_sharded
@@ -134,3 +134,27 @@ def test_gradients_of_an_earlier_backward_stay(rank: int) -> None:
     first, second = (layer.weight.grad.full_tensor() for layer in model.choices[0].layers)
     assert torch.equal(first, before)
     assert second.any()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first", ["prepare", "fully_shard"])
+def test_a_model_that_is_sharded_already_has_no_gradient_of_unused_layers(rank: int, first: str) -> None:
+    backend = opened()
+    model, optimizer = made()
+    if first == "prepare":
+        backend.prepare(Bundle([model], [optimizer]))
+        backend.backward(model(sample(0, 0, rank), 1).square().mean())
+        backend.release([model])
+        model.zero_grad()
+    else:
+        for module in (*model.choices, model):
+            fully_shard(module)
+    backend.prepare(Bundle([model], [torch.optim.AdamW(model.parameters())]))
+    backend.backward(model(sample(1, 0, rank), 0).square().mean())
+    used, unused = (layer.weight for layer in model.choices[0].layers)
+    assert used.grad is not None
+    assert unused.grad is None
+    backend.release([model])
+    if first == "fully_shard":
+        whole = (entry._unsharded_param for entry in model.choices[0]._get_fsdp_state()._fsdp_param_group.fsdp_params)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in whole)

@@ -1,4 +1,4 @@
-"""Comparison of the models and optimizers that ranks prepare: different ones would wait for each other forever."""
+"""Comparison of the models and optimizers that ranks prepare, because collectives of different ones would hang."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -45,7 +45,7 @@ def described(model: nn.Module) -> list[str]:
 
 
 def check_same(everybody: Sequence[Sequence[Any]]) -> None:
-    """Refuses ranks that prepare different models, because they would wait for each other forever.
+    """Refuses ranks that prepare different models, because their collectives would hang.
 
     Args:
         everybody: for every rank, one comparable entry for each parameter and unit.

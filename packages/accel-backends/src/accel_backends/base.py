@@ -1,6 +1,5 @@
 """The base class of backends: everything that differs between one device and many."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,24 +10,21 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from accel_backends.alike import compare_bundles
 from accel_backends.backward import ScaledBackward
 from accel_backends.bundle import Bundle, check_bundle
 from accel_backends.capabilities import Capabilities
-from accel_backends.clip import Pieces, clip_grad_norm, clip_grad_value, finite, norm_of_held, scale_gradients
 from accel_backends.compile import TorchDynamoPlugin, compile_model, unwrap
 from accel_backends.config import BackendConfig
+from accel_backends.gradients import BackendGradients
 from accel_backends.held import Held
 from accel_backends.masters import upcast_parameters, upcast_states
 from accel_backends.names import innermost, named_parameters
 from accel_backends.ownership import Ownership
 from accel_backends.rebinding import rebind, state_to_device
-from accel_backends.scaling import check_scaled, scaled_backward, scaled_step
+from accel_backends.scaling import scaled_backward, scaled_step
 from accel_backends.spreading import BackendSpread
-from accel_backends.stateful import BackendStates
-from accel_backends.watching import Keep, watch_steps
 from accel_precision.autocast import autocast_module, cast_parameters, restore_module
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
@@ -37,15 +33,13 @@ from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from accel_precision.fp8 import ModuleConverter
     from accel_state.session import Session
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Backend(BackendStates, BackendSpread):
+class Backend(BackendGradients, BackendSpread):
     """How models are placed, synchronised and stepped.
 
     The defaults mean "as on one device", so a backend overrides what it does otherwise and a method added here breaks
@@ -180,7 +174,7 @@ class Backend(BackendStates, BackendSpread):
         return autocast_module(model, self.policy, self.device.type, self.autocast_options)
 
     def convert_layers(self, model: nn.Module) -> nn.Module:
-        """Replaces layers by ones that compute in 8 bits, if the policy says so."""
+        """Replaces layers by ones that compute in 8 bits, if the policy has them."""
         converter = self.converter()
         return model if converter is None else converter.convert(model)
 
@@ -212,7 +206,7 @@ class Backend(BackendStates, BackendSpread):
         return compile_model(model, plugin)
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Forgets prepared models and gives them their own class back, so that they can be prepared anew."""
+        """Drops prepared models and restores their own class, so that they can be prepared again."""
         for model in models:
             restore_module(innermost(model))
             self._owned.drop(model)
@@ -224,21 +218,6 @@ class Backend(BackendStates, BackendSpread):
         self._owned.clear()
 
     # A step
-
-    @property
-    def gradient_average(self) -> int:
-        """Over how many ranks gradients are averaged. Default: 1."""
-        return 1
-
-    @property
-    def gradient_group(self) -> "ProcessGroup | None":
-        """The ranks that gradients are averaged over; None: torch's default group. Default: the session's."""
-        return self.session.group
-
-    @property
-    def gradient_pieces(self) -> Pieces | None:
-        """What plain gradients are spread over where every rank holds other pieces. Default: they are whole."""
-        return None
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The policy's autocast for computations outside a model's forward."""
@@ -266,65 +245,6 @@ class Backend(BackendStates, BackendSpread):
         else:
             scaled_backward(self.scaler, lambda factor: self._backward(loss, scale * factor, kwargs))
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Takes the loss scale out of gradients, once for each optimizer in a step. Default: if there is a scaler.
-
-        Raises:
-            BackendError: gradients of a loss that was not scaled.
-        """
-        if self.scaler is not None:
-            for optimizer in optimizers:
-                check_scaled(self.scaler, optimizer, self._owned.names)
-                self.scaler.unscale(optimizer)
-
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Clips unscaled gradients to a joint norm over all ranks and returns that norm, see ``clip.clip_grad_norm``.
-
-        Raises:
-            BackendError: parameters of no prepared model.
-        """
-        return clip_grad_norm(
-            self._owned.checked(parameters),
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            names=self._owned.names,
-            pieces=self.gradient_pieces,
-        )
-
-    def norm_so_far(
-        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """The norm of this rank's gradients in an accumulation window that is still open, without the loss scale.
-
-        Collective; changes no gradient. Default: of what ``held_gradients`` gives for these parameters of the models.
-        """
-        if type(self).held_gradients is Backend.held_gradients:
-            norm = self.clip_grad_norm(parameters, math.inf, norm_type)
-        else:
-            held = [(named_parameters(model), self.held_gradients(model)) for model in models]
-            norm = norm_of_held(held, parameters, norm_type)
-        return norm if self.scaler is None else norm / self.scaler.current
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limits unscaled gradients element by element.
-
-        Raises:
-            BackendError: parameters of no prepared model.
-        """
-        clip_grad_value(self._owned.checked(parameters), clip_value)
-
-    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-        """Multiplies what the models have accumulated, a tied parameter's once. Default: what parameters hold."""
-        scale_gradients(models, factor)
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters; False if the step was left out on all ranks because gradients overflowed.
 
@@ -347,7 +267,7 @@ class Backend(BackendStates, BackendSpread):
     def update_scaler(self, *, hold: bool = False) -> None:
         """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler.
 
-        ``hold``: the step is over, but gradients that carry the scale are still waiting, so it changes next time.
+        ``hold``: the step is over, but gradients multiplied by the scale remain, so it changes next time.
         """
         if self.scaler is not None:
             self.scaler.update(hold=hold)
@@ -362,16 +282,8 @@ class Backend(BackendStates, BackendSpread):
         """Whether gradients that overflowed were cleared without a step, so that the loss scale has to adapt."""
         return self.scaler is not None and self.scaler.overflow_dropped()
 
-    def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
-        """Calls ``keep`` before each step with this rank's parts of the gradients. Default: as parameters hold them."""
-        return watch_steps(optimizer, keep)
-
-    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether all elements of each that are here are finite; waits for the device."""
-        return finite(gradients)
-
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """Within it, ranks may run out of batches at different times. Default: as on one device, nobody waits.
+        """Within it, ranks may run out of batches at different times. Default: as on one device, no rank waits.
 
         Raises:
             BackendError: several ranks, of which a backend without ``uneven_inputs`` would leave some waiting for ever.
@@ -404,11 +316,11 @@ class Backend(BackendStates, BackendSpread):
         return [] if self.scaler is None else [self.scaler]
 
     def counts(self) -> list[dict[str, int]]:
-        """JSON that goes with a checkpoint and is not needed to load it. Default: nothing is counted."""
+        """JSON that is saved with a checkpoint and not needed to load it. Default: nothing is counted."""
         return []
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Puts back what ``counts`` gave, as far as it is of this backend. Default: nothing is counted."""
+        """Restores what ``counts`` returned, as far as it is of this backend. Default: nothing is counted."""
 
     def export_native(self, model: nn.Module, folder: str, tag: str) -> None:
         """Writes a prepared model as the library behind this backend saves it. Default: there is none.

@@ -23,7 +23,7 @@ class Bundle:
         schedulers: of those optimizers; a backend with an engine of its own may replace them.
         place: for each model, whether it is moved to the session's device; empty: all are.
         training: False for models that are only evaluated, which no backend has to synchronise.
-        batch_sizes: samples of a micro-batch of each loader that is prepared with them, where it says.
+        batch_sizes: samples of a micro-batch of each loader that is prepared with them, where it has that number.
     """
 
     models: list[nn.Module]

@@ -6,7 +6,7 @@ from typing import final
 from accel_precision.policy import PrecisionPolicy, dtype_name
 
 RECORDING = frozenset({"xla"})
-"""Types of devices that record computations until they are told to run them, which a backend has to know how to do."""
+"""Types of devices that record computations and run them on a call that the backend has to make."""
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "fp32-true", "fp64-true")
 
@@ -24,7 +24,7 @@ class Capabilities:
         uneven_inputs: whether ``join`` lets ranks have different numbers of batches.
         sharded: whether parameters end up sharded (as DTensors or otherwise), so that a rank holds only its part.
         gathers_fp8: whether sharded weights can be gathered in 8 bits.
-        offload: whether parameters or optimizer states can live on the host.
+        offload: whether parameters or optimizer states can be kept on the host.
         meta_device: whether it takes models without values and gives them theirs.
         loads_in_place: whether a state may be loaded whose tensors are, in part, those of ``model_state`` and
             ``optimizer_state`` themselves, with new values in them.

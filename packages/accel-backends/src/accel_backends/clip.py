@@ -204,7 +204,7 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 
 @recorded("gradient norm", shared=False)
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
-    """The norm over all parts, from the norm of the part that is here; it travels by way of the mesh's devices."""
+    """The norm over all parts, from the norm of this rank's part; reduced on the mesh's devices."""
     import torch.distributed as dist
 
     largest = norm_type == math.inf

@@ -23,7 +23,7 @@ class TorchDynamoPlugin(KwargsHandler):
         backend: of torch.compile, in any case ("inductor").
         mode: what inductor optimises for; None or "default" leaves it to torch.
         fullgraph: fail at a graph break instead of falling back to Python.
-        dynamic: compile for changing shapes; None lets torch find out.
+        dynamic: compile for changing shapes; None: torch decides by the shapes that occur.
         options: passed to the compiler.
         disable: make compiling do nothing, for debugging.
         use_regional_compilation: compile each of the model's repeated blocks once instead of the whole model: seconds
@@ -62,7 +62,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """The model, compiled as the plugin says; itself if that is not at all or it is compiled already."""
+    """The model, compiled with the plugin's options; itself if the plugin is off or it is compiled already."""
     if not plugin.enabled or "_orig_mod" in model._modules:
         return model
     if plugin.use_regional_compilation:

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True)
 class Implied:
-    """What options of a backend say about a setting of the Accelerator, and where it is written."""
+    """The value that options of a backend give a setting of the Accelerator, and where it is written."""
 
     value: object
     origin: str
@@ -62,7 +62,7 @@ class BackendConfig(KwargsHandler):
         return cls(**values)
 
     def on(self, device_type: str) -> "BackendConfig":
-        """The options by which devices of this type are asked for the same. Default: these.
+        """The options that mean the same for devices of this type. Default: these.
 
         Raises:
             ConfigError: something in them cannot be had there.
@@ -80,11 +80,11 @@ class BackendConfig(KwargsHandler):
         return None
 
     def settled(self, options: Mapping[str, Any]) -> "Self | None":
-        """These options with what the planner chose; None where they say something else. Default: nothing is open."""
+        """These options with the planner's choice; None where they have another value. Default: nothing is open."""
         return None
 
     def implied(self) -> Mapping[str, Implied]:
-        """What these options say about the Accelerator's own settings, by their names. Default: nothing."""
+        """The values that these options give the Accelerator's own settings, by their names. Default: none."""
         return {}
 
 

@@ -16,7 +16,7 @@ def refuse_copies(modules: Iterable[nn.Module], kind: str, backend: str) -> None
 
     Args:
         modules: the prepared model and those of its modules that are gathered by themselves.
-        kind: the class of the model as its author knows it.
+        kind: the class of the user's model.
         backend: the name of the backend.
     """
     for module in modules:

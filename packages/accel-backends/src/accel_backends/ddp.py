@@ -23,7 +23,7 @@ from accel_state.errors import ConfigError, PrepareError
 
 @dataclass(slots=True)
 class DDPConfig(BackendConfig):
-    """Options of DistributedDataParallel, under its own names, and of how gradients travel.
+    """Options of DistributedDataParallel, under its own names, and of how gradients are reduced.
 
     Attributes:
         dim: dimension along which batches are spread (torch's own, without use here).
@@ -70,13 +70,13 @@ class DDPConfig(BackendConfig):
 
     @property
     def syncs_buffers(self) -> bool:
-        """Whether each forward starts from rank 0's buffers, by whichever of its two names it was asked."""
+        """Whether each forward starts from rank 0's buffers; the option has two names."""
         return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``DistributedDataParallel``, by the names that the installed torch has.
 
-        Only what differs from the defaults: told its own default of 25 MiB, torch drops the small first bucket that
+        Only what differs from the defaults: given its own default of 25 MiB, torch drops the small first bucket that
         lets communication start early.
         """
         arguments: dict[str, Any] = {
@@ -145,7 +145,7 @@ class DDPBackend(Backend):
         return wrapped
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Forgets their reductions as well."""
+        """Drops their reductions as well."""
         models = list(models)
         gone = [find_ddp(model) for model in models]
         self._reductions[:] = [one for one in self._reductions if one.model not in (None, *gone)]
@@ -165,7 +165,7 @@ class DDPBackend(Backend):
         return self.session.world_size
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """DDP's own: gradients add up here until a backward outside of it sends them."""
+        """DDP's own: gradients add up on each rank until a backward outside of it reduces them."""
         wrapped = find_ddp(model)
         return _NOTHING if wrapped is None else wrapped.no_sync()
 
@@ -195,7 +195,7 @@ class DDPBackend(Backend):
         average_tensors(tensors, self.session.group)
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank, as DDP's next forward would make them, unless it is told to leave them."""
+        """Copies rank 0's buffers to every rank, as DDP's next forward would unless ``broadcast_buffers`` is off."""
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         buffers = [buffer for model in wrapped for buffer in model.buffers()]
         if buffers and cast(DDPConfig, self.config).syncs_buffers:
@@ -232,7 +232,7 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # What DDP.forward does when it knows that the next backward is to synchronise; there is no public name for it. The
+    # What DDP.forward does outside of ``no_sync``; there is no public name for it. The
     # search for unused parameters starts from the loss, in ``backward``.
     prepared = model.require_forward_param_sync is True
     if torch.is_grad_enabled() and not prepared and not model.find_unused_parameters:

@@ -27,9 +27,9 @@ class Reduction:
 
     By itself the reducer expects, once after each forward, a backward with gradients of all parameters that trained
     when it was built. If a backward leaves some out, their buckets stay unreduced on this rank, and ranks that used
-    them wait; torch raises an error in the next forward. Here a gradient of -0.0, which changes no sum, stands for each
-    missing one in the same backward. A gradient that is -0.0 in all elements afterwards belongs to a part that no rank
-    used, and is deleted, as there is none in one process.
+    them wait; torch raises an error in the next forward. Here each missing parameter gets a gradient of -0.0, which
+    changes no sum, in the same backward. A gradient that is -0.0 in all elements afterwards belongs to a part that no
+    rank used, and is deleted, as there is none in one process.
 
     Args:
         model: the DDP model.
@@ -53,7 +53,7 @@ class Reduction:
 
     @property
     def model(self) -> DistributedDataParallel | None:
-        """The DDP model, while it lives."""
+        """The DDP model; None if it has been deleted."""
         return self._model()
 
     def prepare(self, loss: torch.Tensor) -> None:
@@ -80,27 +80,41 @@ class Reduction:
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
             return
-        try:
-            model.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            self._complete(str(error))
+        self._complete(model)
         model.__dict__["require_forward_param_sync"] = _SPENT
         for parameter in self._others:
             if parameter.requires_grad:
                 self._average_thawed(model)
                 break
 
-    def _complete(self, said: str) -> None:
-        found = _WITHOUT.search(said)
-        if found is None:
-            raise BackendError(f"DistributedDataParallel has not reduced all gradients: {said}")
-        missing = [self._expected[int(index)] for index in found[1].split()]
-        without = [parameter for parameter in missing if parameter.grad is None]
-        frozen = [parameter for parameter in missing if not parameter.requires_grad]
-        _set_requires_grad(frozen, True)
-        torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
-        _set_requires_grad(frozen, False)
+    def _complete(self, model: DistributedDataParallel) -> None:
+        """Computes gradients of -0.0 where the reducer waits for any, and deletes those that no rank used.
+
+        torch's error lists 100 parameters at most, so that it may take several passes.
+        """
+        without: list[torch.Tensor] = []
+        passed: set[int] = set()
+        while missing := self._missing(model):
+            if passed.issuperset(map(id, missing)):
+                raise BackendError("DistributedDataParallel waits for gradients that it has been given")
+            passed.update(map(id, missing))
+            without += [parameter for parameter in missing if parameter.grad is None]
+            frozen = [parameter for parameter in missing if not parameter.requires_grad]
+            _set_requires_grad(frozen, True)
+            torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
+            _set_requires_grad(frozen, False)
         _drop_nothing(without)
+
+    def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
+        """Parameters whose gradients the reducer waits for, the first 100 of them; none if it has reduced all."""
+        try:
+            model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _WITHOUT.search(str(error))
+            if found is None:
+                raise BackendError(f"DistributedDataParallel has not reduced all gradients: {error}") from error
+            return [self._expected[int(index)] for index in found[1].split()]
+        return []
 
     def _average_thawed(self, model: DistributedDataParallel) -> None:
         """Averages parameters that the reducer does not have; averaging again does not change a mean."""

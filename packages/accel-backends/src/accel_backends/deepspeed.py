@@ -86,7 +86,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return None
 
     def reconfigure(self, config: BackendConfig) -> None:
-        """Other options for engines to come; those that are there keep theirs."""
+        """Other options for engines that are made from now on; existing ones keep theirs."""
         self.config = self._options = cast(DeepSpeedConfig, config)
 
     # Preparing
@@ -133,14 +133,14 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return model
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Takes engines apart. A model of stage 3 stays in pieces, and cannot be prepared again."""
+        """Destroys engines. A model of stage 3 stays partitioned, and cannot be prepared again."""
         models = list(models)
         super().release(models)
         self._sequences.release(map(innermost, models))
         self._engines.release(models)
 
     def close(self) -> None:
-        """Takes all engines apart, and makes DeepSpeed forget the process group."""
+        """Destroys all engines, and removes the process group from DeepSpeed."""
         self._engines.clear()
         super().close()
         self._mesh = None
@@ -186,7 +186,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
                 prepared.open = False
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-        """Multiplies what engines have accumulated, before it is reduced where that is still to come."""
+        """Multiplies what engines have accumulated, before the reduction where there has been none."""
         for model in models:
             prepared = self._engines.find(model)
             if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
@@ -275,7 +275,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return handle
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Lets go of what has been accumulated since the last step, which cleared it already."""
+        """Drops the gradients that have been accumulated since the last step."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.gradients is not None and prepared.gradients.filled:
             prepared.gradients.discard()
@@ -284,7 +284,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
     # States
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank: each rank's have gone their own way since the model was prepared."""
+        """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
         buffers = [buffer for model in models if self._engines.find(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
             from accel_state.collectives import broadcast
@@ -306,7 +306,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return prepared.gradients.held(named_parameters(prepared.engine))
 
     def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Puts shares back; collective."""
+        """Starts a window with these shares; collective."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None:
             return
@@ -337,7 +337,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
     def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
         """Whole tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.
 
-        On rank 0 only (elsewhere empty) unless told otherwise.
+        On rank 0 only (elsewhere empty) unless ``main_only`` is False.
         """
         prepared = self._engines.find_stated(model)
         if prepared is None:
@@ -390,7 +390,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return [EngineCounts(one.engine).state_dict() for one in self._engines]
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Puts them back."""
+        """Sets them, engine by engine in the order of preparation."""
         for one, state in zip(self._engines, counts, strict=False):
             EngineCounts(one.engine).load_state_dict(state)
 
@@ -421,7 +421,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         return states.Layout(self.mesh, prepared.groups)
 
     def _open_communication(self) -> None:
-        """Lets DeepSpeed use the process group; a single process that has none gets one of its own."""
+        """Gives DeepSpeed the process group; a single process that has none gets one of its own."""
         self._owns_group |= open_group_of_one(self.session)
         use_device(self.session)
         open_communication(self.session, self)

@@ -17,39 +17,39 @@ STEP = "step"
 
 @final
 class Presence:
-    """Which parameters have got a gradient since the last step.
+    """Which parameters have received a gradient since the last step.
 
     Args:
         parameters: those that train, in an order that is every rank's.
         device: of the vectors that ranks add up.
 
     Attributes:
-        came: ids of those that have got one on this rank.
+        received: ids of those that have received one on this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._parameters = parameters
         self._ones = torch.ones(len(parameters), device=device)
         self._known = frozenset(map(id, parameters))
-        self.came: set[int] = set()
+        self.received: set[int] = set()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have got one."""
-        self.came.update(self._known.intersection(map(id, parameters)))
+        """Notes parameters that have received one."""
+        self.received.update(self._known.intersection(map(id, parameters)))
 
     def here(self) -> torch.Tensor:
         """1 for each that has one on this rank, 0 for the others."""
-        if len(self.came) == len(self._parameters):
+        if len(self.received) == len(self._parameters):
             return self._ones
-        return self._ones.new_tensor([id(parameter) in self.came for parameter in self._parameters])
+        return self._ones.new_tensor([id(parameter) in self.received for parameter in self._parameters])
 
     def absent(self, everywhere: torch.Tensor | None) -> list[nn.Parameter]:
         """Those that have none on any rank, of which ``everywhere`` is the sum; None: there is one rank."""
-        if len(self.came) == len(self._parameters):
+        if len(self.received) == len(self._parameters):
             return []
         counts = [0.0] * len(self._parameters) if everywhere is None else everywhere.tolist()
         pairs = zip(self._parameters, counts, strict=True)
-        return [parameter for parameter, count in pairs if not count and id(parameter) not in self.came]
+        return [parameter for parameter, count in pairs if not count and id(parameter) not in self.received]
 
 
 class Piece(NamedTuple):
@@ -75,8 +75,8 @@ class Kept:
 class LeftOut:
     """Steps the flat tensors of an engine as if the optimizer had each parameter by itself.
 
-    What is absent gets its weights and states back after the step. An optimizer that counts steps counts for all of a
-    flat tensor, so what has been absent before is stepped by itself, with its own count.
+    The weights and states of absent parameters are restored after the step. An optimizer that counts steps has one
+    count for a whole flat tensor, so a parameter that was absent in an earlier step is stepped by itself, with its own.
 
     Args:
         optimizer: the engine's, of torch's kind.

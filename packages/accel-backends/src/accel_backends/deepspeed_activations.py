@@ -12,7 +12,7 @@ SECTION = "activation_checkpointing"
 
 
 def configure_checkpointing(config: Mapping[str, Any]) -> None:
-    """Hands DeepSpeed the configuration's section, if it has one."""
+    """Gives DeepSpeed the configuration's section, if it has one."""
     section = config.get(SECTION)
     if not section:
         return

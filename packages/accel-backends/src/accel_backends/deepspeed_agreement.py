@@ -20,7 +20,7 @@ _UNPLANNED = {
 
 
 class Options(Protocol):
-    """The part of ``DeepSpeedConfig`` that is asked."""
+    """The part of ``DeepSpeedConfig`` that is read here."""
 
     hf_ds_config: Any
     gradient_accumulation_steps: Any
@@ -36,10 +36,10 @@ class Options(Protocol):
 
 
 def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
-    """What the options of one run, by name, say about the Accelerator's settings.
+    """The values that the options of one run, by name, give the Accelerator's settings.
 
     Raises:
-        ConfigError: two of them say different things.
+        ConfigError: two of them differ.
     """
     found: dict[str, Implied] = {}
     for name, plugin in plugins.items():
@@ -55,7 +55,7 @@ def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
 
 
 def _implied(options: Options) -> dict[str, Implied]:
-    """What these options say themselves: accumulation, precision, how many ranks share sequences, and layers."""
+    """What these options set themselves: accumulation, precision, how many ranks share sequences, and layers."""
     found: dict[str, Implied] = {}
     origin = options.origins["gradient_accumulation_steps"]
     if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
@@ -82,7 +82,7 @@ def _implied(options: Options) -> dict[str, Implied]:
 
 
 def check_groups(world_size: int, size: int, key: str) -> None:
-    """Refuses groups of ``size`` ranks, which ``key`` asks for, where those of the run do not divide into them.
+    """Refuses groups of ``size`` ranks, the value of ``key``, where those of the run do not divide into them.
 
     Raises:
         ConfigError: names the nearest size that does.
@@ -100,7 +100,7 @@ def largest_divisor(total: int, most: int) -> int:
 
 
 def share_sequences(options: Options, size: int) -> None:
-    """Lets ``size`` ranks share every sequence.
+    """Makes ``size`` ranks share every sequence.
 
     Raises:
         ConfigError: the options say something else, or let the planner choose.
@@ -109,7 +109,7 @@ def share_sequences(options: Options, size: int) -> None:
 
 
 def share_layers(options: Options, size: int) -> None:
-    """Lets ``size`` ranks share every layer.
+    """Makes ``size`` ranks share every layer.
 
     Raises:
         ConfigError: the options say something else, or let the planner choose.

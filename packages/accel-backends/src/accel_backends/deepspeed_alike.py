@@ -21,7 +21,7 @@ class FirstGradients:
     """Measures the gradients of the first backward, each before ZeRO takes it.
 
     A weight that is whole on every rank and is applied to a part (a norm within heads, say) gets a part of its gradient
-    on each, and so does anything behind other random numbers. Nothing else would tell: ranks would drift apart.
+    on each, and so does anything behind other random numbers. Otherwise ranks would drift apart without an error.
 
     Args:
         parameters: what every rank has whole, by name; those that need no gradient are left out.
@@ -74,7 +74,7 @@ class FirstGradients:
             )
 
     def remove(self) -> None:
-        """Stops looking."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 
 
 class Owner(Protocol):
-    """What binding asks of the backend."""
+    """The part of the backend that binding uses."""
 
     session: "Session"
     policy: PrecisionPolicy
@@ -134,7 +134,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
-    """The engine of a bundle's model, and the bundle with what drives it; collective."""
+    """The engine of a bundle's model, and the bundle with its optimizer and schedulers; collective."""
     options, session = owner._options, owner.session
     model = bundle.models[0]
     given = bundle.optimizers[0] if bundle.optimizers else None
@@ -152,7 +152,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         given.state.clear()
         optimizer = expert_groups(innermost(model), on_host(given) if wants_host(config, given) else given)
     if "nvme" in (find(config, f"{ZERO}.offload_{what}.device") for what in ("optimizer", "param")):
-        build_operation(DISK)  # DeepSpeed would, where its own words say little of what is missing
+        build_operation(DISK)  # DeepSpeed would, with errors that do not name what is missing
     groups = () if given is None else group_names(optimizer or given, parameters)
     if bundle.placed[0] and not _partitioned(parameters):
         model.to(owner.device)
@@ -273,7 +273,7 @@ def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -
 
 
 def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hands the state of an optimizer that has stepped before over to the engine."""
+    """Loads the state of an optimizer that has stepped before into the engine."""
     assert prepared.optimizer is not None
     groups = [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}

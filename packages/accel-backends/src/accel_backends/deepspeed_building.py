@@ -43,7 +43,7 @@ _NARROWING = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torc
 
 @final
 class _Doubles(TorchFunctionMode):
-    """Remembers what was made in float64, and of it: DeepSpeed rounds every new tensor before anybody sees it."""
+    """Notes what was made in float64, and computed from it, because DeepSpeed rounds every new tensor at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class ByHand:
 
     ``loss.backward()`` would accumulate gradients that no step takes, without the loss scale and in DeepSpeed's own
     windows. ``torch.autograd.grad`` changes no gradient and is allowed, but its result cannot be differentiated at
-    stage 3, which has freed the parameters by then. For the same reason each forward has one backward there.
+    stage 3, which has freed the parameters before. For the same reason each forward has one backward there.
 
     Args:
         engine: two methods of it are replaced until ``remove``.
@@ -37,7 +37,7 @@ class ByHand:
         engine.__dict__[_PER_OUTPUT] = self._look_again
 
     def remove(self) -> None:
-        """Gives the engine its own methods back."""
+        """Restores the engine's own methods."""
         for name in (_ONCE, _PER_OUTPUT):
             self._engine.__dict__.pop(name, None)
 
@@ -60,8 +60,8 @@ class ByHand:
             self._refuse()
         elif self._runs() and not self._begun and not self._whole:
             raise BackendError(
-                "a second backward through one forward of a DeepSpeed engine of ZeRO stage 3, which gave the "
-                "parameters back to other ranks in the first; add the losses and call backward once, or use "
+                "a second backward through one forward of a DeepSpeed engine of ZeRO stage 3, which freed the gathered "
+                "parameters in the first; add the losses and call backward once, or use "
                 "zero_stage=2"
             )
         return gradient
@@ -74,8 +74,8 @@ class ByHand:
             )
         if torch.is_grad_enabled() and not self._whole:
             raise BackendError(
-                "torch.autograd.grad(create_graph=True) through a DeepSpeed engine of ZeRO stage 3, which has given "
-                "parameters back to other ranks when the result is differentiated; nearest: zero_stage=2, or "
+                "torch.autograd.grad(create_graph=True) through a DeepSpeed engine of ZeRO stage 3, which has freed "
+                "gathered parameters when the result is differentiated; nearest: zero_stage=2, or "
                 "strategy='ddp'"
             )
 

@@ -1,4 +1,4 @@
-"""Options of DeepSpeed: the fields that users know, DeepSpeed's own JSON, and which of them decides what."""
+"""Options of DeepSpeed: fields, DeepSpeed's own JSON, and the precedence between them."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from accel_state.errors import ConfigError
 
 PREFIX = "ACCELERATE_DEEPSPEED_"
 _NVME = "{}_nvme_path"
-# Which key of DeepSpeed's JSON says the same as a field, and which variable gives the field.
+# The key of DeepSpeed's JSON that means the same as a field, and the environment variable of the field.
 _KEYS: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
     "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
@@ -59,8 +59,8 @@ class DeepSpeedConfig(BackendConfig):
     """How DeepSpeed trains.
 
     Each value is decided by the first of: a field that was given, its environment variable, DeepSpeed's configuration
-    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable and a configuration that say
-    different things are refused, naming both; ``explain`` tells where every value came from.
+    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable and a configuration that
+    differ are refused, naming both; ``explain`` returns the origin of every value.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a mapping, a path, JSON, or JSON in base64.
@@ -69,8 +69,8 @@ class DeepSpeedConfig(BackendConfig):
         zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; "auto": the planner chooses
             the stage, and what is offloaded where these options leave it open, when a model is prepared.
         is_train_batch_min: of several loaders the smallest batch, not the largest, is what DeepSpeed reports.
-        offload_optimizer_device: where optimizer states live: "none", "cpu" or "nvme".
-        offload_param_device: where parameters live at stage 3: "none", "cpu" or "nvme".
+        offload_optimizer_device: where optimizer states are kept: "none", "cpu" or "nvme".
+        offload_param_device: where parameters are kept at stage 3: "none", "cpu" or "nvme".
         offload_optimizer_nvme_path: folder for optimizer states on "nvme".
         offload_param_nvme_path: folder for parameters on "nvme".
         zero3_init_flag: let ``zero3_init`` partition a model while it is built; stage 3 only, where it is the default.
@@ -149,7 +149,7 @@ class DeepSpeedConfig(BackendConfig):
 
     @classmethod
     def several(cls, plugins: Mapping[str, "DeepSpeedConfig | Mapping[str, Any]"]) -> "DeepSpeedConfig":
-        """The first of several plugins for one run, which knows the others; each prepares models while it is selected.
+        """The first of several plugins for one run, which holds the others; each prepares models while it is selected.
 
         Raises:
             ConfigError: there is none.
@@ -237,7 +237,7 @@ class DeepSpeedConfig(BackendConfig):
             self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
 
     def settled(self, options: Mapping[str, Any]) -> Self | None:
-        """These options with a stage and offloading that were left open; None where they say something else already."""
+        """These options with a stage and offloading that were left open; None where they have other values already."""
         for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
             is_open = self.origins[_KEYS[name][0]] == "default"
             if not is_open and options.get(name, "none") != getattr(self, name):
@@ -259,12 +259,12 @@ class DeepSpeedConfig(BackendConfig):
         return 1 if _unset(found) else max(1, as_number(LAYERS, found))
 
     def share(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
-        """Lets as many ranks share each sequence, and each layer, as ``parallelism_config`` says.
+        """Takes over from ``parallelism_config`` how many ranks share each sequence, and each layer.
 
         ``attention`` is that of Transformers which computes where sequences are shared.
 
         Raises:
-            ConfigError: these options, or others of the run, say something else; or the planner is to choose.
+            ConfigError: these options, or others of the run, have other values; or the planner is to choose.
         """
         for plugin in self.plugins.values() or (self,):
             share_sequences(plugin, sequences)
@@ -278,15 +278,15 @@ class DeepSpeedConfig(BackendConfig):
         return config
 
     def implied(self) -> Mapping[str, Implied]:
-        """What these options, and the others of the run, say about the Accelerator's settings.
+        """The values that these options, and the others of the run, give the Accelerator's settings.
 
         Raises:
-            ConfigError: two of them say different things.
+            ConfigError: two of them differ.
         """
         return implied_by(self.plugins or {"": self})
 
     def explain(self) -> tuple[tuple[str, Any, str], ...]:
-        """Every key of DeepSpeed's configuration with its value and where that came from."""
+        """Every key of DeepSpeed's configuration with its value and the origin of the value."""
         where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
         rows = [
             (key, value, self.origins.get(key, "until prepare" if value == AUTO else where))
@@ -307,7 +307,7 @@ class DeepSpeedConfig(BackendConfig):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fills an "auto" from ``kwargs`` (by the same dotted key), or notes that the two say different things.
+        """Fills an "auto" from ``kwargs`` (by the same dotted key), or notes that the two values differ.
 
         Raises:
             ConfigError: it says "auto", and ``kwargs`` has no such key.

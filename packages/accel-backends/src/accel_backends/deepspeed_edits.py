@@ -1,4 +1,4 @@
-"""Weights that a loop writes into an engine's parameters: they reach the copies and pieces that its optimizer steps."""
+"""Weights that a loop writes into an engine's parameters, copied to the tensors that its optimizer steps."""
 
 from typing import Any, final
 
@@ -15,21 +15,21 @@ from accel_state.errors import BackendError
 
 @final
 class Edits:
-    """Finds the parameters that were written to since the last look, by torch's counts of writes.
+    """Finds parameters that were written to since the last check, by torch's version counters.
 
-    Copies in another dtype or on another device take over what was written; where a weight is what its copy rounds to,
-    the copy keeps its bits. Writes past torch's counts (``parameter.data``) are found where the optimizer's copy
-    shares the parameter's memory only: at stages 1 and 2 in fp32 without offloading.
+    What was written is copied to the optimizer's tensors, which have another dtype or device. Elements of a copy that
+    round to the parameter's values keep their bits. Writes that torch does not count (``parameter.data``) are seen only
+    where the optimizer's tensor shares the parameter's memory: at stages 1 and 2 in fp32 without offloading.
 
     Args:
-        engine: whose parameters are looked at.
+        engine: whose parameters are checked.
         parts: where the copies are; None: the optimizer updates the parameters themselves.
     """
 
     def __init__(self, engine: Any, parts: Parts | None) -> None:
         self._parts = parts
         self._named = list(named_parameters(engine).items())
-        # At stage 3 also this rank's pieces, which DeepSpeed writes where a gather was told to keep changes.
+        # At stage 3 also this rank's pieces, which DeepSpeed writes after a gather with ``modifier_rank``.
         self._pieces = [getattr(parameter, "ds_tensor", None) for _, parameter in self._named]
         self._watched: list[torch.Tensor] = [parameter for _, parameter in self._named]
         self._watched += [piece for piece in self._pieces if piece is not None]
@@ -38,24 +38,24 @@ class Edits:
         self._handle = engine.register_forward_pre_hook(self._look) if self._watched[len(self._named) :] else None
 
     def remove(self) -> None:
-        """Stops looking."""
+        """Removes the hook."""
         if self._handle is not None:
             self._handle.remove()
 
     def _look(self, *_: object) -> None:
-        """Before each forward of stage 3, which gathers what was not here."""
+        """Before each forward of stage 3, which gathers pieces over parameters that were written to."""
         self.carry()
 
     def forget(self) -> None:
-        """Takes weights for known: what has been written until now was written to the copies, too."""
+        """Starts from the present version counters: copies hold everything that has been written until now."""
         self._seen = [one._version for one in self._watched]
 
     @torch.no_grad()
     def carry(self) -> None:
-        """Lets copies and pieces take over what was written since the last look.
+        """Copies what was written since the last check to the optimizer's copies and this rank's pieces.
 
         Raises:
-            BackendError: writes at stage 3 into parameters that were not here.
+            BackendError: writes at stage 3 into parameters that were not gathered.
         """
         if not self._copied or [one._version for one in self._watched] == self._seen:
             return
@@ -107,7 +107,7 @@ def _starts_at(parameter: Any, piece: torch.Tensor) -> int:
 
 
 def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
-    """Changes the elements of a copy that do not round to these values, to them."""
+    """Overwrites the elements of a copy that do not round to these values."""
     if copy.data_ptr() == values.data_ptr():
         return
     values = values.to(copy.device)
@@ -115,9 +115,9 @@ def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def hook_loading(engine: Any) -> list[RemovableHandle]:
-    """Lets ``load_state_dict`` of the engine's modules load at stage 3, and refuse to exchange parameters.
+    """Makes ``load_state_dict`` of the engine's modules gather at stage 3, and refuse ``assign=True`` at every stage.
 
-    There it gathers the parameters of one module at a time, so all ranks have to call it; rank 0's values count.
+    It gathers the parameters of one module at a time, so all ranks have to call it; rank 0's values are loaded.
     """
     handles = []
     for module in engine.module.modules():
@@ -137,7 +137,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
         if metadata.get("assign_to_params_buffers"):
             raise BackendError(
                 f"load_state_dict(assign=True) of {type(inner).__name__} would replace parameters that a DeepSpeed "
-                "engine has taken over, which would train on without them; leave assign out"
+                "engine trains, and the engine would not use the new ones; leave assign out"
             )
         close()
         spread: list[Any] = [p for name, p in inner._parameters.items() if p is not None and prefix + name in state]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """What is undone by ``remove``."""
+    """A hook or a replacement, which ``remove`` undoes."""
 
     def remove(self) -> None: ...
 
@@ -40,7 +40,7 @@ _ENGINE = "accel_engine"
 @final
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """One engine and what is known about it.
+    """One engine and what was found out about it.
 
     Attributes:
         engine: DeepSpeed's engine, which is the prepared model.
@@ -48,12 +48,12 @@ class Prepared:
         gradients: what has been accumulated; None for an engine that does not train.
         parts: where weights and states are; None where the optimizer updates the parameters themselves.
         groups: names of each group's parameters.
-        clip: the norm that the configuration clips to, 0 for none, and where it says so.
+        clip: the norm that the configuration clips to, 0 for none, and the origin of that value.
         saves_16bit: whole weights are handed out as the model computes with them.
         handles: hooks on the model and its optimizer.
         open: there has been a forward with a graph since the last backward.
         first: the comparison of the first backward's gradients; None if there is none, or it has been made.
-        edits: what the loop writes into parameters.
+        edits: finds what the loop writes into parameters.
     """
 
     engine: Any
@@ -75,7 +75,7 @@ class Prepared:
             first.check(self.engine.device)
 
     def release(self) -> None:
-        """Takes the engine apart; the user's module stays."""
+        """Destroys the engine; the user's module stays."""
         for handle in self.handles:
             handle.remove()
         if self.first is not None:
@@ -121,7 +121,7 @@ def start_engine(
 def _as_given() -> Iterator[None]:
     """Within it, stage 3 spreads parameters in the dtype that it is given, which is theirs.
 
-    DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what goes to a disk.
+    DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what it writes to a disk.
     """
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
 
@@ -141,7 +141,7 @@ def _as_given() -> Iterator[None]:
 
 
 def count_alike(session: "Session") -> None:
-    """Lets all ranks give the next module, and the next parameter, the same number.
+    """Makes all ranks give the next module, and the next parameter, the same number.
 
     Stage 3 numbers both over all engines of a process and compares the numbers between ranks, which differ if one of
     them had an engine of its own before. Modules are counted in the default argument of the method that numbers them.
@@ -162,7 +162,7 @@ def count_alike(session: "Session") -> None:
 def take_engine(
     engine: Any, groups: tuple[tuple[str, ...], ...], policy: PrecisionPolicy, clip: tuple[float, str]
 ) -> Prepared:
-    """Finds everything about a new engine and hooks it up."""
+    """The ``Prepared`` of a new engine, with its hooks."""
     trains = engine.basic_optimizer is not None
     gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
@@ -178,7 +178,7 @@ def take_engine(
 
 
 def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
-    """Puts rank 0's fp32 values into the optimizer's copies, which DeepSpeed makes of already rounded weights."""
+    """Writes rank 0's fp32 values into the optimizer's copies, which DeepSpeed makes of rounded weights."""
     import torch.distributed as dist
 
     parts = prepared.parts
@@ -241,7 +241,7 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
 
 
 def _through(others: list[Prepared], run: Callable[[], None]) -> None:
-    """Lets engines besides the first take part in its backward, as each does in its own."""
+    """Runs the first engine's backward within the bookkeeping of each other engine's."""
     if not others:
         run()
         return
@@ -265,7 +265,7 @@ def _through(others: list[Prepared], run: Callable[[], None]) -> None:
 
 @final
 class _Remember:
-    """Marks the graph nodes of an engine's outputs, which live as long as their graph."""
+    """Marks the graph nodes of an engine's outputs; the marks last as long as the graph."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared

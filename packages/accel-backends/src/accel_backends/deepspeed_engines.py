@@ -25,18 +25,18 @@ class Engines:
         return iter(self._all)
 
     def add(self, prepared: Prepared) -> None:
-        """One more."""
+        """Appends one."""
         self._all.append(prepared)
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Takes the engines of these models apart."""
+        """Destroys the engines of these models."""
         inner = {id(innermost(model)) for model in models}
         for prepared in [one for one in self._all if id(innermost(one.engine)) in inner]:
             self._all.remove(prepared)
             prepared.release()
 
     def clear(self) -> None:
-        """Takes all of them apart."""
+        """Destroys all of them."""
         for prepared in self._all:
             prepared.release()
         self._all.clear()
@@ -47,7 +47,7 @@ class Engines:
         return next((one for one in self._all if innermost(one.engine) is inner), None)
 
     def find_stated(self, model: nn.Module) -> Prepared | None:
-        """The same, where states of it are to be handed out or taken; what was written to parameters is in them.
+        """As ``find``, for saving or loading states; first carries what was written to parameters into them.
 
         Raises:
             BackendError: ranks have different parameters under the same names, or see ``Edits.carry``.

@@ -1,6 +1,6 @@
 """Reads the folders that DeepSpeed's own ``engine.save_checkpoint`` writes, of any stage and number of ranks.
 
-They are pickles. Only tensors, plain values and the few classes of DeepSpeed in them are let in, and DeepSpeed itself
+They are pickles. Only tensors, plain values and the few classes of DeepSpeed in them are accepted, and DeepSpeed itself
 is not needed.
 """
 
@@ -34,7 +34,7 @@ class Folder:
 
     Attributes:
         model: tensors by name, weights in fp32 where the optimizer keeps them so.
-        optimizer: as ``Backend.optimizer_state`` gives it; None where none was saved, or its parameters are not told.
+        optimizer: as ``Backend.optimizer_state`` gives it; None where none was saved, or without parameter names.
         counts: steps taken and left out, by DeepSpeed's names.
         scale: the loss scale of fp16, as a ``LossScaler`` has it; None where nothing was scaled.
     """
@@ -131,7 +131,7 @@ def _read_rank(
 
 
 def _add_experts(place: Path, names: Sequence[str], facts: dict[str, Any]) -> None:
-    """Puts experts of ``deepspeed.moe``, of which every rank has all, where the rest of a model is."""
+    """Puts experts of ``deepspeed.moe``, of which every rank has all, beside the other parameters of a model."""
     experts: dict[str, torch.Tensor] = {}
     for name in filter(_EXPERT.match, names):
         experts |= _load(place / name)

@@ -39,7 +39,7 @@ class Gathers:
         self._count = self._digest = 0
 
     def remove(self) -> None:
-        """Gives the coordinator its own methods back."""
+        """Restores the coordinator's own methods."""
         for name in (_METHOD, "fetch_sub_module"):
             self._coordinator.__dict__.pop(name, None)
 
@@ -68,8 +68,7 @@ class Gathers:
         return text
 
     def compare(self, beside: torch.Tensor) -> torch.Tensor:
-        """Compares what has been gathered since the last comparison, and gives the most of ``beside``; collective.
-
+        """Compares the gathers since the last comparison, and returns the maximum over ranks of ``beside``; collective.
         Raises:
             CollectiveMismatchError: ranks gathered different parameters; on all ranks.
         """

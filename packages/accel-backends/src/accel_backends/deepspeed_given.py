@@ -1,4 +1,4 @@
-"""Steps of an optimizer past the engine that it was prepared in: they are refused."""
+"""Refusal of steps of an engine's optimizer that the engine does not take itself."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -12,10 +12,9 @@ _STEP = "_take_model_step"
 
 @final
 class GivenSteps:
-    """Lets the optimizers of an engine step while the engine does.
+    """Makes ``step`` of an engine's optimizers raise BackendError, except within a step of the engine.
 
-    A step from elsewhere would find no gradients, or those of one rank, and update nothing or what the engine does not
-    gather.
+    Any other step would have no gradients, or those of one rank, and its updates would not reach the other ranks.
 
     Args:
         engine: a method of it is replaced until ``remove``.
@@ -31,7 +30,7 @@ class GivenSteps:
         self._handles = [one.register_step_pre_hook(self._look) for one in alone]
 
     def remove(self) -> None:
-        """Lets them step again."""
+        """Removes the hooks and restores the engine's method."""
         self._engine.__dict__.pop(_STEP, None)
         for handle in self._handles:
             handle.remove()

@@ -1,8 +1,8 @@
 """The gradients that an engine has accumulated: reduced when they are needed, measured, scaled and dropped.
 
-DeepSpeed reduces in the backward that it was told is the last of its window. Here no backward is: each adds to what
-there is, and ``settle`` reduces when a norm or a step needs it. So a window may end where nobody knew, a micro-batch
-may have several losses, and a weight may be put right before anything travels.
+DeepSpeed reduces in the last backward of a window of fixed length. Here no backward is marked as the last: each adds to
+what has been accumulated, and ``settle`` reduces when a norm or a step needs it. So a window may end after any
+backward, a micro-batch may have several losses, and gradients may be weighted before they are reduced.
 """
 
 from abc import ABC, abstractmethod
@@ -34,13 +34,13 @@ class Gradients(ABC):
         parameters: the model's, by id.
         names: of those, by id.
         filled: whether there has been a backward since the last step.
-        settled: whether what there is has been reduced and lies where the step takes it from.
+        settled: whether they have been reduced to where the engine's step reads them.
         running: a backward of the backend is running.
         order: in which order backwards reduce; None where none does.
         backwards: how many have begun.
         keeps: whether parameters hold gradients when these are settled.
         presence: which parameters have got any.
-        left_out: keeps those that no rank has one of as they are; None: there is nothing to it.
+        left_out: keeps parameters without a gradient on any rank unchanged in a step; None: the optimizer does.
     """
 
     keeps: ClassVar[bool] = False
@@ -60,16 +60,16 @@ class Gradients(ABC):
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
         # Called with this rank's parts just before each step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
-        # A method, of what, and what it gave for what is settled: the step need not call it again.
+        # An object, the name of a method of it, and the result for the settled gradients, which the step takes instead.
         self._done: tuple[Any, str, Any] | None = None
         self.order: ReductionOrder | None = None
         self._by_hand = ByHand(engine, lambda: self.running)
         self.backwards = 0
         self._reads = Reads(dict(engine.module.named_parameters()))
-        self._shown = engine.register_forward_pre_hook(self._reads.show)  # torch.compile looks at classes
+        self._shown = engine.register_forward_pre_hook(self._reads.show)  # torch.compile guards on classes
 
     def backward(self, run: Callable[[], Any]) -> None:
-        """Runs one backward, whose gradients add to what there is."""
+        """Runs one backward, which adds to the accumulated gradients."""
         self._reads.show()
         self.backwards += 1
         self._open()
@@ -90,8 +90,8 @@ class Gradients(ABC):
             self._reads.hide()
 
     def remove(self) -> None:
-        """Gives the engine its own methods back."""
-        self._reads.show()
+        """Restores the engine's own methods."""
+        self._reads.remove()
         self._shown.remove()
         self._by_hand.remove()
         if self.order is not None:
@@ -142,7 +142,7 @@ class Gradients(ABC):
             self.order.check()
 
     def scale(self, factor: Factor) -> None:
-        """Multiplies what there is."""
+        """Multiplies the accumulated gradients."""
         self._open()
         for tensor in self.pending():
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
@@ -154,7 +154,7 @@ class Gradients(ABC):
         return norm if self.loss_scale == 1.0 else norm / self.loss_scale
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Lets the next step clip to ``max_norm``; ``norm`` is what there is."""
+        """Makes the next step clip to ``max_norm``; ``norm`` is the norm now."""
         self.optimizer.clip_grad = max_norm
 
     def limit(self, value: float) -> None:
@@ -178,7 +178,6 @@ class Gradients(ABC):
         self._reads.show()
         for keep in self.watchers.values():
             keep(self.parts())
-        configured = self.engine.gradient_clipping()
         absent = self.absent()
         done = self._done
         if done is not None:
@@ -191,35 +190,40 @@ class Gradients(ABC):
         finally:
             if done is not None:
                 delattr(done[0], done[1])
-        if hasattr(self.optimizer, "clip_grad"):
-            self.optimizer.clip_grad = configured
         self.stepped()
         return bool(self.engine.was_step_applied())
 
     def stepped(self) -> None:
-        """The engine has stepped and let go of the gradients."""
+        """Starts the next window: the gradients have been stepped with or dropped, and a clip was for them only."""
         self._reads.show()
+        if hasattr(self.optimizer, "clip_grad"):
+            self.optimizer.clip_grad = self.engine.gradient_clipping()
         self.filled = self.settled = False
         self._done = None
-        self.presence.came.clear()
+        self.presence.received.clear()
 
     def at_boundary(self, boundary: bool) -> None:
         """Whether what the engine does next is for the end of a window: a reduction or a step."""
-        if boundary is not self._boundary:  # the engine takes as long to be told as for a small kernel
+        if boundary is not self._boundary:  # setting it costs as much as a small kernel
             self.engine.set_gradient_accumulation_boundary(boundary)
             self._boundary = boundary
 
     def _open(self) -> None:
-        """Lets more be added, or what there is be changed."""
+        """Before accumulated gradients are added to or changed."""
         if self.settled:
             self.reopen()
             self.settled = False
         self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced."""
+        """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced.
+
+        Parameters that no rank has a gradient of are left out.
+        """
         self.settle()
-        return {name: self.whole(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+        absent = set(map(id, self.absent()))
+        there = {name: one for name, one in parameters.items() if one.requires_grad and id(one) not in absent}
+        return {name: self.whole(parameter) for name, parameter in there.items()}
 
     def hold(
         self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, torch.Tensor], brought: Collection[str]
@@ -228,8 +232,8 @@ class Gradients(ABC):
         import torch.distributed as dist
 
         for name, parameter in parameters.items():
-            if not parameter.requires_grad:
-                continue
+            if not parameter.requires_grad or (name not in brought and self.order is None):
+                continue  # without an order parameters hold gradients, and one of zeros would count as present
             shape = shape_of(parameter)
             device, dtype = self.engine.device, self.dtype
             mine = shares.get(name)
@@ -261,7 +265,7 @@ class Gradients(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """The factor that gradients carry until the step."""
+        """The factor by which gradients are multiplied until the step."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @property
@@ -291,7 +295,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Takes a gradient of all that the rank computes with, averaged over ranks, as the first of a window."""
+        """Stores the first gradient of a window, averaged over ranks, of the part that this rank computes with."""
 
     @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
@@ -307,7 +311,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def reopen(self) -> None:
-        """Lets more be added after ``reduce``."""
+        """Before more is added after ``reduce``."""
 
     @abstractmethod
     def pending(self) -> Iterable[torch.Tensor]:

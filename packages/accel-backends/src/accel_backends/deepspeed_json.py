@@ -14,7 +14,7 @@ from accel_state.errors import ConfigError
 AUTO = "auto"
 ZERO = "zero_optimization"
 
-# Keys that DeepSpeed 0.19 reads. At the top level it ignores what it does not know, so that a misspelt key would
+# Keys that DeepSpeed 0.19 reads. At the top level it ignores all others, so that a misspelt key would
 # silently leave a default in place. Source: its configuration reference.
 TOP_KEYS = frozenset(
     [
@@ -188,7 +188,7 @@ _GONE = {
 }
 
 
-# Sections that replace modules by others, of whose parameters no state, norm or gradient here knows.
+# Sections that replace modules by others, whose parameters no state, norm or gradient here includes.
 _UNKNOWN_PARTS = {
     "expert_parallel": "AutoEP gives each rank other experts, packed into weights of other names; nearest: experts as "
     "ordinary modules at stage 3, their class in transformer_moe_cls_names, or deepspeed.moe at stages 0 to 2",
@@ -286,7 +286,7 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class HfDeepSpeedConfig:
-    """Read access to a DeepSpeed configuration by dotted keys, as Transformers' integration asks for it.
+    """Read access to a DeepSpeed configuration by dotted keys, as Transformers' integration reads it.
 
     It is subclassed there, so it is neither final nor abstract.
 
@@ -346,7 +346,7 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters live on the host or on disk."""
+        """Whether optimizer states or parameters are kept on the host or on disk."""
         return self._offload
 
 

@@ -164,7 +164,7 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
 
 
 def _in_order(module: nn.Module, inputs: Any) -> Any:
-    """Lays inputs out in order: AutoTP 0.19.8 sums a copy of gradients that are not, and goes on with its own part."""
+    """Makes inputs contiguous: of other gradients AutoTP 0.19.8 sums a copy, and continues with its unsummed part."""
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
@@ -194,7 +194,7 @@ def _check_layers(model: nn.Module, before: Mapping[str, type[nn.Module]]) -> No
 
 
 def _check_note(kind: str, name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter of which no note says exactly what each rank has of it, and has alone."""
+    """Refuses a parameter without an exact note of the part that each rank, and no other, has of it."""
     if not is_cut(parameter):
         return
     note = getattr(parameter, NOTE)

@@ -67,7 +67,7 @@ def use_device(session: "Session") -> None:
     """Makes DeepSpeed use the session's type of device.
 
     Raises:
-        BackendError: DeepSpeed was told to use another.
+        BackendError: DeepSpeed is set to use another.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -98,7 +98,7 @@ def open_group_of_one(session: "Session") -> bool:
 
 
 def open_communication(session: "Session", user: object) -> None:
-    """Lets DeepSpeed adopt the default process group for ``user``; what it kept of an earlier one is dropped first."""
+    """Gives DeepSpeed the default process group for ``user``; what it kept of an earlier one is dropped first."""
     import torch.distributed as dist
     from deepspeed import comm, ops
     from deepspeed.comm import comm as state
@@ -114,14 +114,14 @@ def open_communication(session: "Session", user: object) -> None:
             )
         state.cdb.accel_world = world
         state.cdb.accel_users = WeakSet()
-        state.cdb.accel_undo = _tell_local_rank(session)
+        state.cdb.accel_undo = _with_local_rank(session)
     state.cdb.accel_users.add(user)
 
 
-def _tell_local_rank(session: "Session") -> ExitStack:
-    """Lets stage 3, which compares its first forwards between ranks, know the local rank; closed, it is as before.
+def _with_local_rank(session: "Session") -> ExitStack:
+    """Sets the variable of the local rank while stage 3 compares its first forwards between ranks.
 
-    It reads the rank from a variable that is there with some launchers only, and never in a program run as it is.
+    Only some launchers set it, and nothing does in a program without a launcher. Closing the result undoes all changes.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.runtime.zero import utils
@@ -132,14 +132,14 @@ def _tell_local_rank(session: "Session") -> ExitStack:
         undo.callback(setattr, utils, name, compare)
         setattr(utils, name, local_rank(session)(compare))
     # It compares the modules of a forward on those ranks only that computed others than before: they would wait for
-    # the rest, and rank 0 would never hear of it. ``deepspeed_gathers`` compares on all of them.
+    # the rest, and rank 0 would continue without an error. ``deepspeed_gathers`` compares on all of them.
     undo.callback(setattr, coordinator, _COMPARES, getattr(coordinator, _COMPARES))
     setattr(coordinator, _COMPARES, lambda numbers: None)
     return undo
 
 
 def close_communication(user: object) -> None:
-    """Makes DeepSpeed forget the process group unless others than ``user`` use it; the group itself stays open."""
+    """Removes the process group from DeepSpeed unless others than ``user`` use it; the group itself stays open."""
     from deepspeed.comm import comm as state
 
     users = getattr(state.cdb, "accel_users", None)
@@ -151,9 +151,9 @@ def close_communication(user: object) -> None:
 
 
 def forget_module(module: object) -> None:
-    """Lets go of a model of stage 3, which DeepSpeed keeps for the life of the process, and by it all of its engine.
+    """Drops DeepSpeed's references to a model of stage 3, which would keep its engine until the process ends.
 
-    A list begins with each model and is never shortened, and a cache holds what each of its layers releases in a step.
+    A list of DeepSpeed holds each model and is never shortened, and a cache holds what its layers release in a step.
     """
     stage3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if stage3 is None:
@@ -206,7 +206,7 @@ def extensions_folder() -> Path:
 
 
 def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:
-    """Removes the lock that a killed build left in ``folder``, for which every later one would wait for ever.
+    """Removes the lock that a killed build left in ``folder``, for which every later build would wait without end.
 
     Returns whether there was one older than ``older_than`` seconds.
     """

@@ -39,7 +39,7 @@ def check_experts(model: nn.Module, stage: int) -> None:
 
 
 def check_experts_are_alike(model: nn.Module) -> None:
-    """Refuses to hand out states of a model whose ranks have different experts under the same names.
+    """Refuses states of a model whose ranks have different experts under the same names.
 
     Raises:
         BackendError: with the nearest that works.
@@ -61,7 +61,7 @@ def check_experts_are_alike(model: nn.Module) -> None:
 
 
 def mark_leaf_modules(model: nn.Module, names: object) -> None:
-    """Lets stage 3 gather the modules of these classes as a whole: which experts run differs between ranks.
+    """Makes stage 3 gather the modules of these classes as a whole, because ranks run different experts.
 
     Raises:
         PrepareError: the model has no module of such a class.

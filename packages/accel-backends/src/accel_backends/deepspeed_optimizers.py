@@ -69,7 +69,7 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
 
 
 def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
-    """Refuses an optimizer that looks at whole parameters where each rank has pieces, or one that needs a closure.
+    """Refuses an optimizer that needs whole parameters where each rank has pieces, or one that needs a closure.
 
     ``cut``: ranks share layers, so that no rank has whole parameters at any stage.
 
@@ -164,7 +164,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
 
 
 def point_at(scheduler: Any, before: Optimizer, after: Optimizer) -> None:
-    """Lets a scheduler of ``before`` drive ``after``."""
+    """Makes a scheduler of ``before`` drive ``after``."""
     if before is not after and getattr(scheduler, "optimizer", None) is before:
         scheduler.optimizer = after
         for group, was in zip(after.param_groups, before.param_groups, strict=True):

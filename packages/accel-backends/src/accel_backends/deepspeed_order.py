@@ -17,16 +17,16 @@ class ReductionOrder:
 
     DeepSpeed reduces gradients in buckets, in the order in which backward computes them. A rank that skips a block
     would reduce other parameters than its peers in the same bucket, and parameters that all ranks leave out would keep
-    values of an earlier window. Here a gradient waits until all before it have been reduced, and at the end of a
-    backward zeros stand for the missing ones. The order is that of rank 0's first backward, so that later backwards
-    rarely wait.
+    values of an earlier window. Here a gradient is reduced after all before it in one order, and at the end of a
+    backward missing ones are replaced by zeros. The order is that of rank 0's first backward, so that gradients of
+    later backwards rarely wait.
 
     Args:
         optimizer: DeepSpeed's, two methods of which are replaced until ``remove``.
         reduce: the name of the method that takes one gradient.
         gradients: its arguments for each parameter, the parameter first.
         names: of the parameters, by id.
-        presence: is told of gradients as they come.
+        presence: records which parameters have received gradients.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReductionOrder:
         self._finish: Callable[[], None] = optimizer.overlapping_partition_gradients_reduce_epilogue
         self._calls = [call for call in reversed(gradients) if call[0].requires_grad]
         self._names, self._hooks = names, {id(call[0]): _hooks_of(call[0]) for call in self._calls}
-        self._came = presence.came
+        self._received = presence.received
         self._first: list[int] | None = []
         self._arrange()
         setattr(optimizer, reduce, self._arrived)
@@ -80,7 +80,7 @@ class ReductionOrder:
         self._here = [False] * len(self._calls)
 
     def remove(self) -> None:
-        """Gives the optimizer its own methods back."""
+        """Restores the optimizer's own methods."""
         for name in (self._name, "overlapping_partition_gradients_reduce_epilogue"):
             self._optimizer.__dict__.pop(name, None)
 
@@ -92,7 +92,7 @@ class ReductionOrder:
         if not getattr(parameter, "ds_grad_is_ready", True):
             return  # a part of it, computed in tiles
         place = self._places[id(parameter)]
-        self._came.add(id(parameter))
+        self._received.add(id(parameter))
         if self._first is not None:
             self._first.append(place)
         if place < self._next:  # a second one in this backward, of a checkpointed block that is used twice
@@ -115,7 +115,7 @@ class ReductionOrder:
         self.forget()
 
     def _agree(self, mine: Sequence[int]) -> None:
-        """Takes the order of rank 0's first backward; what had no gradient in it comes last."""
+        """Takes the order of rank 0's first backward; parameters that had no gradient in it are last."""
         import torch.distributed as dist
 
         self._first = None
@@ -138,7 +138,7 @@ def _hooks_of(parameter: nn.Parameter) -> int:
 
 
 def fill(parameter: nn.Parameter) -> None:
-    """A gradient of zeros, of the whole shape also where stage 3 has taken the values away."""
+    """A gradient of zeros in the whole shape, also where stage 3 has freed the values."""
     values = parameter.data
     zeros = torch.zeros(getattr(parameter, "ds_shape", values.shape), dtype=values.dtype, device=values.device)
     parameter.data = zeros  # a gradient has to have the shape of its parameter when it is set

@@ -26,7 +26,7 @@ class PartitionedGradients(Gradients):
         self._aside: list[torch.Tensor] | None = None
         self._begun: dict[int, dict[int, torch.Tensor]] = {}
         self._everywhere: torch.Tensor | None = None
-        if not self.partitions:  # nothing travels in a backward, so no backward has to be told that it is not the last
+        if not self.partitions:  # no backward reduces, so none has to be marked as not the last of a window
             engine.enable_backward_allreduce = False
             engine.set_gradient_accumulation_boundary(True)
         else:
@@ -36,7 +36,7 @@ class PartitionedGradients(Gradients):
             )
 
     def at_boundary(self, boundary: bool) -> None:
-        """Told to the engine where a backward reduces, at stage 2."""
+        """Set in the engine where a backward reduces, at stage 2."""
         if self.partitions:
             super().at_boundary(boundary)
 
@@ -46,6 +46,7 @@ class PartitionedGradients(Gradients):
         if self.partitions:
             self.optimizer.finalize_gradient_accumulation_boundary()
         else:
+            self.optimizer.setup_buckets()  # which no backward has done since a checkpoint within a window was loaded
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
             self._note_present()
@@ -80,7 +81,7 @@ class PartitionedGradients(Gradients):
             self.optimizer.averaged_gradients[index] = None
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """What is kept aside, and what has come since."""
+        """What is kept aside, and what has been accumulated since."""
         optimizer = self.optimizer
         found = list(self._aside or ())
         if not self.partitions:
@@ -152,7 +153,7 @@ class PartitionedGradients(Gradients):
         return not unlike and optimizer.model_parallel_world_size == 1
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of; their counts travel with the norm, which the step takes."""
+        """The parameters without a gradient on any rank; counts are reduced with the norm, which the step takes."""
         if not (self._alike and self.optimizer.compute_grad_norm):
             return super().absent()
         if self._done is None:
@@ -188,7 +189,7 @@ class PartitionedGradients(Gradients):
         self.stepped()
 
     def stepped(self) -> None:
-        """The engine has stepped and let go of the gradients."""
+        """Drops what is kept aside as well."""
         super().stepped()
         self._aside = None
 

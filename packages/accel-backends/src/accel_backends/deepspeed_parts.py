@@ -169,6 +169,8 @@ class PartitionedParts(Parts):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         optimizer = self.optimizer
+        # Not by DeepSpeed's attribute, which parameters keep of an engine that was destroyed.
+        self._ids = {id(parameter) for group in optimizer.bit16_groups for parameter in group}
         if optimizer.cpu_offload:
             return
         groups = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
@@ -193,7 +195,7 @@ class PartitionedParts(Parts):
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether it is in a group."""
-        return hasattr(parameter, "_hp_mapping")
+        return id(parameter) in self._ids
 
     def group(self, parameter: nn.Parameter) -> Any:
         """The ranks that its group is spread over: experts have their own."""
@@ -210,14 +212,14 @@ class ShardedParts(Parts):
 
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
-        """The part; from the disk and back if it lives there."""
+        """The part, read from the disk and written back if it is kept there."""
         index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
         with self._in_memory(index, changed=changed):
             yield self.part(parameter)
 
     @contextmanager
     def opened(self, flat: torch.Tensor) -> Iterator[None]:
-        """From the disk and back if it lives there."""
+        """Read from the disk and written back if it is kept there."""
         index = next(number for number, one in enumerate(self.flats()) if one is flat)
         with self._in_memory(index, changed=True):
             yield

@@ -1,4 +1,4 @@
-"""Reads of ``parameter.grad`` after an engine has spread gradients over ranks: those that None would mislead fail."""
+"""Refusal of reads of ``parameter.grad`` after an engine has spread gradients over ranks, when it is None."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from torch import nn
 from accel_state.errors import BackendError
 
 _NAME = "_accel_name"
-# Whose reads change and measure nothing: DeepSpeed's, our own, and those of torch that clear, move or copy.
+# Modules whose reads are allowed: DeepSpeed's, our own, and those of torch that clear, move or copy gradients.
 _PACKAGES = frozenset({"accel", "accel_backends", "deepspeed"})
 _MODULES = frozenset({"torch._tensor", "torch.nn.modules.module", "torch.nn.parameter"})
 _GRAD: Any = torch.Tensor.grad
@@ -18,7 +18,7 @@ _GRAD: Any = torch.Tensor.grad
 
 @final
 class Spread(nn.Parameter):
-    """A parameter whose gradient ranks have in parts."""
+    """A parameter whose gradient is spread over ranks; reading ``grad`` raises an error unless there is one."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -35,6 +35,10 @@ class Spread(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
 
 
 def _is_let_in(module: str) -> bool:
@@ -53,7 +57,8 @@ class Reads:
         self._parameters = [one for one in parameters.values() if type(one) is nn.Parameter]
         self._hidden = False
         for name, parameter in parameters.items():
-            parameter.__dict__[_NAME] = name
+            if type(parameter) is nn.Parameter:
+                parameter.__dict__[_NAME] = name
 
     def hide(self) -> None:
         """Refuses from now on."""
@@ -62,10 +67,16 @@ class Reads:
             _become(self._parameters, Spread)
 
     def show(self, *_: object) -> None:
-        """Lets everybody read."""
+        """Allows reads again."""
         if self._hidden:
             self._hidden = False
             _become(self._parameters, nn.Parameter)
+
+    def remove(self) -> None:
+        """Leaves the parameters as they were."""
+        self.show()
+        for parameter in self._parameters:
+            parameter.__dict__.pop(_NAME, None)
 
 
 def _become(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:

@@ -14,8 +14,8 @@ HYSTERESIS = "cur_hysteresis"
 class EngineScale:
     """The loss scale of one engine in fp16, in the numbers of ``LossScaler``, so that each loads the other's.
 
-    ``growth_tracker`` counts steps without overflow since the scale changed last. How many overflows DeepSpeed lets
-    pass before the scale falls is none of them; ``EngineCounts`` has it.
+    ``growth_tracker`` counts steps without overflow since the scale changed last. The number of overflows
+    that DeepSpeed tolerates before it lowers the scale is in ``EngineCounts``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -33,7 +33,7 @@ class EngineScale:
         if self._moves:
             window = int(scaler.scale_window)
             stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
-            # A whole window without overflow lets the scale grow at the next step.
+            # After a whole window without overflow, the scale grows at the next step.
             found[TRACKER] = (stable - 1) % window + 1 if stable else 0
             found |= {"growth_factor": scaler.scale_factor, "growth_interval": window}
         return found
@@ -72,7 +72,7 @@ class EngineCounts:
         return found | ({HYSTERESIS: int(scaler.cur_hysteresis)} if hasattr(scaler, HYSTERESIS) else {})
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Takes over those that are there."""
+        """Sets those that ``state`` has."""
         for name in self.NAMES:
             if name in state:
                 setattr(self._engine, name, int(state[name]))

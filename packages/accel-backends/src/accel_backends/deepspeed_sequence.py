@@ -1,7 +1,7 @@
 """Ulysses: every rank computes on a part of each sequence, and attention exchanges heads for tokens.
 
-DeepSpeed's engine is not told of it. To it all ranks are data-parallel, so gradients are averaged over all of them and
-ZeRO shards over all of them; with the weights that batches come with, that average is the mean over all tokens.
+DeepSpeed's engine has no setting for it: all ranks are data-parallel, so gradients are averaged over all of them and
+ZeRO shards over all of them; with the weights of the batches, that average is the mean over all tokens.
 """
 
 import copy
@@ -67,7 +67,7 @@ class Sequences:
             )
 
     def take(self, model: nn.Module, group: "ProcessGroup | None", attention: str | None) -> None:
-        """Lets a model of Transformers attend over the parts of all ranks.
+        """Makes a model of Transformers attend over the parts of all ranks.
 
         Args:
             group: this rank's; None: sequences are whole.
@@ -87,13 +87,13 @@ class Sequences:
             )
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Gives these models their own attention back."""
+        """Restores the attention of these models."""
         for model in models:
             if taken := self._taken.pop(model, None):
                 taken.release()
 
     def forget(self) -> None:
-        """Lets go of everything."""
+        """Restores the attention of all models, and drops the group."""
         self.release(list(self._taken))
         self._group = None
 

@@ -26,7 +26,7 @@ class Run:
         policy: the run's precision.
         world_size: number of ranks over which batches are spread.
         elements: how many elements the parameters that train have.
-        hidden_size: width of the model, if it says so in its config.
+        hidden_size: width of the model, if its config has it.
         batch_sizes: samples of a micro-batch of each loader of the same prepare.
         smallest: of several batch sizes take the smallest, else the largest.
         rates: ``lr`` and ``weight_decay`` of a ``DummyOptim``.
@@ -87,9 +87,9 @@ def _check_shared_layers(config: Mapping[str, Any], run: Run) -> None:
 
 
 def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[str, str]]:
-    """The engine's configuration, and where each value came from that was decided here.
+    """The engine's configuration, and the origin of each value that was decided here.
 
-    The engine is told one micro-batch a step, because the clock counts them: ``gradient_accumulation_steps`` is the
+    The engine is set to one micro-batch a step, because the clock counts them: ``gradient_accumulation_steps`` is the
     Accelerator's.
 
     Raises:
@@ -151,7 +151,7 @@ def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
 
 
 def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
-    """What DeepSpeed reads for groups of its own: told of both degrees, it would reduce over one of them."""
+    """What DeepSpeed reads for groups of its own: given both degrees, it would reduce over one of them."""
     travels = config.pop("seq_parallel_communication_data_type", None)
     if travels not in (None, AUTO) and find(config, "sequence_parallel_size", AUTO) not in (AUTO, 1):
         fill("communication_data_type", travels, "seq_parallel_communication_data_type", absent=True)
@@ -164,7 +164,7 @@ def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
 
 
 def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:
-    """Which 16-bit section is on, the dtype that gradients travel and add up in, and the loss scale."""
+    """Which 16-bit section is on, the dtype in which gradients are reduced and accumulated, and the loss scale."""
     policy = run.policy
     name = dtype_name(policy.compute) if policy.compute is not None else "no"
     if "bfloat16" in config:
@@ -207,7 +207,7 @@ def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:
 
 
 def _dummies(config: dict[str, Any], run: Run, fill: Any) -> None:
-    """What a DummyOptim and a DummyScheduler say about the optimizer and scheduler of the configuration."""
+    """What a DummyOptim and a DummyScheduler set in the optimizer and scheduler of the configuration."""
     rates = run.rates or {}
     for key in ("lr", "weight_decay"):
         if key in rates:

@@ -26,11 +26,11 @@ class ShardedGradients(Gradients):
         self._everywhere: torch.Tensor | None = None
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of; their counts travel with the comparison of gathers."""
+        """The parameters that no rank has a gradient of; their counts are reduced with the comparison of gathers."""
         return self.presence.absent(self._everywhere)
 
     def reduce(self) -> None:
-        """Nothing has to travel any more; with offloading, what is on the device goes where the optimizer is.
+        """Every backward has reduced; with offloading, gradients are copied from the device to where the optimizer is.
 
         Raises:
             CollectiveMismatchError: ranks computed different modules.
@@ -45,13 +45,13 @@ class ShardedGradients(Gradients):
         """Nothing: the buffer stays as it is."""
 
     def remove(self) -> None:
-        """Gives the engine its own methods back, those of the gathers included."""
+        """Restores the engine's own methods, those of the gathers included."""
         super().remove()
         if self._gathers is not None:
             self._gathers.remove()
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """This rank's part goes into the buffer."""
+        """Copies this rank's part into the buffer."""
         optimizer = self.optimizer
         held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]  # type: ignore[attr-defined]
         start = held.numel() * optimizer._get_param_partition_rank(parameter)
@@ -112,7 +112,7 @@ class ShardedGradients(Gradients):
         if len(norms) > 1:
             return combine_grad_norm_groups(norms)
         norm = torch.as_tensor(norms[0])
-        return torch.where(norm >= 0, norm, torch.inf)  # -1 stands for what is not finite
+        return torch.where(norm >= 0, norm, torch.inf)  # -1 means that it is not finite
 
     def discard(self) -> None:
         """The next backward overwrites the buffer."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ZeroSpread(BackendSpread):
-    """The part of the backend that says it: ZeRO over all ranks, and sequences or layers over neighbours."""
+    """How the backend spreads them: ZeRO over all ranks, and sequences or layers over neighbours."""
 
     _options: "DeepSpeedConfig"
     _sequences: Sequences
@@ -25,7 +25,7 @@ class ZeroSpread(BackendSpread):
 
     @abstractmethod
     def _open_communication(self) -> None:
-        """Lets DeepSpeed use the process group."""
+        """Gives DeepSpeed the process group."""
 
     @property
     def degrees(self) -> tuple[int, int]:

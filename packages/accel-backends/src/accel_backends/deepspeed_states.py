@@ -44,7 +44,7 @@ class Layout:
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
         placed = distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
-        local = placed.to_local().clone()  # the rest of the whole goes
+        local = placed.to_local().clone()  # so that the rest of the whole is freed
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
@@ -274,7 +274,7 @@ def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mappi
         for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
                 own = parts.state[flat]
-                before = dict(own)  # what lives on a disk is known there by the tensor
+                before = dict(own)  # DeepSpeed finds what is on a disk by the tensor
                 own.clear()
                 own.update(_copied(number, plain=plain))
                 for key, dtype in tensors.items():
@@ -388,7 +388,7 @@ def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
 
 
 def _load_options(engine: Any, layout: Layout, state: Mapping[str, Any]) -> None:
-    """Takes over the saved options of each group that the optimizer knows."""
+    """Takes over the saved options that each group of the optimizer has."""
     optimizer = engine.basic_optimizer
     for group, options in zip(optimizer.param_groups, fitted_groups(optimizer, layout.groups, state), strict=True):
         group.update({key: value for key, value in options.items() if key in group or key == "initial_lr"})

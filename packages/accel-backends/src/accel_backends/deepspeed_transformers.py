@@ -22,10 +22,10 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 @final
 class SharedAttention:
-    """The attention of one model while it is prepared; ``release`` gives it back its own.
+    """The attention of one model while it is prepared; ``release`` restores its own.
 
     The model's configuration names an attention function of our own among those of Transformers. It gets no mask:
-    every token sees those before it.
+    every token attends to those before it.
 
     Args:
         attention: which of Transformers' computes; None: the one that the model has.
@@ -87,7 +87,7 @@ class SharedAttention:
         return self._by_batch[samples](module, query, key, value, None, *args, **kwargs)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Lets the model compute its loss from labels that are shifted already; checks places."""
+        """Makes the model compute its loss from labels that are shifted already; checks positions."""
         places = kwargs.get("position_ids")
         if places is None:
             raise BackendError(

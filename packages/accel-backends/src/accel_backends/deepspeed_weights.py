@@ -1,4 +1,4 @@
-"""Whole parameters of an engine, to be looked at or changed."""
+"""Whole parameters of an engine, to be read or changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

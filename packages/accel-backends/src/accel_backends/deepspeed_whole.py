@@ -15,7 +15,7 @@ from accel_backends.deepspeed_gradients import Gradients
 class WholeGradients(Gradients):
     """Stage 0: whole gradients in the parameters, averaged over ranks by one all-reduce.
 
-    An average of averages and of what came later is the average of all, so nothing has to be done to reopen it.
+    Averaging an average together with later gradients gives the average of all, so a window needs no reopening.
     """
 
     keeps: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class WholeGradients(Gradients):
         self._done = self.engine, "clip_fp32_gradients", None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """The parameters' own: this rank's share until they are reduced, the average after."""
+        """Those of the parameters: this rank's share until they are reduced, the average after."""
         return {name: whole_of_cut(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:

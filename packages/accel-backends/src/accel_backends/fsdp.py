@@ -36,8 +36,8 @@ from accel_backends.fsdp_shard import (
     Sharded,
     Sharder,
     adopt,
-    average_whole,
     check_torch,
+    find_unused,
     shard_dtypes,
     shard_model,
     synchronising,
@@ -87,16 +87,17 @@ class FSDPBackend(Backend):
         self._all_filled = True
         self._dropping = False
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+        self._released: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Options of version 2, which is what this backend's name says."""
+        """Options with ``fsdp_version=2``, which the name of this backend implies."""
         return FSDPConfig.build({"fsdp_version": 2, **values})
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Replicas and shards, as the options say."""
+        """Replicas and shards, from the options."""
         return self._spread.degrees
 
     # Preparing
@@ -123,9 +124,8 @@ class FSDPBackend(Backend):
         """As every backend, once all ranks are known to prepare the same."""
         config = self._options
         if bundle.training and self.session.world_size > 1:
-            filled = compare_ranks(
-                bundle.models, self._units, synchronised=config.sync_module_states, group=self.session.group
-            )
+            whole = [model for model in bundle.models if not is_sharded(innermost(model))]
+            filled = compare_ranks(whole, self._units, synchronised=config.sync_module_states, group=self.session.group)
             self._source_filled = filled[0]
             self._all_filled = all(filled) and not config.cpu_ram_efficient_loading
             self._dropping = config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0
@@ -156,7 +156,9 @@ class FSDPBackend(Backend):
         """The model itself, sharded in place; one that the user has sharded already is left as it is."""
         root = innermost(model)
         if is_sharded(root):
-            self._sharded[root] = adopt(root)
+            self._sharded[root] = known = self._released.pop(root, None) or adopt(root)
+            if self._options.find_unused_parameters and known.usage is None:
+                find_unused(root, known)
             return model
         given, kind = named_parameters(root), type(root).__name__
         if self._dropping:
@@ -168,8 +170,7 @@ class FSDPBackend(Backend):
         self.convert_layers(cast_parameters(root, self.policy))
         units = self._units(model)
         sharded = shard_model(root, units, self._sharder())
-        average_whole(sharded, self.session.group, self.session.world_size)
-        if self.session.world_size > 1:  # before what follows weights of 8 bits, which gathers in its own way
+        if self.session.world_size > 1:  # before ``follow``, which sets another gathering for 8-bit weights
             from accel_backends.fsdp_collectives import explain_collectives
 
             explain_collectives([cast("FSDPModule", root), *sharded.units])
@@ -199,16 +200,21 @@ class FSDPBackend(Backend):
         return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Forgets prepared models; they stay sharded, and can be prepared again as they are."""
+        """Drops prepared models; they stay sharded, and can be prepared again as they are."""
         models = list(models)
         super().release(models)
         for model in models:
-            self._sharded.pop(innermost(model), None)
+            sharded = self._sharded.pop(innermost(model), None)
+            if sharded is not None:
+                self._released[innermost(model)] = sharded
+                if sharded.usage is not None:
+                    sharded.usage.remove()
 
     def close(self) -> None:
         """Drops everything, the group of a single process included."""
         super().close()
         self._sharded.clear()
+        self._released.clear()
         self._spread.close()
 
     # A step
@@ -222,17 +228,27 @@ class FSDPBackend(Backend):
         """As on one device.
 
         Raises:
-            BackendError: it needs parameters that are gathered no longer; see ``fsdp_backward``.
+            BackendError: it needs parameters that have been resharded; see ``fsdp_backward``.
         """
+        reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
+        whole = [sharded.whole for _, sharded in reducing if sharded.whole]
         watched = [
             (sharded.usage, [root, *cast("list[nn.Module]", sharded.units)])
-            for root, sharded in self._sharded.items()
-            if sharded.usage is not None and sharded.synchronising
+            for root, sharded in reducing
+            if sharded.usage is not None
         ]
         for usage, modules in watched:
             usage.begin(modules)
-        with explained(2):
-            super().backward(loss, scale=scale, **kwargs)
+        for one in whole:
+            one.deferred = True
+        try:
+            with explained(2):
+                super().backward(loss, scale=scale, **kwargs)
+        finally:
+            for one in whole:
+                one.deferred = False
+        for one in whole:
+            one.average()
         for usage, modules in watched:
             usage.end(modules, device=self.device, group=self.session.group)
 
@@ -302,7 +318,7 @@ class FSDPBackend(Backend):
         return whole_parameters(model, writeback=writeback)
 
     def settle_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank: each rank's have gone their own way since the model was prepared."""
+        """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
         buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
             from accel_state.collectives import broadcast

@@ -83,12 +83,12 @@ class FSDP1Backend(Backend):
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Options of version 1, which is what this backend's name says."""
+        """Options with ``fsdp_version=1``, which the name of this backend implies."""
         return FSDPConfig.build({"fsdp_version": 1, **values})
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Replicas and shards, as the options say."""
+        """Replicas and shards, from the options."""
         return self._spread.degrees
 
     # Preparing
@@ -220,7 +220,7 @@ class FSDP1Backend(Backend):
         """As on one device.
 
         Raises:
-            BackendError: it needs parameters that are gathered no longer; see ``fsdp_backward``.
+            BackendError: it needs parameters that have been resharded; see ``fsdp_backward``.
         """
         with explained(1):
             super().backward(loss, scale=scale, **kwargs)
@@ -345,7 +345,7 @@ class FSDP1Backend(Backend):
         return units_of(model, self.policy, self._options)
 
     def _initialiser(self) -> Callable[[nn.Module], None]:
-        """What the wrapper calls with each module on the meta device, just before it takes the module's unit apart."""
+        """What the wrapper calls with each module on the meta device, just before it shards the module's unit."""
         made: Made = {}
 
         def initialise(module: nn.Module) -> None:
@@ -357,7 +357,7 @@ class FSDP1Backend(Backend):
         return initialise
 
     def _convert_outputs(self, wrapped: nn.Module) -> None:
-        """Makes calls hand out the policy's output dtype, which torch's wrapper leaves as it is computed."""
+        """Converts outputs to the policy's output dtype, which torch's wrapper does not."""
         output = shard_dtypes(self.policy, self._options).get("output_dtype")
         if output is not None:
             convert = converter(output)

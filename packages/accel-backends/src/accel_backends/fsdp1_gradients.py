@@ -101,7 +101,7 @@ def _whole(unit: _Unit) -> torch.Tensor | None:
 
 
 def _gathered(unit: _Unit, piece: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole of which each rank has a piece, or none; all ranks of the unit take part."""
+    """The whole of which each rank has a piece, or none; collective over the unit's ranks."""
     import torch.distributed as dist
 
     group = unit.handle.process_group

@@ -1,4 +1,4 @@
-"""The outermost wrapper of version 1, whose forward names the ranks that do not come where it fails."""
+"""The outermost wrapper of version 1; where its forward fails, the error names the ranks that did not take part."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, final
@@ -12,13 +12,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _compiled_within(method: _Method) -> _Method:
-    """Has torch.compile run the method itself as it is, and compile what it calls."""
+    """Excludes the method itself from torch.compile, and not what it calls."""
     return cast(_Method, cast(Any, torch)._disable_dynamo(method, recursive=False))
 
 
 @final
 class ExplainedRoot(FullyShardedDataParallel):
-    """torch's wrapper; where gathering a unit fails, the error says what is known of the other ranks."""
+    """torch's wrapper; where gathering a unit fails, the error states what is known of the other ranks."""
 
     @_compiled_within
     def forward(self, *args: Any, **kwargs: Any) -> Any:

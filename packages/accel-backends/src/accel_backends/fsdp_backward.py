@@ -12,7 +12,7 @@ _LEFT = "_saved_grad_shard"
 
 @contextmanager
 def explained(version: int) -> Iterator[None]:
-    """Within it, torch's errors about freed parameters and gradients that do not fit are BackendErrors that say why.
+    """Within it, torch's errors about freed parameters and gradients that do not fit are BackendErrors with the cause.
 
     ``version`` is FSDP's.
     """

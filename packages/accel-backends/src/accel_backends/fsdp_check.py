@@ -105,7 +105,7 @@ def check_dimensions(model: nn.Module, units: Units) -> None:
 
 
 def check_flattened(optimizers: Iterable[Optimizer], sharded: Mapping[int, nn.Parameter], shards: int) -> None:
-    """Refuses LBFGS, which looks at flattened parameters, where those are not cut into equal shards.
+    """Refuses LBFGS, which flattens parameters, where those are not cut into equal shards.
 
     Raises:
         PrepareError: with the shape of the first.
@@ -180,7 +180,7 @@ def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
         filled: whether each rank's parameters have values.
 
     Raises:
-        PrepareError: ranks other than 0 have values and it has none, or nobody sends any.
+        PrepareError: ranks other than 0 have values and it has none, or no rank sends any.
     """
     if any(filled) and not filled[0]:
         raise PrepareError(

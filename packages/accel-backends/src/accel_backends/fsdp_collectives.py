@@ -1,4 +1,4 @@
-"""Collectives of a model sharded by version 2, which name the ranks that do not come where they fail."""
+"""Collectives of a model sharded by version 2; where one fails, the error names the ranks that did not take part."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final

@@ -1,4 +1,4 @@
-"""Options of fully sharded data parallelism, under the names that its users know."""
+"""Options of fully sharded data parallelism, under the names of Accelerate's plugin."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Weights that FSDP gathers in 8 bits: what has to follow them, and how their bytes travel."""
+"""Weights that FSDP gathers in 8 bits: updates of their scales, and the all-gather of their bytes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
@@ -12,16 +12,17 @@ from accel_precision.fp8 import Follower, FollowingConverter, ModuleConverter
 def follow(
     root: nn.Module, units: Iterable[Any], converter: ModuleConverter | None, *, collective_backend: str
 ) -> Follower | None:
-    """What follows the sharded weights of ``root`` from step to step, if what converted its layers wants to.
+    """The converter's follower, which keeps the scales of the sharded weights of ``root``; None if it has none.
 
-    Forwards are told to it by a hook, steps by the caller.
+    A hook on ``root`` calls its ``check`` before each forward; the caller has to call ``renew`` after each step. With
+    gloo, ``root`` and ``units`` gather by ``ByteGather`` from then on.
     """
     follower = converter.follow(root) if isinstance(converter, FollowingConverter) else None
     if follower is None:
         return None
     check = follower.check
     root.register_forward_pre_hook(lambda module, args: check(), prepend=True)
-    if "gloo" in collective_backend:  # which knows no 8-bit floats
+    if "gloo" in collective_backend:  # which has no 8-bit floats
         gather = ByteGather()
         for unit in (root, *units):
             unit.set_custom_all_gather(gather)
@@ -30,7 +31,7 @@ def follow(
 
 @final
 class ByteGather:
-    """Gathers numbers of a type that the collectives do not know as the bytes that they are."""
+    """Gathers tensors of a dtype that the collective backend lacks as bytes."""
 
     def allocate(
         self, size: "Sequence[int | torch.SymInt]", *, dtype: torch.dtype, device: torch.device

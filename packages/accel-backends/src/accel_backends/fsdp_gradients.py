@@ -30,7 +30,7 @@ def held_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, group: Any = None) -> None:
     """Gives every parameter its part of the average over ranks of these shares; collective.
 
-    Ranks may bring different names; what a rank does not bring counts as zero there. Parameters that are whole keep
+    Ranks may have different names; a gradient that a rank lacks counts as zero there. Parameters that are whole keep
     their rank's share, which backward averages later.
     """
     brought = brought_by_any(gradients, group)
@@ -52,7 +52,7 @@ def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, g
 
 
 def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
-    """The names that some rank brings; collective."""
+    """The names that some rank has; collective."""
     return {name for names in all_gather_object(sorted(gradients), group=group) for name in names}
 
 

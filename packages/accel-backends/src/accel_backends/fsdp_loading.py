@@ -10,7 +10,7 @@ from accel_state.errors import BackendError
 
 
 def take_whole_tensors(model: nn.Module) -> None:
-    """Lets every module of a model with DTensors take whole tensors, given alike on every rank; nothing is sent."""
+    """Makes every module of a model with DTensors load whole tensors, given alike on every rank; nothing is sent."""
     for module in model.modules():
         if any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None):
             module.register_load_state_dict_pre_hook(_place)
@@ -31,7 +31,7 @@ def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
 
 
 def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    if prefix:  # of a module around it, which has been looked at
+    if prefix:  # of a module around it, whose hook has run
         return
     names = named_parameters(module)
     whole = next((name for name, value in state.items() if name in names and not is_dtensor(value)), None)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @final
 class Spread:
-    """Replicas times shards of a session's ranks; their mesh is made when it is first asked for.
+    """Replicas times shards of a session's ranks; their mesh is made when it is first read.
 
     Attributes:
         degrees: how many replicas there are, and over how many ranks each is sharded.
@@ -45,7 +45,7 @@ class Spread:
         return self._mesh
 
     def close(self) -> None:
-        """Lets go of the mesh, and of the group of a single process."""
+        """Drops the mesh, and closes the group of a single process."""
         self._mesh = None
         if self._owns_group:
             import torch.distributed as dist

@@ -12,6 +12,7 @@ from torch import nn
 from accel_backends.fsdp_config import FSDPConfig
 from accel_backends.fsdp_unused import Usage
 from accel_backends.fsdp_values import BackwardPrefetch
+from accel_backends.fsdp_whole import WholeParameters
 from accel_backends.meta_init import Made, materialise
 from accel_backends.names import natural, places
 from accel_backends.wrapping import Units, find_units
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Sharder:
-    """Everything that sharding needs to know besides the model.
+    """The inputs of sharding besides the model.
 
     Attributes:
         dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the whole model, see ``shard_dtypes``.
@@ -59,7 +60,7 @@ class Sharder:
         )
 
     def send(self, tensors: list[torch.Tensor]) -> None:
-        """Rank 0's values for everybody, unless the options say that all have them."""
+        """Broadcasts rank 0's values, unless ``sync_module_states`` is off."""
         if self.config.sync_module_states:
             broadcast(tensors, group=self.group)
 
@@ -71,21 +72,31 @@ class Sharded:
     It holds no modules: the root may be the key to it, and by way of torch's states every unit leads there.
 
     Attributes:
-        whole: parameters that cannot be sharded, having no dimension; every rank holds them.
-        synchronising: whether backward reduces gradients.
-        follower: what has to know of its steps, see ``fsdp_fp8``.
+        whole: parameters that cannot be sharded; None: of a model that the user has sharded, who averages them.
+        follower: has to be renewed after each step, see ``fsdp_fp8``.
         usage: finds the parameters that no rank uses, where ranks may use different ones.
     """
 
-    __slots__ = ("_kept", "_units", "follower", "synchronising", "usage", "whole")
+    __slots__ = ("_kept", "_synchronising", "_units", "follower", "usage", "whole")
 
-    def __init__(self, units: Iterable["FSDPModule"], whole: Iterable[nn.Parameter], *, freed: bool) -> None:
+    def __init__(self, units: Iterable["FSDPModule"], whole: WholeParameters | None, *, freed: bool) -> None:
         self._units = [ref(unit) for unit in units]
         self._kept = [] if freed else self._units
-        self.whole = list(whole)
-        self.synchronising = True
+        self.whole = whole
+        self._synchronising = True
         self.follower: Follower | None = None
         self.usage: Usage | None = None
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether backward reduces gradients."""
+        return self._synchronising
+
+    @synchronising.setter
+    def synchronising(self, enable: bool) -> None:
+        self._synchronising = enable
+        if self.whole is not None:
+            self.whole.synchronising = enable
 
     @property
     def units(self) -> list["FSDPModule"]:
@@ -106,7 +117,7 @@ def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
     """The arguments of torch's ``MixedPrecisionPolicy`` that carry out a precision.
 
     Units compute in the policy's dtype, gradients are summed in its ``reduce`` or in the parameters' own dtype, and
-    the model as a whole gives its ``output``. What the options say themselves wins.
+    the model as a whole gives its ``output``. Dtypes of the options take precedence.
     """
     dtypes: dict[str, Any] = {"reduce_dtype": policy.reduce, "output_dtype": policy.output}
     if policy.compute is not None:
@@ -130,7 +141,7 @@ def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig) -> U
 def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     """Shards ``model`` in place and returns what steps need; collective.
 
-    Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are let go, so
+    Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are freed, so
     that the device never holds more than one whole unit.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -155,39 +166,28 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     _shard_unit(model, how, apart, root=True)
     left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
     how.send([*whole, *left_out, *model.buffers()])
-    sharded = adopt(model, whole, freed=how.config.reshard is True)
+    averaged = WholeParameters(whole, how.group, how.mesh.size())
+    sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
-        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-        sharded.usage = Usage()
+        find_unused(model, sharded)
     set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=natural)], model, how.config)
     return sharded
 
 
-def adopt(model: nn.Module, whole: list[nn.Parameter] | None = None, *, freed: bool = False) -> Sharded:
+def adopt(model: nn.Module, whole: WholeParameters | None = None, *, freed: bool = False) -> Sharded:
     """What steps need of a model that is sharded; ``freed``: its units free their parameters after forward."""
     from torch.distributed.fsdp import FSDPModule
 
     units: list[FSDPModule] = [
         module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
     ]
-    return Sharded(units, whole or [], freed=freed)
+    return Sharded(units, whole, freed=freed)
 
 
-def average_whole(sharded: Sharded, group: Any, world_size: int) -> None:
-    """Makes backward average the gradients of parameters that every rank holds whole, as sharded ones are.
-
-    Averaging the sum of several backwards that were left unsynchronised gives the average of all of them.
-    """
-    import torch.distributed as dist
-
-    def average(parameter: torch.Tensor) -> None:
-        if sharded.synchronising and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad.div_(world_size)
-
-    for parameter in sharded.whole:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
+def find_unused(model: nn.Module, sharded: Sharded) -> None:
+    """Makes units reduce parameters that this rank has not used, and notes those that no rank has."""
+    cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
+    sharded.usage = Usage()
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
 
 
 def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:
-    """Tells each block what to gather ahead of its time."""
+    """Sets which blocks each block gathers ahead of time."""
     ahead = config.forward_prefetch
     for position, block in enumerate(blocks):
         if ahead:
@@ -260,7 +260,7 @@ def _shard_unit(
     )
     for parameter in fresh:
         if parameter not in given:
-            # Threads of the collectives hold on to what they sent for a while; its memory goes at once all the same.
+            # Threads of the collectives keep references to what they sent for a while; this frees its memory at once.
             parameter.data.untyped_storage().resize_(0)
         parameter.data = parameter.data.new_empty(0)
 

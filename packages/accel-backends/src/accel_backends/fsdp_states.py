@@ -23,7 +23,7 @@ def is_dtensor(tensor: object) -> bool:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a DTensor on every rank; collective. Other tensors are returned as they are.
 
-    A shard on the host of a mesh of other devices travels by way of them.
+    A shard on the host of a mesh of other devices is copied to its device first.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -105,7 +105,7 @@ def whole_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: 
 def whole_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Within it, the model's parameters are whole, in their own dtype, on every rank; collective at both ends.
 
-    What is changed in them goes back into the shards, each rank keeping its part, unless ``writeback`` is off; every
+    Changes are copied into the shards, each rank keeping its part, unless ``writeback`` is off; every
     rank has to make the same changes. They are for looking and changing: the model's own forward gathers for itself.
     """
     sharded: dict[int, nn.Parameter] = {}

@@ -65,7 +65,7 @@ def holds_any(optimizer: Optimizer, parameters: Mapping[int, Any]) -> bool:
 
 
 def _problem(trial: Trial, mesh: "DeviceMesh", *, offload: bool) -> str | None:
-    """What goes wrong with the trial on shards."""
+    """How the trial on shards fails; None if it does not."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     expected = trial.expected()

@@ -5,6 +5,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accel_backends.fsdp_gradients import added_up, parameter_groups
 
@@ -21,7 +22,7 @@ class Usage:
     __slots__ = ("_hooked", "_used", "_without")
 
     def __init__(self) -> None:
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, RemovableHandle] = {}
         self._used: set[int] = set()
         self._without: set[int] = set()
 
@@ -33,15 +34,14 @@ class Usage:
         self._used.clear()
         self._without.clear()
         for entry in _entries(modules):
-            key = id(entry)  # which lives as long as the model, as its sharded parameter need not
+            key = id(entry)  # the entry exists as long as the model; its sharded parameter may be replaced
             if entry.sharded_param.grad is None:
                 self._without.add(key)
             if added_up(entry) is not None:
                 self._used.add(key)
             whole: torch.Tensor | None = getattr(entry, "_unsharded_param", None)
             if key not in self._hooked and whole is not None and whole.requires_grad:
-                self._hooked.add(key)
-                whole.register_post_accumulate_grad_hook(_noting(self._used, key))
+                self._hooked[key] = whole.register_post_accumulate_grad_hook(_noting(self._used, key))
 
     @torch.no_grad()
     def end(self, modules: Iterable[nn.Module], *, device: torch.device, group: Any = None) -> None:
@@ -54,6 +54,12 @@ class Usage:
         for entry, new, kept in zip(entries, fresh, used, strict=True):
             if new and not kept:
                 entry.sharded_param.grad = None
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
 
     @staticmethod
     def _anywhere(flags: list[bool], device: torch.device, group: Any) -> list[int]:

@@ -65,7 +65,7 @@ _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
 
 
 def whole_form(name: str, value: object) -> WholeForm:
-    """The form that a mapping, or torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``, asks for.
+    """The form that a mapping, or torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``, describes.
 
     Raises:
         ConfigError: an unknown entry; or offloading of sharded states, which stay where their parameters are.
@@ -115,10 +115,10 @@ def as_member(name: str, value: object, kind: type[E]) -> E:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """A boolean, or a text that says one.
+    """A boolean, or a text that means one.
 
     Raises:
-        ConfigError: it says neither.
+        ConfigError: it is neither.
     """
     if isinstance(value, bool):
         return value
@@ -181,7 +181,7 @@ def wrap_value(value: object) -> "AutoWrap | Callable[..., Any] | None":
 
 
 def offloads(value: object) -> bool:
-    """Whether torch's description of offloading (of either version), or a text, asks for it.
+    """Whether torch's description of offloading (of either version), or a text, turns it on.
 
     Raises:
         ConfigError: it is none.

@@ -1,4 +1,4 @@
-"""Ways to carry DDP's gradient buckets between ranks other than an all-reduce in their own dtype."""
+"""Reductions of DDP's gradient buckets other than an all-reduce in their own dtype."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -68,7 +68,7 @@ def reduce_in(dtype: torch.dtype) -> Hook:
 
 
 def wrapped_in(dtype: torch.dtype, inner: Hook) -> Hook:
-    """A hook that gives the bucket to another in ``dtype`` and takes the result back into the bucket's own."""
+    """A hook that runs another on the bucket in ``dtype``, and converts the result to the bucket's own."""
 
     def hook(state: Any, bucket: Any) -> "Future[torch.Tensor]":
         own = bucket.buffer()

@@ -1,8 +1,8 @@
-"""Lets ranks run out of batches at different times, and leaves all of them with the same state.
+"""Ranks that run out of batches at different times, and have the same state afterwards.
 
-torch's Join shadows the collectives of models for ranks that have run out, and at the end gives the model of a rank
-that went on longest to all. Optimizers and the loss scale it does not know: they would go on from fewer steps on some
-ranks than on others, and the weights drift apart from the next step on. They take part through the follower below.
+torch's Join repeats the collectives of models on ranks that have run out, and at the end copies the model of a rank
+with the most batches to all. It does not copy optimizers and the loss scale: those of some ranks would have fewer
+steps, and weights would drift apart from the next step on. They take part through ``_Follower``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ from accel_precision.scaler import LossScaler
 def joined(
     models: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], scaler: LossScaler | None
 ) -> Iterator[None]:
-    """torch's Join over the models, after which optimizers and scale are those of a rank that went on longest.
+    """torch's Join over the models, after which optimizers and scale are those of a rank with the most batches.
 
-    Inside, each rank decides alone whether gradients overflowed: DDP averages them, so those that still step all see
-    the same, and the others could not answer.
+    Inside, each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still step have
+    the same ones, and the others do not take part in further collectives.
     """
     reduce = None if scaler is None else scaler.reduce
     if scaler is not None:
@@ -39,7 +39,7 @@ def joined(
 
 @final
 class _Follower(Joinable):
-    """Takes part in a Join for what goes along with its models."""
+    """Takes part in a Join for the optimizers and the loss scale of its models."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], scaler: LossScaler | None
@@ -71,7 +71,7 @@ class _Settle(JoinHook):
         self.follower = follower
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives the optimizers' state and the scale of the highest rank that went on longest to all others."""
+        """Copies optimizer states and the scale to all others from the highest of the ranks with the most batches."""
         import torch.distributed as dist
 
         from accel_state.collectives import broadcast

@@ -65,7 +65,7 @@ def materialise(
     Args:
         made: the parameters that took the place of others, so that tied ones stay tied; added to.
         initialise: called with each module; None: its ``reset_parameters``.
-        values_follow: values come from elsewhere, so nothing is called.
+        values_follow: the caller fills in values afterwards, so nothing is called.
     """
     fresh = [module for module in modules if any(tensor.is_meta for tensor in _own(module))]
     for module in fresh:

@@ -1,4 +1,4 @@
-"""Names of parameters as their author knows them, whatever wraps the module.
+"""Names of parameters in the user's own module, whatever wraps it.
 
 A wrapper is found by what it is, not by the text of a name: a user's own submodule may be called ``module``.
 """
@@ -46,7 +46,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Every module of a model, in torch's order; a module used in several places comes up in each."""
+    """Every module of a model, in torch's order; a module used in several places is there once for each."""
     yield from _places(model, "", "", ())
 
 
@@ -62,7 +62,7 @@ def _places(module: nn.Module, prefix: str, raw: str, above: tuple[int, ...]) ->
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name; one that is used under several names comes under its first."""
+    """The model's parameters by name; one that is used under several names is listed under its first."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for place in places(model):

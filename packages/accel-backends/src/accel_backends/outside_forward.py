@@ -39,7 +39,7 @@ def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
 def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[RemovableHandle]:
     """Makes these modules of a model of class ``kind`` raise BackendError when they are called by themselves.
 
-    Otherwise torch's error would be about another kind or shape of tensor. ``version`` is FSDP's: shards are DTensors
+    Otherwise torch raises an error about the kind or shape of a tensor. ``version`` is FSDP's: shards are DTensors
     in version 2, and flat pieces of parameters with several dimensions in version 1. Returns the hooks, which have to
     be removed before torch.compile: it would compile each module that has one as a graph of its own.
     """

@@ -14,7 +14,7 @@ from accel_state.errors import BackendError
 
 @final
 class Ownership:
-    """Remembers prepared models and their parameters without keeping either alive.
+    """Holds weak references to prepared models and their parameters.
 
     Attributes:
         models: the innermost modules, before and after preparing.
@@ -22,7 +22,7 @@ class Ownership:
 
     def __init__(self) -> None:
         self.models: WeakSet[nn.Module] = WeakSet()
-        # Parameters by id; gone with them, because ids are used again.
+        # Parameters by id; entries are removed with their parameters, because ids are used again.
         self._parameters: dict[int, ref[nn.Parameter]] = {}
 
     @property
@@ -31,20 +31,20 @@ class Ownership:
         return self._parameters.keys()
 
     def add(self, original: nn.Module, model: nn.Module) -> None:
-        """Takes in what was prepared and what became of it."""
+        """Adds a model and the result of preparing it."""
         self.models.update((original, innermost(model)))
         for parameter in model.parameters():
             self._parameters[id(parameter)] = ref(parameter, partial(_forget, self._parameters, id(parameter)))
 
     def drop(self, model: nn.Module) -> None:
-        """Forgets a prepared model and its parameters."""
+        """Removes a prepared model and its parameters."""
         inner = innermost(model)
         self.models.discard(inner)
         for parameter in inner.parameters():
             self._parameters.pop(id(parameter), None)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes everything."""
         self.models.clear()
         self._parameters.clear()
 
@@ -64,7 +64,7 @@ class Ownership:
         return listed
 
     def check_added(self, parameters: "torch.Tensor | Iterable[Any]") -> None:
-        """Refuses parameters for an optimizer, named or not, whose gradients no rank would average.
+        """Refuses parameters for an optimizer, named or not, whose gradients would not be averaged over ranks.
 
         Raises:
             BackendError: with the names of those that prepared models have got since, or their shapes.

@@ -37,7 +37,7 @@ def replace_parameters(before: Mapping[str, nn.Parameter], after: Mapping[str, n
             continue
         hooks: Any = getattr(parameter, _ACCUMULATED, None)
         if hooks and successor is not None:
-            setattr(successor, _ACCUMULATED, hooks)  # the same mapping: handles to remove them stay good
+            setattr(successor, _ACCUMULATED, hooks)  # the same mapping, so that their handles still remove them
         if type(parameter) is nn.Parameter:
             parameter.grad = None
             parameter.__class__ = Replaced

@@ -42,7 +42,7 @@ def scaled_step(scaler: LossScaler, optimizer: Optimizer, closure: Callable[[], 
 
 
 def check_scaled(scaler: LossScaler, optimizer: Optimizer, names: Names) -> None:
-    """Makes sure that an optimizer's gradients carry the loss scale by which they are about to be divided.
+    """Makes sure that an optimizer's gradients are multiplied by the loss scale, by which the step divides them.
 
     Raises:
         BackendError: they are of a ``loss.backward()``.

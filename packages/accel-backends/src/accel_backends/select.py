@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What selection may know of the models: numbers and flags, no modules.
+    """The facts about models that selection depends on: numbers and flags, no modules.
 
     ``trainable`` parameters and ``sharded`` ones (DTensors already) are counted; None where models are not known yet.
     """
@@ -40,7 +40,7 @@ def select_backend(
     config: BackendConfig | str | None = None,
     facts: ModelFacts | None = None,
 ) -> Choice:
-    """Chooses from where the run is and what was asked for; pure.
+    """Chooses from the run's environment and configuration; pure.
 
     A config's class names its backend, and a string names one; without either, or with one that one process has no use
     for, it is ``single`` for one process, ``ddp`` for several, ``xla`` on XLA devices. Whether the backend is installed

@@ -16,7 +16,7 @@ Attention = Callable[..., torch.Tensor]
 
 
 class BackendSpread(ABC):
-    """The part of ``Backend`` that says which ranks hold what of a model, and work on what of a sample."""
+    """The part of ``Backend`` that states which ranks hold what of a model, and work on what of a sample."""
 
     session: "Session"
 

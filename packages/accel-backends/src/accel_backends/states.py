@@ -136,7 +136,7 @@ def fitted_groups(
     return fitted
 
 
-# Options that come and go without the optimizer being another: names, and how it computes and not what.
+# Options that may differ between two states of the same optimizer: names, and how it computes and not what.
 ASIDE = frozenset(
     [PARAMS, "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "bias_correction"]
 )
@@ -146,7 +146,7 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> d
     """The saved options of a group; options that this version of the optimizer added keep their value.
 
     Raises:
-        CheckpointMismatchError: each has options that the other does not know, so they are different optimizers.
+        CheckpointMismatchError: each has options that the other lacks, so they are different optimizers.
     """
     lacking, foreign = set(group) - set(saved) - ASIDE, set(saved) - set(group) - ASIDE
     if lacking and foreign:
@@ -203,7 +203,7 @@ def _stored_name(raw: str, stored: Mapping[str, str], prefixes: Mapping[str, str
 
 
 def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
-    """A name without wrappers; what is no parameter or buffer (``_extra_state``) goes by the module that holds it."""
+    """A name without wrappers; an ``_extra_state`` is named after the module that holds it."""
     prefix, dot, leaf = raw.rpartition(".")
     return prefixes.get(prefix + dot, prefix + dot) + leaf
 

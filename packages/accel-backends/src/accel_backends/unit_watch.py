@@ -22,12 +22,12 @@ def _untraced(method: _Method) -> _Method:
 def watch_units(model: nn.Module, kind: str, units: Mapping[str, tuple[nn.Module, nn.Module]], group: Any) -> None:
     """Records each unit's gathering in the hang doctor's record, and the end of the model's forward.
 
-    Units are gathered by all ranks together. Where ranks took different ones (skipped layers, experts), a gathering
-    would wait for ever, or fill a unit with the weights of another. Nothing happens where no doctor watches ``group``.
+    Units are gathered by all ranks together. If ranks called different ones (skipped layers, experts), a gathering
+    would hang, or fill a unit with the weights of another. Nothing is recorded where no doctor watches ``group``.
 
     Args:
         model: what is called.
-        kind: the class of the model as its author knows it.
+        kind: the class of the user's model.
         units: by name, the module before whose hooks a unit is gathered, and the one after whose hooks it is whole.
     """
     doctor = active()

@@ -22,14 +22,14 @@ Policy = Callable[..., Any]
 @final
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model by name, each before those inside it; what belongs to none goes with the root.
+    """The units of a model by name, each before those inside it; the rest belongs to the root.
 
     Attributes:
         blocks: the repeated work of the model, which activation checkpointing is for.
         extra: modules that are gathered by themselves for another reason (large embeddings).
         wide: batch normalisations, gathered by themselves because they compute in full precision.
         ignored: modules that are left out altogether, and what is in them.
-        tied: modules asked for that are no unit, because a parameter of theirs is also used outside of them.
+        tied: modules that the options name and that are no unit, because a parameter of theirs is also used outside.
     """
 
     blocks: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Units:
 
 
 def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:
-    """The units of a model as the options ask for them; pure.
+    """The units of a model by the options; pure.
 
     Args:
         halves: whether units compute in half precision, in which running statistics would drift.
@@ -117,7 +117,7 @@ def units_by_size(model: nn.Module, least: int) -> list[str]:
 
 
 def units_by_policy(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> list[str]:
-    """Names of the modules for which ``policy`` answers true.
+    """Names of the modules for which ``policy`` returns true.
 
     It takes a module, or what torch's policies take (``recurse`` and the number of parameters besides).
     """

@@ -73,10 +73,10 @@ class XLABackend(Backend):
 
     Raises:
         BackendError: there are no XLA devices; other processes than one on each machine that the runtime connects; or
-            gradients were computed before torch knew these devices.
+            gradients were computed before torch had these devices.
 
     Attributes:
-        watch: counts compilations, and reports those that come late.
+        watch: counts compilations, and reports late ones.
     """
 
     name: ClassVar[str] = "xla"
@@ -115,7 +115,7 @@ class XLABackend(Backend):
         return bundle
 
     def place(self, model: nn.Module) -> nn.Module:
-        """On the devices: whole on each, or in parts as the options say; with the values that the first machine has."""
+        """On the devices, with the values of the first machine: whole on each, or in parts, by the options."""
         if self.session.world_size > 1:
             self._take_first(model)
         tied = _places(model)
@@ -193,7 +193,7 @@ class XLABackend(Backend):
     def _on_host(self, state: Any) -> Any:
         from accel_state.nested import map_leaves
 
-        # What is still recorded runs once, and not anew in part for each tensor that is copied.
+        # What is still recorded runs once, and not again in part for each tensor that is copied.
         self._sync()
         return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
 
@@ -211,7 +211,7 @@ class _MicroBatch:
         self._watch, self._end = watch, end
 
     def __enter__(self) -> None:
-        """Nothing: recording goes on all the time."""
+        """Nothing: computations are recorded always."""
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is None:
@@ -249,7 +249,7 @@ def check_hosts(hosts: int, topology: "Topology") -> None:
 
 
 def check_gradients(device: torch.device) -> None:
-    """Raises BackendError where torch looked which devices compute gradients before torch_xla had brought these."""
+    """Raises BackendError where torch listed the devices that compute gradients before torch_xla had added its own."""
     probe = torch.zeros((), device=device, requires_grad=True)
     try:
         probe.neg().backward()

@@ -17,7 +17,7 @@ DATA_AXIS = "data"
 
 
 def open_mesh(group: "ProcessGroup | None" = None) -> "Mesh":
-    """The row of all devices, which torch_xla holds for the process; made when it is first asked for.
+    """The row of all devices, which torch_xla holds for the process; made when it is first read.
 
     Devices are driven as one from then on. That has to come before anything is put on them. torch_xla remembers it in a
     variable of the environment, which may be gone. Over several machines the first call is collective: ``group`` is
@@ -45,7 +45,7 @@ def open_mesh(group: "ProcessGroup | None" = None) -> "Mesh":
 
 
 def in_rows(devices: Sequence[Sequence[int]], count: int) -> list[int]:
-    """All devices, the first machine's first, given the numbers of those of each; the runtime may number machines anew.
+    """All devices, those of the first machine first; ``devices`` are the numbers of each machine's, in any order.
 
     Raises:
         BackendError: the machines do not have equally many of ``count`` devices, each its own.

@@ -1,0 +1,88 @@
+"""Parameters without dimension of a sharded model train as in one process, whichever of them ranks use."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from accel_backends import Bundle, FSDPBackend, FSDPConfig
+from accel_precision import PrecisionPolicy
+from accel_state import Session
+
+#: Which of two scales each rank multiplies with, in each micro-batch of a step.
+USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "not in the last micro-batch": [((0, 1), (0, 1)), ((), ())],
+    "one for each rank": [((0,), (1,))],
+    "on one rank": [((0,), ())],
+    "in another order": [((0, 1), (1, 0))],
+    "one of them never": [((0,), (0,)), ((0,), ())],
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 3)
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0 + number)) for number in range(2))
+
+    def forward(self, x: torch.Tensor, uses: tuple[int, ...]) -> torch.Tensor:
+        x = self.body(x)
+        for number in uses:
+            x = x * self.scales[number]
+        return x
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Scaled().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def opened() -> FSDPBackend:
+    return FSDPBackend(Session.open(cpu=True), PrecisionPolicy.parse("no", device_type="cpu"), FSDPConfig())
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int, uses: tuple[int, ...]) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    loss: torch.Tensor = model(torch.randn(5, 4, generator=draw).double(), uses).square().mean()
+    return loss
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "prepared again"])
+@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+def test_scales_train_as_in_one_process(rank: int, uses: list[tuple[tuple[int, ...], ...]], again: bool) -> None:
+    backend = opened()
+    (model, optimizer), (expected, stepping) = made(), made()
+    backend.prepare(Bundle([model], [optimizer]))
+    if again:
+        backend.release([model])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        backend.prepare(Bundle([model], [optimizer]))
+    for step in range(2):
+        for micro, used in enumerate(uses):
+            with backend.no_sync(model) if micro < len(uses) - 1 else nullcontext():
+                backend.backward(loss_of(model, step, micro, rank, used[rank]))
+            for each in range(2):
+                (loss_of(expected, step, micro, each, used[each]) / 2).backward()
+        for scale, other in zip(model.scales, expected.scales, strict=True):
+            assert (scale.grad is None) == (other.grad is None)
+        backend.step(optimizer)
+        optimizer.zero_grad()
+        stepping.step()
+        stepping.zero_grad()
+    for name, value in backend.whole_model_state(model, main_only=False).items():
+        torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_scales_are_averaged_by_a_backward_by_hand(rank: int) -> None:
+    backend = opened()
+    (model, optimizer), (expected, _) = made(), made()
+    backend.prepare(Bundle([model], [optimizer]))
+    loss_of(model, 0, 0, rank, (0, 1)).backward()
+    for each in range(2):
+        (loss_of(expected, 0, 0, each, (0, 1)) / 2).backward()
+    for scale, other in zip(model.scales, expected.scales, strict=True):
+        torch.testing.assert_close(scale.grad, other.grad)
