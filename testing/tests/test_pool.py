@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accel_state import Session
 from accel_testing import hash_seeds
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
+from accel_testing.faults import many_open_files
 from accel_testing.pool import RankPool
 
 
@@ -43,6 +44,11 @@ def _reduce(scale: float) -> list[float]:
     value = torch.tensor([scale * (dist.get_rank() + 1)])
     dist.all_reduce(value)
     return value.tolist()
+
+
+def test_ranks_start_in_a_process_with_more_than_a_thousand_files() -> None:
+    with many_open_files(), RankPool(2) as pool:
+        assert pool.run(dist.get_rank) == [0, 1]
 
 
 def test_each_call_has_a_new_group(pool: RankPool) -> None:

@@ -114,7 +114,7 @@ def run_check(
     this machine's accelerators; the reference stays on the CPU.
 
     Raises:
-        ValueError: the target or a layout cannot be read.
+        ValueError: the target or a layout cannot be read, or no backend has a layout's name.
         RankError: the reference itself cannot be trained.
     """
     path, _, name = target.rpartition(":")
@@ -123,8 +123,23 @@ def run_check(
         raise ValueError(f"{target!r} is not a target; expected SCRIPT.py:FUNCTION, as in train.py:program")
     if not file.is_file():
         raise ValueError(f"{target!r}: there is no file {path}")
-    program = ScriptProgram(str(file), name)
-    return _check(program, None, expand(layouts, precisions), tolerances=tolerances, pool=pool, cpu=cpu)
+    program, wanted = ScriptProgram(str(file), name), expand(layouts, precisions)
+    _refuse_unknown(wanted)
+    return _check(program, None, wanted, tolerances=tolerances, pool=pool, cpu=cpu)
+
+
+def _refuse_unknown(layouts: Iterable[Layout]) -> None:
+    """Refuses a backend that no package offers, before any rank starts."""
+    from difflib import get_close_matches
+
+    from accel_backends import installed_backends
+
+    known = [*installed_backends(), "auto"]
+    for layout in layouts:
+        if layout.backend not in known:
+            near = get_close_matches(layout.backend, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"layout '{layout}': no backend {layout.backend!r}; {hint}there are: {', '.join(known)}")
 
 
 @final

@@ -161,6 +161,20 @@ def limited_file_size(size: int) -> Iterator[None]:
 
 
 @contextmanager
+def many_open_files(count: int = 1100) -> Iterator[None]:
+    """``count`` files are open inside: new ones have numbers that ``select.select`` refuses (1024 and above)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * count), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
 def small_file_system(folder: str | os.PathLike[str], *, size: int = 2**20) -> Iterator[None]:
     """A file system of ``size`` bytes in memory at ``folder``, gone afterwards with all that is in it.
 

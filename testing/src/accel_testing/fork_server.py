@@ -11,7 +11,7 @@ import ctypes
 import faulthandler
 import gc
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -45,8 +45,11 @@ class _ForkServer:
 
     def run(self) -> None:
         self.send("ready")
+        selector = selectors.DefaultSelector()  # ``select`` itself refuses files from number 1024 on
+        selector.register(self.control, selectors.EVENT_READ)
+        selector.register(self.wakeup, selectors.EVENT_READ)
         while True:
-            readable, _, _ = select.select([self.control.fileno(), self.wakeup], [], [], _PARENT_CHECK)
+            readable = {key.fd for key, _ in selector.select(_PARENT_CHECK)}
             # The connection stays open where a process forked from the test process outlives it.
             if os.getppid() != self.parent:
                 return
@@ -103,10 +106,12 @@ class _ForkServer:
         os.environ.pop("PYTHONHASHSEED", None)  # this process's own, and not that of programs that a test starts
         self.serve(connection, stacks)
 
-    def end(self) -> None:
+    def end_ranks(self) -> None:
         for pid in self.ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+
+    def remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # the last server removes the folder of all
             os.rmdir(os.path.dirname(self.folder))
@@ -127,7 +132,8 @@ def main(control_file: int, folder: str, modules: list[str]) -> None:
     try:
         server.run()
     finally:
-        server.end()
+        server.end_ranks()
+    server.remove_folder()  # not after an error, which the test process reads there
 
 
 if __name__ == "__main__":

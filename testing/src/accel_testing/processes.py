@@ -33,7 +33,7 @@ class ForkServer:
         mine, theirs = socket.socketpair()
         self._socket = mine
         self._unread = b""
-        self._ready = False
+        self._ready = self._gone = False
         self._ended: dict[int, int] = {}
         self._unclaimed: list[str] = []
         self._forked = 0
@@ -52,7 +52,7 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         """Whether ranks can still be forked from it."""
-        return self._process.poll() is None
+        return not self._gone and self._process.poll() is None
 
     def fork(self) -> "Rank":
         """A new rank process."""
@@ -98,7 +98,8 @@ class ForkServer:
                     return line.removeprefix(start)
             if not self._take_lines(max(0.0, deadline - time.monotonic())):
                 log = (self._folder / "server.log").read_text(errors="replace") if self._folder.exists() else ""
-                raise RankError(f"the process that forks a rank gave no answer in {timeout:.0f} s:\n{log[-4000:]}")
+                what = "has ended" if self._gone else f"gave no answer in {timeout:.0f} s"
+                raise RankError(f"the process that forks a rank {what}:\n{log[-4000:]}")
 
     def _take_lines(self, timeout: float) -> bool:
         """Reads what the server sends within ``timeout`` seconds; False for nothing, or a server that is gone."""
@@ -110,6 +111,7 @@ class ForkServer:
         finally:
             self._socket.settimeout(None)
         if not data:
+            self._gone = True
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
