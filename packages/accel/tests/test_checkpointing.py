@@ -9,11 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from accel.utils import set_seed
+from accel_ckpt import open_checkpoint
 from accel_state.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -325,6 +327,58 @@ def test_registered_objects_come_back(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path / "a")
     assert counter.value[0] == 1
     assert torch.equal(counter.value[1]["x"], torch.ones(2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["object", "hook"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_of_the_users_on_one_rank_fails_the_save_on_all(
+    tmp_path: Path, rank: int, where: str, asynchronous: bool
+) -> None:
+    class Failing:
+        fails = rank == 1
+
+        def state_dict(self) -> dict[str, int]:
+            if self.fails:
+                raise KeyError("mine")
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    failing, accelerator = Failing(), Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    if where == "object":
+        accelerator.register_for_checkpointing(failing)
+    else:
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: failing.state_dict() and None)
+    with pytest.raises((KeyError, CheckpointError), match="mine"):
+        accelerator.save_state(tmp_path / "one", asynchronous=asynchronous)
+    failing.fails = False
+    accelerator.save_state(tmp_path / "one", asynchronous=asynchronous)
+    accelerator.end_training()
+    assert (tmp_path / "one").is_dir()
+
+
+def test_two_runs_that_save_in_one_project_at_once_replace_nothing(tmp_path: Path) -> None:
+    class Meanwhile:
+        """Saves another run, once this one has chosen its place."""
+
+        def state_dict(self) -> dict[str, int]:
+            if not (tmp_path / "checkpoints").exists():
+                Run(Accelerator(cpu=True, project_config=project(tmp_path, None))).accelerator.save_state()
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    run = Run(Accelerator(cpu=True, project_config=project(tmp_path, None)))
+    run.accelerator.register_for_checkpointing(Meanwhile())
+    with pytest.raises(CheckpointError, match="a checkpoint is there already"):
+        run.accelerator.save_state()
+    with open_checkpoint(tmp_path / "checkpoints" / "checkpoint_0") as other:
+        assert "custom" not in other.names
+    assert run.accelerator.save_state().name == "checkpoint_1"
 
 
 def test_objects_without_a_state_are_refused_when_registered() -> None:
@@ -783,3 +837,31 @@ def test_nothing_is_saved_once_training_has_ended(tmp_path: Path, strategy: str)
         with accelerator.full_parameters(model):
             assert model.module.weight.shape == (4, 4)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [("model.safetensors", "load_model(model, folder)"), ("pytorch_model.bin", "load_state_dict")]
+)
+def test_a_folder_of_accelerate_is_named_with_what_can_be_loaded_from_it(
+    tmp_path: Path, weights: str, words: str
+) -> None:
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    folder.mkdir(parents=True)
+    model = torch.nn.Linear(2, 1)
+    if weights.endswith(".bin"):
+        torch.save(model.state_dict(), folder / weights)
+    else:
+        save_file(model.state_dict(), folder / weights)
+    torch.save({}, folder / "optimizer.bin")
+    torch.save({}, folder / "random_states_0.pkl")
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    prepared = accelerator.prepare(torch.nn.Linear(2, 1))
+    for given in (folder, None):
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.load_state(given)
+        for part in ("Accelerate wrote it", words, "docs/checkpoints.md"):
+            assert part in str(caught.value)
+    if weights.endswith(".safetensors"):
+        accelerator.load_model(prepared, folder)
+        assert torch.equal(prepared.weight, model.weight)

@@ -63,3 +63,13 @@ def test_a_misspelt_function_is_one_line(
     assert run(["check", "train.py:progam"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("has no function 'progam'; did you mean 'program'?")
+
+
+def test_a_misspelt_backend_of_a_layout_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert run(["check", "train.py:program", "--layouts", "ddp:2,dpp:2/fp64"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "layout 'dpp:2/fp64': no backend 'dpp'; did you mean 'ddp'? there are: ddp, " in line

@@ -89,6 +89,22 @@ def test_only_what_follows_from_the_answers_is_asked() -> None:
     assert not [text for text in plain.asked if "FSDP?" in text or "ZeRO" in text or "Address" in text]
 
 
+@pytest.mark.parametrize(
+    ("count", "answer", "asked"), [(0, "accel", False), (1, "accel", False), (2, "accel", True), (2, "the CPU", False)]
+)
+def test_accelerators_are_offered_where_there_are_several(count: int, answer: str, asked: bool) -> None:
+    plain = Scripted({"What do the processes": answer})
+    ask_all(plain, {}, num_accelerators=count)
+    assert any(text.startswith("Which accelerators") for text in plain.asked) == asked
+
+
+def test_a_backend_that_is_not_there_is_neither_offered_nor_kept() -> None:
+    (ways,) = [question.options for question in QUESTIONS if question.name == "way"]
+    assert ways is not None
+    assert "use_megatron_lm" not in ways.values()
+    assert ask_all(Scripted({}), {"use_megatron_lm": True}) == {}
+
+
 def test_every_question_is_about_a_setting_or_a_choice_of_switches() -> None:
     for question in QUESTIONS:
         names = [name for name in (question.options or {}).values() if name] or [question.name]

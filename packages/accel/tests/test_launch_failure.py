@@ -125,3 +125,10 @@ def test_the_first_failure_begins_the_report_and_its_trace_ends_it() -> None:
     assert text.endswith("Traceback\nValueError: boom")
     assert text.count("ValueError: boom") == 1
     assert text.index("rank 1 of 2 failed first") < text.index("rank 0 then failed too")
+
+
+def test_an_error_that_names_another_rank_is_in_the_first_line_too() -> None:
+    lost = Failure(ended(0, 1), 1.0, "CollectiveError: rank 1 will not come to gather()", "its trace", relayed=True)
+    head = report([lost], 2).splitlines()[0]
+    assert head.startswith("accel launch: rank 0 of 2 failed because of another rank")
+    assert head.endswith("rank 1 will not come to gather()")

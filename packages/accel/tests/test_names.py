@@ -3,8 +3,13 @@
 import importlib
 import subprocess
 import sys
+from pkgutil import iter_modules
 
 import pytest
+
+import accel
+import accel.utils
+from accel.absent import PAGE, names, names_on_accelerator
 
 PATHS = {
     "accel": (
@@ -93,3 +98,42 @@ def test_naming_accelerator_makes_few_objects() -> None:
     code = "import gc, torch; gc.collect(); gc.disable(); from accel import Accelerator; print(gc.get_count()[0])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 6500
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("from accel import init_empty_weights", "accelerator.load_model"),
+        ("from accel.utils import is_port_in_use", "nothing to do with training"),
+        ("from accel.utils import MegatronLMPlugin", "fsdp"),
+    ],
+)
+def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(statement: str, instead: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(statement, {})
+    for part in (statement.split()[-1], instead, PAGE):
+        assert part in str(caught.value)
+
+
+def test_a_name_that_only_accelerate_has_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match=f"big_modeling.*{PAGE}"):
+        accel.big_modeling  # noqa: B018
+    assert not hasattr(accel.utils, "is_port_in_use")
+    with pytest.raises(ImportError, match=r"^cannot import name 'Acelerator' from 'accel' \("):
+        exec("from accel import Acelerator", {})
+
+
+def test_an_attribute_that_only_accelerates_accelerator_has_says_what_works_instead() -> None:
+    accelerator = accel.Accelerator(cpu=True)
+    with pytest.raises(AttributeError, match=f"fp8_recipe_handler.*accelerator.policy.*{PAGE}"):
+        accelerator.fp8_recipe_handler  # noqa: B018
+    assert getattr(accelerator, "native_amp", None) is None
+    with pytest.raises(AttributeError, match=r"^'Accelerator' object has no attribute 'nonsense'$"):
+        accelerator.nonsense  # noqa: B018
+
+
+def test_names_that_are_there_are_not_called_absent() -> None:
+    there = set(accel.__all__) | set(accel.utils.__all__) | {module.name for module in iter_modules(accel.__path__)}
+    assert there.isdisjoint(names())
+    accelerator = accel.Accelerator(cpu=True)
+    assert [name for name in names_on_accelerator() if hasattr(accelerator, name)] == []

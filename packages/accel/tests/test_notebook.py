@@ -139,6 +139,25 @@ def test_args_that_are_no_tuple_are_refused_with_the_tuple(args: Any) -> None:
         notebook_launcher(print, args, num_processes=2)
 
 
+def test_an_error_in_a_cell_is_shown_with_one_frame_of_the_launcher() -> None:
+    pytest.importorskip("IPython")
+    cells = [
+        "from accel import debug_launcher, notebook_launcher",
+        "debug_launcher(print, 0.1)",
+        "notebook_launcher(print, 0.1)",
+        "debug_launcher(int, ('word',))",
+    ]
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        f"shell = InteractiveShell()\nfor cell in {cells!r}: shell.run_cell(cell)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    text = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
+    assert text.count("ConfigError: args is 0.1; expected a tuple of the function's arguments: (0.1,)") == 2, text
+    assert "invalid literal for int() with base 10: 'word'" in text
+    assert text.count("launchers.py:") == 3, text
+
+
 def test_the_source_of_a_cell_is_shown_in_tracebacks_of_its_processes() -> None:
     source = "def fails():\n    raise KeyError('the culprit')  # the line\n"
     linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")

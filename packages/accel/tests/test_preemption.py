@@ -24,6 +24,7 @@ from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice
 from accel.requeueing import requeue
 from accel_state.errors import ConfigError
 from accel_testing import Finished, RankPool, run_command
+from accel_testing.faults import many_open_files
 
 PROGRAM = Path(__file__).with_name("preempted_training.py")
 
@@ -192,8 +193,11 @@ def until_noticed(accelerator: Accelerator) -> None:
         time.sleep(0.01)
 
 
-def test_a_signal_ends_the_loop_after_the_step_it_came_in(tmp_path: Path) -> None:
-    accelerator, loader, step = prepared(tmp_path)
+@pytest.mark.parametrize("files", [0, 1100])
+def test_a_signal_ends_the_loop_after_the_step_it_came_in(tmp_path: Path, files: int) -> None:
+    """Also in a process with so many open files that ``select.select`` refuses the next."""
+    with many_open_files(files):
+        accelerator, loader, step = prepared(tmp_path)
 
     def then(seen: int) -> None:
         if seen == 3:

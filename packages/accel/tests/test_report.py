@@ -89,7 +89,7 @@ def wait_for_delivery(accelerator: Accelerator, interval: float) -> None:
 class Wellformed(HTMLParser):
     """Every element that is opened is closed, and nothing is fetched."""
 
-    EMPTY = frozenset({"meta", "line", "path", "circle"})
+    EMPTY = frozenset({"meta", "line", "path"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +246,20 @@ def test_a_value_far_off_does_not_flatten_the_others() -> None:
     assert drawn.count('class="dot outside"') == 1
     highest = max(float(text) for text in re.findall(r'class="tick"[^>]*text-anchor="end">([\d.]+)<', drawn))
     assert highest == 1
+
+
+def test_a_curve_says_its_values_under_a_pointer() -> None:
+    drawn = curve([(0.0, 0.123456), (1000.0, 2.0)])
+    assert re.findall(r'class="spot"[^>]*><title>([^<]*)</title>', drawn) == ["step 0: 0.12346", "step 1,000: 2"]
+    assert curve([(float(step), 1.0) for step in range(100_000)]).count('class="spot"') <= 121
+
+
+def test_what_happened_is_said_in_words() -> None:
+    lines = [
+        {"kind": "saved", "time": 1.0, "step": 3, "path": "project/checkpoint_0", "seconds": 0.0732},
+        {"kind": "mine", "time": 2.0, "step": 4, "score": 0.51234},
+    ]
+    assert [event.text for event in history_of(lines).events] == ["project/checkpoint_0 in 0.07 s", "score 0.512"]
 
 
 def test_what_two_processes_lost_are_two_lines() -> None:

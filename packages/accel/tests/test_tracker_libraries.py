@@ -82,7 +82,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     tracked("tensorboard", tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "project"))
+    (journal,) = tmp_path.glob("project/*/run.jsonl")
+    events = EventAccumulator(str(journal.parent))
     events.Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(LOSSES)
     assert [event.step for event in events.Scalars("eval_acc")] == [0, 1, 2]
@@ -90,7 +91,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in written] == [2, 2]
     assert_shown(io.BytesIO(event.encoded_image_string) for event in written)
     assert "_hparams_/session_start_info" in events.summary_metadata
-    (written,) = tmp_path.glob("project/*/hparams.yml")
+    (written,) = journal.parent.glob("*/hparams.yml")
     assert "width: 8" in written.read_text()
 
 
@@ -276,3 +277,19 @@ def test_a_dead_endpoint_holds_nothing_up_and_is_told_once(tmp_path: Path) -> No
     assert said.count("tracker mlflow ended with trouble") == 1
     (waiting,) = tmp_path.glob("p/*/undelivered-mlflow.jsonl")
     assert len(waiting.read_text().splitlines()) == 100
+
+
+def test_two_runs_of_a_project_are_two_in_tensorboard(tmp_path: Path) -> None:
+    _need("tensorboard")
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    from accel import Accelerator
+
+    for value in (1.0, 2.0):
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("project")
+        accelerator.log({"loss": value}, step=0)
+        accelerator.end_training()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "project")).Reload()
+    assert sorted(runs.Scalars(run, "loss")[0].value for run in runs.Runs()) == [1.0, 2.0]
+    assert set(runs.Runs()) == {path.parent.name for path in tmp_path.glob("project/*/run.jsonl")}

@@ -28,7 +28,8 @@ def csv_steps(folder: Path) -> dict[str, list[int]]:
 def tensorboard_steps(folder: Path) -> dict[str, list[int]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "run"))
+    (run,) = {path.parent for path in folder.glob("run/*/events.out.tfevents.*")}
+    events = EventAccumulator(str(run))
     events.Reload()
     return {name: [event.step for event in events.Scalars(name)] for name in ("loss", "eval")}
 

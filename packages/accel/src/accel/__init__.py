@@ -77,4 +77,6 @@ _SUBMODULES = (
 )
 __all__ = sorted([*_PLACE_OF, "__version__"])
 
-__getattr__, __dir__ = lazy_names(__name__, {**_PLACE_OF, **{name: f".{name}:" for name in _SUBMODULES}})
+__getattr__, __dir__ = lazy_names(
+    __name__, {**_PLACE_OF, **{name: f".{name}:" for name in _SUBMODULES}}, advice="accel.absent"
+)

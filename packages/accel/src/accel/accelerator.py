@@ -342,6 +342,7 @@ class Accelerator(
         if not self._models:
             raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
         clock, backend = self.clock, self.backend
+        clock.claim_passes()
         if self._preemption is not None:
             self._preemption.before_backward()
         if backend.scaler is not None:

@@ -70,6 +70,8 @@ class ActiveLoader(Protocol):
     def window(self) -> WindowFacts | None: ...
     @property
     def weight(self) -> float: ...
+    def claim(self) -> None: ...
+    def disclaim(self) -> None: ...
 
 
 class Scaling(Protocol):
@@ -157,6 +159,7 @@ class StepClock:
         key: the group of models that is being accumulated for; its window is ``window``.
         claimed: the models (positions) of all such groups.
         num_models: how many models there were when all of them were accumulated for last.
+        unclaimed: a pass of a loader has begun since the last backward or step.
         correction: what the gradients must be multiplied with after the last backward of the window, because it
             turned out shorter than could be known (a stream that ended); 1.0 nearly always.
     """
@@ -171,6 +174,7 @@ class StepClock:
         "num_models",
         "plugin",
         "share",
+        "unclaimed",
         "window",
     )
 
@@ -180,6 +184,7 @@ class StepClock:
         self.share = 1.0 / plugin.num_steps
         self.correction = 1.0
         self._loaders: list[weakref.ref[ActiveLoader]] = []
+        self.unclaimed = False
         self._windows: dict[Key, Window] = {}
         self.key: Key = ()
         self.num_models = 0
@@ -218,6 +223,7 @@ class StepClock:
 
     def stepped(self) -> None:
         """An optimizer has stepped for the current group of models, or has left the step out."""
+        self.claim_passes()
         self.window.close()
         self.window.stepped = True
 
@@ -298,8 +304,23 @@ class StepClock:
         return full if left is None else min(full, left + 1)
 
     def began(self, loader: ActiveLoader) -> None:
-        """A prepared loader starts a pass; it is the active one until it ends or another starts inside it."""
+        """A prepared loader starts a pass; it is the active one until it ends or another starts inside it.
+
+        The pass is taken for an evaluation until there is a backward or a step in it.
+        """
         self._loaders.append(weakref.ref(loader))
+        loader.disclaim()
+        self.unclaimed = True
+
+    def claim_passes(self) -> None:
+        """The passes under way train: a run that is resumed goes on inside them. To be called by what trains."""
+        if not self.unclaimed:
+            return
+        self.unclaimed = False
+        for reference in self._loaders:
+            loader = reference()
+            if loader is not None:
+                loader.claim()
 
     def ended(self, loader: ActiveLoader) -> None:
         """A pass is over or was abandoned: what was active before it is active again."""

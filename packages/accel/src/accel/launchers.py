@@ -67,6 +67,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         ConfigError: an argument that cannot work, such as an unknown precision, or ``args`` that are no sequence.
         LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
     """
+    __tracebackhide__ = True  # IPython then shows the cell, and none of these lines, above the error
     if rdzv_backend not in _RENDEZVOUS:
         raise ConfigError(
             f"rdzv_backend is {rdzv_backend!r}; expected one of {', '.join(_RENDEZVOUS)}"
@@ -74,13 +75,13 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         )
     if num_nodes < 1 or not 0 <= node_rank < num_nodes:
         raise ConfigError(f"node_rank is {node_rank} of num_nodes {num_nodes}; expected 0 to {max(num_nodes, 1) - 1}")
+    _check_args(function, args)
     if has_tpu(os.environ):
         return [_call_on_tpu(function, args, num_processes, str(mixed_precision).lower())]
     place = place_of(os.environ, sys.modules)
     count = processes_for(num_processes, place, _num_accelerators)
     if count < (num_processes or 1):
         print(f"{place} offers no second GPU here: {count} process instead of {num_processes}.")
-    _check_args(function, args)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     settings: dict[str, object] = {
         "mixed_precision": str(mixed_precision).lower(),
@@ -106,6 +107,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         ConfigError: ``args`` are no sequence.
         LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
     """
+    __tracebackhide__ = True
     _check_args(function, args)
     return _launch(function, args, {"num_processes": num_processes, "cpu": True, "mixed_precision": "no"})
 
@@ -113,6 +115,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _launch(
     function: Callable[..., Any], args: Sequence[Any], settings: Mapping[str, object], *, template: str | None = None
 ) -> list[Any]:
+    __tracebackhide__ = True
     env = without_launcher(os.environ)
     config = resolve_config(settings, {})
     if config.num_processes == 1 and config.num_machines == 1:
@@ -133,6 +136,7 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any], config: AccelC
     """Calls the function in this process; its settings stand in the environment meanwhile, as a launcher's would."""
     from accel_state.environment import patch_environment
 
+    __tracebackhide__ = True
     print("Launching on one process, which is this one.")
     with patch_environment(**{DOCUMENT_VARIABLE: config.to_document()}):
         return function(*args)
@@ -156,6 +160,7 @@ def _call_on_tpu(
 
 
 def _check_args(function: Callable[..., Any], args: object) -> None:
+    __tracebackhide__ = True
     if not callable(function):
         raise ConfigError(f"function is {function!r}; expected one that can be called: give train, not train()")
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):

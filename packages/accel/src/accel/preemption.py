@@ -9,13 +9,13 @@ collective for another, and the loops go on meanwhile.
 import contextlib
 import logging
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
@@ -299,7 +299,7 @@ class Preemption:
             return None
 
     def _heard(self, patience: float) -> str | None:
-        ready, _, _ = select.select([self._reader], [], [], min(patience, self._notice.every))
+        ready = wait([self._reader], min(patience, self._notice.every))
         numbers = set(os.read(self._reader, 64)) & set(self._previous) if ready else set()
         if numbers and _attempt_failed():
             os._exit(128 + min(numbers))

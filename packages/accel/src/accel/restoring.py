@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
@@ -117,7 +118,7 @@ class Restoration:
         """
         from accel_state.errors import CheckpointCorruptError
 
-        before = _load_small(self.small, self.session)
+        undo = _load_small(self.small, self.session)
         try:
             values = self.fetched()
 
@@ -127,10 +128,10 @@ class Restoration:
 
             _agreed(load, self.peers)
         except CheckpointCorruptError as error:
-            _put_back(self.small, before)
+            _put_back(undo)
             raise CheckpointCorruptError(f"{error}; {self._in_parts()}") from error
         except Exception as error:
-            _put_back(self.small, before)
+            _put_back(undo)
             error.add_note(self._in_parts())
             raise
 
@@ -202,33 +203,36 @@ def restore_local(
         )
 
 
-def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> dict[str, Any]:
-    """Loads all of ``parts``, or none. Returns what they were before. Collective."""
+def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> list[Callable[[], Any]]:
+    """Loads all of ``parts``, or none. Returns what undoes it, part by part. Collective."""
     from accel.belonging import check_keys
     from accel_state.objects import agree
 
-    before: dict[str, Any] = {}
+    undo: list[Callable[[], Any]] = []
     error: Exception | None = None
     try:
         for name, (part, state) in parts.items():
-            own = part.state_dict()
-            if name.startswith("scheduler"):
-                check_keys(name, own, state)
-            before[name] = copy.deepcopy(own)
+            if isinstance(part, LoaderState):
+                undo.append(part.undo())
+            else:
+                own = part.state_dict()
+                if name.startswith("scheduler"):
+                    check_keys(name, own, state)
+                undo.append(partial(part.load_state_dict, copy.deepcopy(own)))
             part.load_state_dict(state)
     except Exception as caught:
         error = caught
     try:
         agree(error, group=session.group)
     except Exception:
-        _put_back(parts, before)
+        _put_back(undo)
         raise
-    return before
+    return undo
 
 
-def _put_back(parts: Mapping[str, tuple[Stateful, Any]], before: Mapping[str, Any]) -> None:
-    for name, state in before.items():
-        parts[name][0].load_state_dict(state)
+def _put_back(undo: Sequence[Callable[[], Any]]) -> None:
+    for one in undo:
+        one()
 
 
 def _read(checkpoint: "Checkpoint", name: str, part: Stateful, session: "Session") -> Any:

@@ -96,6 +96,11 @@ class LoaderState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)
 
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes what is loaded from now on; a pass that is under way goes on counting."""
+        undo: Callable[[], None] = self.loader.undo()
+        return undo
+
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,12 @@ def config(context: click.Context, config_file: str) -> int:
     if context.invoked_subcommand is not None:
         return 0
     from accel.cli.questions import TerminalAsker, ask_all, shown_answers
+    from accel.launch.host import count_accelerators
 
     asker, path = TerminalAsker(), Path(config_file)
     known = resolve_config({}, {}, path) if path.exists() else AccelConfig()
-    answers = ask_all(asker, {row.name: row.value for row in known.explain() if row.origin.source == "file"})
+    from_file = {row.name: row.value for row in known.explain() if row.origin.source == "file"}
+    answers = ask_all(asker, from_file, num_accelerators=count_accelerators())
     if answers is None:
         raise click.Abort
     chosen = [(name, shown(value)) for name, value in shown_answers(answers)]

@@ -14,8 +14,9 @@ _WAYS = {
     "nothing of these: one process, or DDP": None,
     "FSDP, which shards parameters, gradients and optimizer states": "use_fsdp",
     "DeepSpeed": "use_deepspeed",
-    "Megatron-LM": "use_megatron_lm",
 }
+_NOT_OFFERED = {"use_megatron_lm": False}  # there is no such backend yet, and a file of Accelerate's may ask for it
+_FOUND = "accelerators of this machine"  # beside the answers, and no setting
 _WHERE = {"accelerators, where there are any": None, "the CPU, whatever there is": "cpu", "TPUs": "tpu"}
 
 
@@ -42,14 +43,22 @@ def _many(answers: Answers) -> bool:
     return isinstance(count := answers.get("num_machines"), int) and count > 1
 
 
+def _offers_accelerators(answers: Answers) -> bool:
+    several = isinstance(count := answers.get(_FOUND), int) and count > 1
+    return (several or bool(answers.get("gpu_ids"))) and not (answers.get("cpu") or answers.get("tpu"))
+
+
 QUESTIONS = (
     Question("where", "What do the processes compute on?", options=_WHERE),
     Question("num_machines", "How many machines form the job?"),
     Question("machine_rank", "Which of them is this one, from 0?", _many),
     Question("main_process_ip", "Address of machine 0, as the others reach it?", _many),
     Question("main_process_port", "A free port there?", _many),
-    Question("num_processes", "How many processes on all machines together? (empty: one per accelerator)"),
-    Question("gpu_ids", "Which accelerators of this machine? (all, or like 0,1)", lambda a: not a.get("cpu")),
+    Question(
+        "num_processes",
+        "How many processes on all machines together? (empty: one per accelerator, or one where none is used)",
+    ),
+    Question("gpu_ids", "Which accelerators of this machine? (all, or like 0,1)", _offers_accelerators),
     Question("mixed_precision", "Which precision?"),
     Question("fp8_backend", "What computes FP8?", _equal("mixed_precision", "fp8")),
     Question("fp8_format", "Which FP8 format?", lambda a: a.get("fp8_backend") == "te"),
@@ -71,8 +80,6 @@ QUESTIONS = (
     Question("offload_optimizer_device", "Where do optimizer states live?", lambda a: _asks_zero(a)),
     Question("offload_param_device", "Where do parameters live?", lambda a: a.get("zero_stage") == 3),
     Question("gradient_clipping", "Clip the gradients' norm to? (empty: no)", _on("use_deepspeed")),
-    Question("megatron_lm_tp_degree", "How many tensor-parallel processes?", _on("use_megatron_lm")),
-    Question("megatron_lm_pp_degree", "How many pipeline stages?", _on("use_megatron_lm")),
     Question("gradient_accumulation_steps", "How many micro-batches per optimizer step?"),
     Question("dynamo_backend", "Which backend of torch.compile? (no: none)"),
     Question("dynamo_mode", "What should it optimise for?", lambda a: a.get("dynamo_backend") not in (None, "no")),
@@ -98,12 +105,13 @@ class Asker(Protocol):
         ...
 
 
-def ask_all(asker: Asker, start: Answers) -> dict[str, object] | None:
+def ask_all(asker: Asker, start: Answers, *, num_accelerators: int = 0) -> dict[str, object] | None:
     """The settings that the user wants, those at their defaults left out; None when the user has left.
 
-    ``start`` holds what is offered instead of the defaults.
+    ``start`` holds what is offered instead of the defaults; ``num_accelerators`` are those of this machine, of which
+    some can be chosen where there are several.
     """
-    answers: dict[str, object] = dict(start)
+    answers: dict[str, object] = {**start, _FOUND: num_accelerators}
     for question in QUESTIONS:
         if not question.when(answers):
             continue
@@ -123,6 +131,8 @@ def _choose_way(asker: Asker, question: Question, answers: Answers) -> dict[str,
     if chosen is None:
         return None
     switches: dict[str, object] = {name: False for name in options.values() if name}
+    if question.name == "way":
+        switches |= _NOT_OFFERED
     name = options[chosen]
     return switches | ({name: True} if name else {})
 

@@ -141,14 +141,19 @@ class CheckpointFacet(ABC):
         series, target = self._place(output_dir, alone=False)
         self.backend.update_scaler(hold=self.clock.open)
         self.backend.settle_buffers(self._models)
-        state, local = self._collect(target)
+        state, local = self._collect(target, alone=False)
         described = self._described(metadata)
+        # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.
+        overwrite = series is None
         if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
-            self.last_save = self._saver.save(target, state, local=local, metadata=described, series=series)
+            self.last_save = self._saver.save(
+                target, state, local=local, metadata=described, overwrite=overwrite, series=series
+            )
             return self.last_save.path
-        target = accel_ckpt.save(target, state, local=local, metadata=described, group=self._ranks()).path
+        group = self._ranks()
+        target = accel_ckpt.save(target, state, local=local, metadata=described, group=group, overwrite=overwrite).path
         if series is not None:
             series.prune()
         return target
@@ -159,9 +164,11 @@ class CheckpointFacet(ABC):
 
         series, target = self._place(output_dir, alone=True)
         self.backend.update_scaler(hold=self.clock.open)
-        state, local = self._collect(target)
+        state, local = self._collect(target, alone=True)
         described = self._described(metadata)
-        target = accel_ckpt.save(target, state, local=local, metadata=described, group=None, alone=True).path
+        target = accel_ckpt.save(
+            target, state, local=local, metadata=described, group=None, overwrite=series is None, alone=True
+        ).path
         if series is not None:
             series.prune()
         return target
@@ -223,13 +230,19 @@ class CheckpointFacet(ABC):
                 _LOG.info("removed what a killed save had left: %s", leftover)
         return series, series.next_path(at_least=self.project_configuration.iteration)
 
-    def _collect(self, target: Location) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the ranks have in common, and this one's own."""
+    def _collect(self, target: Location, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the ranks have in common, and this one's own. Collective unless ``alone``.
+
+        Objects and hooks of the user may fail on one rank only, which is an error on all before the next collective.
+        """
+        from accel_ckpt.peers import Peers
         from accel_state import rng
 
-        parts = self._train_state()
-        state = parts.collect()
-        self._run_save_hooks(state, target)
+        parts, peers = self._train_state(), Peers(None) if alone else Peers.of(self._ranks())
+        state: dict[str, Any] = {}
+        peers.together("collecting the state to save", lambda: state.update(parts.collect()))
+        if self._save_hooks:
+            peers.together("hooks before saving", lambda: self._run_save_hooks(state, target))
         local: dict[str, Any] = {RNG: rng.rng_state()}
         positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
@@ -300,8 +313,6 @@ class CheckpointFacet(ABC):
 
     def _run_save_hooks(self, state: dict[str, Any], target: Location) -> None:
         """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
-        if not self._save_hooks:
-            return
         names = [name for name, part in self._train_state().items() if isinstance(part, ModelState)]
         weights = [state[name] for name in names]
         kept = list(weights)
@@ -373,7 +384,10 @@ class CheckpointFacet(ABC):
                 error.add_note(f"before that, a damaged checkpoint was loaded in part: {text}")
             raise
         if latest is None:
-            raise CheckpointError("; ".join([f"there is no intact checkpoint in {series.path}", *damaged[-1:]]))
+            from accel_ckpt.foreign import advice_on_series
+
+            text = f"there is no intact checkpoint in {series.path}{advice_on_series(series.path)}"
+            raise CheckpointError("; ".join([text, *damaged[-1:]]))
         if verify:
             load(latest)
         return latest

@@ -32,6 +32,16 @@ class SettingsFacet(ABC):
     project_configuration: ProjectConfiguration
     _optimizers: list[PreparedOptimizer]
 
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+
+        def __getattr__(self, name: str) -> object:
+            from accel.absent import missing_on_accelerator
+
+            missing = missing_on_accelerator(self, name)
+            if missing is not None:
+                raise missing
+            return object.__getattribute__(self, name)  # raises what it raised before, also in a property
+
     @property
     def state(self) -> "AcceleratorState":
         """A view of the process and the settings, for code that expects one."""

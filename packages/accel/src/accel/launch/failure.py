@@ -151,7 +151,8 @@ def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) 
     """The report of an attempt that failed: the first failure, then the others, then the first one's traceback.
 
     The traceback stands last, where a reader looks; where the first recorded no error, that of a rank that failed
-    because of it. ``quiet`` leaves only the traceback, or the first line where there is none.
+    because of it. The first line has the message where no traceback has it, and where it names another rank. ``quiet``
+    leaves only the traceback, or the first line where there is none.
     """
     first, *others = failures
     if quiet and first.trace:
@@ -160,7 +161,7 @@ def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) 
     cause = "failed because of another rank" if first.relayed else cause
     lines = [
         f"accel launch: rank {first.exit.rank} of {num_processes} {cause} "
-        f"(process {first.exit.pid}, {first.ending}){_colon('' if first.trace else first.summary)}"
+        f"(process {first.exit.pid}, {first.ending}){_colon(first.summary if first.relayed or not first.trace else '')}"
     ]
     if quiet:
         return lines[0]

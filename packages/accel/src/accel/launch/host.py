@@ -44,6 +44,11 @@ def read_host(config: AccelConfig) -> HostFacts:
     return HostFacts(sys.executable, _num_cores(), kind, count, _shared_interface(config))
 
 
+def count_accelerators() -> int:
+    """Accelerators of this machine; torch is imported only where there may be any."""
+    return _accelerators()[1]
+
+
 def check_program(config: AccelConfig, program: Sequence[str]) -> None:
     """Refuses a program that is not there, before any process starts.
 

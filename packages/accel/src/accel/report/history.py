@@ -131,10 +131,18 @@ def _event(line: dict[str, Any], began: float, life: int, steps: list[tuple[floa
     if kind == RESUMED:
         return Event(line[TIME] - began, None, kind, "a new process goes on from a checkpoint", life, {})
     facts = {key: value for key, value in line.items() if key not in (KIND, TIME, STEP)}
-    text = str(facts.get("text") or ", ".join(f"{key} {_short(value)}" for key, value in facts.items()))
+    text = str(facts.get("text") or _text_of(facts))
     before = bisect.bisect_right(steps, (line[TIME], math.inf))
     step = line.get(STEP, steps[before - 1][1] if before else None)
     return Event(line[TIME] - began, step, kind, text, life, facts)
+
+
+def _text_of(facts: dict[str, Any]) -> str:
+    """Facts as a reader says them: a path by itself, and how long it took; others by name."""
+    others = ", ".join(f"{key} {_short(value)}" for key, value in facts.items() if key not in ("path", "seconds"))
+    path, seconds = str(facts.get("path", "")), facts.get("seconds")
+    took = f"in {seconds:.2f} s" if isinstance(seconds, int | float) else ""
+    return ", ".join(part for part in (f"{path} {took}".strip(), others) if part)
 
 
 def _take_in(history: History, line: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
 _SHOWN = 1_500
+_SPOTS = 120
 PHASE_COLOURS = ("var(--c2)", "var(--c1)", "var(--c3)", "var(--c4)")
 
 
@@ -83,6 +84,7 @@ def curve(
 ) -> str:
     """A line over steps, of many values their running median too; lost ones dashed, restarts marked.
 
+    Spots that appear under a pointer say step and value: all of them, or every so many of more than 120.
     Values far outside of what the others are do not decide the scale: they are shown as dots at the edge.
     """
     finite = [point for point in points if math.isfinite(point[1])]
@@ -103,6 +105,7 @@ def curve(
         parts.append(_line_of("line", smooth, xs, ys))
     outside = [(x, min(max(y, ys[0]), ys[1])) for x, y in finite if not ys[0] <= y <= ys[1]]
     parts += [_dot("outside", point, xs, ys) for point in _thinned(outside, 200)]
+    parts += [_spot(point, xs, ys) for point in _thinned(finite, _SPOTS)]
     return _frame("".join(parts), xs, ys, label)
 
 
@@ -124,6 +127,13 @@ def _line_of(kind: str, points: Points, xs: tuple[float, float], ys: tuple[float
 
 def _dot(kind: str, point: tuple[float, float], xs: tuple[float, float], ys: tuple[float, float]) -> str:
     return f'<circle class="dot {kind}" cx="{_x(point[0], xs):.1f}" cy="{_y(point[1], ys):.1f}" r="3"/>'
+
+
+def _spot(point: tuple[float, float], xs: tuple[float, float], ys: tuple[float, float]) -> str:
+    """An invisible dot that says the value under it, which may lie outside of the plot."""
+    x, y = point
+    place = f'cx="{_x(x, xs):.1f}" cy="{_y(min(max(y, ys[0]), ys[1]), ys):.1f}"'
+    return f'<circle class="spot" {place} r="6"><title>step {x:,.0f}: {y:.5g}</title></circle>'
 
 
 def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], label: str, *, normed: bool = True) -> str:

@@ -32,6 +32,8 @@ svg .lost{stroke:var(--lost);stroke-width:1.4;stroke-dasharray:3 4}
 svg .restart{stroke:var(--lost);stroke-width:1;stroke-dasharray:2 3;opacity:.7}
 svg .dot{fill:var(--c1);stroke:none;opacity:1}
 svg .dot.outside,svg .dot.lost{fill:var(--lost)}
+svg .spot{fill:transparent}
+svg .spot:hover{fill:var(--c1)}
 .legend{display:flex;flex-wrap:wrap;gap:6px 20px;color:var(--soft);font-size:13px;margin:0 0 10px}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
 .scroll{overflow-x:auto;background:var(--paper);border:1px solid var(--rule);border-radius:10px}

@@ -108,6 +108,9 @@ class GeneralTracker:
     def resume(self, run: Continuation) -> None:
         """Called before ``start``: that one goes on with this run. Default: it begins a new one."""
 
+    def enter_run(self, run_id: str) -> None:
+        """Called before ``start``, where the run has a folder of its own: the name of that. Default: not needed."""
+
     def marks(self) -> Mapping[str, int]:
         """By name, the last step that the continued run holds already; asked once, after ``start``. Default: none."""
         return {}

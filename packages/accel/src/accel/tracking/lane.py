@@ -229,6 +229,9 @@ class Lane:
     def _begin(self) -> None:
         if self._resumed is not None:
             self.tracker.resume(self._resumed)
+        folder = self._folder()
+        if folder is not None:
+            self.tracker.enter_run(folder.name)
         self.tracker.start()
         with self._lock:
             self._state = self.tracker.state_dict()

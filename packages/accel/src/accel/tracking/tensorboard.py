@@ -12,7 +12,10 @@ from accel.tracking.values import as_json, flatten, pictures
 
 @final
 class TensorBoardTracker(GeneralTracker):
-    """Writes event files to ``<logging_dir>/<run_name>``; ``kwargs`` go to ``SummaryWriter``.
+    """Writes event files to ``<logging_dir>/<run_name>/<run_id>``; ``kwargs`` go to ``SummaryWriter``.
+
+    So each run of a project is a run in TensorBoard, and a run that continues is the same one. Outside of an
+    Accelerator that knows a logging folder, where runs have no id, they are in ``<logging_dir>/<run_name>``.
 
     The configuration becomes hyperparameters of this run and the file ``<time>/hparams.yml``, nested as it was given. A
     run that continues tells TensorBoard from which step on earlier events no longer count (``purge_step``).
@@ -24,7 +27,7 @@ class TensorBoardTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir) / run_name
+        self.logging_dir = self._project_dir = Path(logging_dir) / run_name
         self._options = dict(kwargs)
         self._purge: int | None = None
         self._resumed = False
@@ -46,6 +49,9 @@ class TensorBoardTracker(GeneralTracker):
     def resume(self, run: Continuation) -> None:
         self._resumed = True
         self._purge = 0 if run.step is None else run.step + 1
+
+    def enter_run(self, run_id: str) -> None:
+        self.logging_dir = self._project_dir / run_id
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         if self._resumed:

@@ -1,0 +1,104 @@
+"""Names that Accelerate has and accel does not, with what works instead; read when a name is not found."""
+
+from typing import Any
+
+PAGE = "docs/differences.md"
+"""The page that lists them all, with the reasons."""
+
+_LARGE = (
+    "models larger than memory for inference, and quantized ones, are not served; to train one, build it under "
+    'torch.device("meta") and load it with accelerator.load_model'
+)
+_MEGATRON = "there is no Megatron-LM backend yet; strategy='fsdp' or 'deepspeed' shards models"
+_FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
+_FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'
+_COMMANDS = "accel launch starts processes; accel launch --dry-run shows their environment"
+_INNER = "it is an inner part of Accelerate"
+_SMALL = "it has nothing to do with training"
+
+_INSTEAD = {
+    _LARGE: (
+        "big_modeling hooks inference cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights "
+        "init_on_device load_checkpoint_and_dispatch infer_auto_device_map load_checkpoint_in_model prepare_pippy "
+        "attach_layerwise_casting_hooks BnbQuantizationConfig align_module_device calculate_maximum_sizes "
+        "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_sizes "
+        "convert_file_size_to_int dtype_byte_size find_tied_parameters get_balanced_memory get_max_layer_size "
+        "get_max_memory has_offloaded_params id_tensor_storage load_offloaded_weights load_state_dict "
+        "named_module_tensors retie_parameters set_module_tensor_to_device OffloadedWeightsLoader PrefixedDataset "
+        "extract_submodules_state_dict load_offloaded_weight offload_state_dict offload_weight save_offload_index "
+        "has_4bit_bnb_layers load_and_quantize_model"
+    ),
+    _MEGATRON: (
+        "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
+        "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
+    ),
+    _FILES: (
+        "checkpointing save load save_fsdp_model save_fsdp_optimizer load_fsdp_model load_fsdp_optimizer "
+        "merge_fsdp_weights"
+    ),
+    _FP8: (
+        "MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
+        "convert_model_to_fp8_ao has_ao_layers filter_first_and_last_linear_layers"
+    ),
+    _COMMANDS: (
+        "commands PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
+        "prepare_simple_launcher_cmd_env prepare_tpu"
+    ),
+    "ParallelismConfig(tp_size=...) shares layers between ranks": "TorchTensorParallelPlugin",
+    "the package accel_testing tests programs here": "test_utils",
+    "accel config default writes such a file": "write_basic_config",
+    "set the field cpu_ram_efficient_loading of FullyShardedDataParallelPlugin": (
+        "enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading"
+    ),
+    _INNER: (
+        "GatheredParameters DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
+        "get_active_deepspeed_plugin get_grad_scaler get_mixed_precision_context_manager ensure_weights_retied "
+        "fsdp2_prepare_model fsdp2_load_full_state_dict"
+    ),
+    _SMALL: (
+        "is_port_in_use merge_dicts convert_bytes check_os_kernel clean_state_dict_for_safetensors get_pretty_name "
+        "recursive_getattr is_compiled_module is_peft_model memory_utils install_xla"
+    ),
+}
+_INSTEAD_ON_ACCELERATOR = {
+    "it wrapped LOMO's optimizers, which are not served": "lomo_backward has_lomo_optimizer",
+    "models that are spread over devices for inference are not served": "verify_device_map",
+    "ParallelismConfig(sp_size=...) shares sequences between ranks": "maybe_context_parallel",
+    "accelerator.policy has the precision": (
+        "native_amp fp8_enabled fp8_recipe_handler te_recipe_handler ao_recipe_handler msamp_recipe_handler "
+        "has_fp8_handler delayed_fp8_autocast autocast_handler scaler_handler"
+    ),
+    "accelerator.config has the settings": "ddp_handler init_handler profile_handler kwargs_handlers",
+    "accelerator.set_trigger and check_trigger work": "flag_tensor",
+    _MEGATRON: "megatron_lm_plugin",
+    _INNER: "deepspeed_engine_wrapped",
+}
+
+
+def advice(name: str) -> str:
+    """What to do instead of ``name`` of ``accelerate`` or its ``utils``; empty where Accelerate has no such name."""
+    return _advice(_INSTEAD, name)
+
+
+def missing_on_accelerator(accelerator: Any, name: str) -> AttributeError | None:
+    """The error about an attribute of Accelerate's ``Accelerator`` that is not here; None for any other name."""
+    said = _advice(_INSTEAD_ON_ACCELERATOR, name)
+    if not said:
+        return None
+    return AttributeError(f"'Accelerator' object has no attribute {name!r}{said}", name=name, obj=accelerator)
+
+
+def names() -> list[str]:
+    """The names of ``accelerate`` and ``accelerate.utils`` that are not here."""
+    return " ".join(_INSTEAD.values()).split()
+
+
+def names_on_accelerator() -> list[str]:
+    """The attributes of Accelerate's ``Accelerator`` that are not here."""
+    return " ".join(_INSTEAD_ON_ACCELERATOR.values()).split()
+
+
+def _advice(table: dict[str, str], name: str) -> str:
+    instead = next((text for text, known in table.items() if name in known.split()), None)
+    return "" if instead is None else f", which Accelerate has: {instead} (see {PAGE})"
