@@ -28,6 +28,13 @@ class FakeLoader:
         self.window: Planned | None = None
         self.real_counts: tuple[int, ...] | None = None
         self.weight = 1.0
+        self.claimed = True
+
+    def claim(self) -> None:
+        self.claimed = True
+
+    def disclaim(self) -> None:
+        self.claimed = False
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -48,6 +55,18 @@ def run(clock: StepClock, loader: FakeLoader) -> list[tuple[bool, float, float]]
         seen.append((clock.due, clock.share, clock.correction))
     clock.ended(loader)
     return seen
+
+
+def test_a_pass_is_claimed_by_a_backward_in_it() -> None:
+    clock, trained, evaluated = clock_of(1), FakeLoader(2), FakeLoader(2)
+    clock.began(trained)
+    assert not trained.claimed
+    clock.claim_passes()
+    clock.ended(trained)
+    clock.began(evaluated)
+    clock.ended(evaluated)
+    clock.claim_passes()
+    assert (trained.claimed, evaluated.claimed) == (True, False)
 
 
 def clock_of(num_steps: int, **options: bool) -> StepClock:

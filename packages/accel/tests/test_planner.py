@@ -225,6 +225,25 @@ def test_a_model_that_looks_into_its_blocks_is_traced_whole(caplog: pytest.LogCa
     assert "'PassedOver' object is not subscriptable" in caplog.text
 
 
+class Residual(nn.Module):
+    """Adds each block's input to its output, between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return x
+
+
+def test_what_a_model_computes_between_its_blocks_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = profile_model(Residual(), Batch(torch.zeros(4, 8))).timelines
+    monkeypatch.setattr(folding, "foldable", lambda *_: [])
+    assert quick == profile_model(Residual(), Batch(torch.zeros(4, 8))).timelines
+
+
 def test_checkpointing_trades_activations_for_operations() -> None:
     plain, again = (
         profile_model(transformer, tokens()).timeline(native=False, checkpointed=ckpt) for ckpt in (False, True)
@@ -288,6 +307,14 @@ def test_storages_are_counted_once_and_until_they_go() -> None:
         del a, b
     assert (held, watch.live, watch.peak) == (800, 400, 800)
     del c
+
+
+@pytest.mark.parametrize(("layout", "copied"), [(torch.contiguous_format, 1), (torch.channels_last, 0)])
+def test_a_convolution_copies_what_it_reads_into_its_own_layout(layout: torch.memory_format, copied: int) -> None:
+    image, weight = torch.zeros(2, 4, 8, 8).to(memory_format=layout), torch.zeros(4, 4, 3, 3)
+    with StorageWatch() as watch:
+        result = torch.conv2d(image, weight, padding=1)
+    assert (watch.live, watch.peak) == (result.nbytes, result.nbytes + copied * image.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------------- plans

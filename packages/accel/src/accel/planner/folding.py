@@ -4,8 +4,9 @@ Of a run of equal blocks in one list, the first two and the last are kept and th
 happened in the second is then repeated, in forward and in backward, for each block left out.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -17,24 +18,43 @@ _KEPT = 3
 
 
 @final
+@dataclass(slots=True)
+class _Output:
+    """What the block before gave: its tensors by shape and dtype, and the first one, which is not kept alive."""
+
+    many: bool = False
+    shapes: "tuple[Any, ...]" = ()
+    first: "Callable[[], Any]" = lambda: None
+
+    def look(self, value: Any) -> None:
+        """Notes an output."""
+        self.many = isinstance(value, tuple)
+        values = value if self.many else (value,)
+        self.shapes = tuple(_shape(one) for one in values)
+        if values and isinstance(values[0], torch.Tensor):
+            self.first = weakref.ref(values[0])
+
+
+@final
 class PassedOver(nn.Module):
     """Stands where a block was: gives back its first argument, in a tuple if the blocks do."""
 
-    def __init__(self, seen: "list[Any]") -> None:
+    def __init__(self, before: _Output) -> None:
         super().__init__()
-        self._seen = seen
+        self._before = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first argument.
 
         Raises:
-            CannotFoldError: the blocks give something else than what they take, or more.
+            CannotFoldError: the blocks give something else than what they take, or more; or the model computes between
+                them (adds their input, say), which would be traced for each block and then be repeated once more.
         """
         first = args[0] if args else next(iter(kwargs.values()))
-        many, (given, *rest) = self._seen[-1]
-        if given != _shape(first) or any(shape is not None for shape in rest):
+        given, *rest = self._before.shapes
+        if given != _shape(first) or any(shape is not None for shape in rest) or self._before.first() is not first:
             raise CannotFoldError
-        return (first, *rest) if many else first
+        return (first, *rest) if self._before.many else first
 
 
 class CannotFoldError(Exception):
@@ -58,11 +78,11 @@ def foldable(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
 def fold(model: nn.Module, runs: Iterable[Sequence[str]]) -> None:
     """Replaces, in place, all but the first two and the last block of each run."""
     for run in runs:
-        seen: list[Any] = []
-        model.get_submodule(run[1]).register_forward_hook(lambda _, args, output, seen=seen: _look(seen, output))
+        before = _Output()
+        model.get_submodule(run[1]).register_forward_hook(lambda _, args, output, before=before: before.look(output))
         for name in run[2:-1]:
             parent, _, place = name.rpartition(".")
-            model.get_submodule(parent)._modules[place] = PassedOver(seen)
+            model.get_submodule(parent)._modules[place] = PassedOver(before)
 
 
 def unfold(timeline: Timeline, units: Sequence[str], runs: Iterable[Sequence[str]]) -> Timeline:
@@ -126,12 +146,6 @@ def _place(marks: Sequence[Mark], kind: str, unit: int) -> int:
     if len(found) != 1:
         raise CannotFoldError
     return found[0]
-
-
-def _look(seen: list[Any], output: Any) -> None:
-    """Keeps what an output looks like, not the output, whose memory would not be given back."""
-    many = isinstance(output, tuple)
-    seen[:] = [(many, tuple(_shape(value) for value in (output if many else (output,))))]
 
 
 def _moved(mark: Mark, by: int, unit: int) -> Mark:

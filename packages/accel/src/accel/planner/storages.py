@@ -49,6 +49,8 @@ class StorageWatch(TorchDispatchMode):
                 for item in value:
                     if isinstance(item, torch.Tensor):
                         self._see(item)
+        if scratch := _scratch(func, args):
+            self._borrow(scratch)
         if self._formulas is not None:
             self._count(func, args, kwargs, result)
         return result
@@ -74,6 +76,12 @@ class StorageWatch(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         self.events.append((key, size))
 
+    def _borrow(self, size: int) -> None:
+        """Notes memory that an operation has taken and given back when it returned."""
+        self._made += 1
+        self.peak = max(self.peak, self.live + size)
+        self.events += [(self._made, size), (self._made, -size)]
+
     def _gone(self, key: int, address: int, size: int) -> None:
         self._keys.pop(address, None)
         self._refs.pop(key, None)
@@ -86,6 +94,19 @@ class StorageWatch(TorchDispatchMode):
             self.flops += int(self._formulas[packet](*args, **kwargs, out_val=result))
         elif "_scaled_dot_product_flash_attention_for_cpu" in str(packet):
             self.flops += _attention_flops(args, backward="backward" in str(packet))
+
+
+def _scratch(func: Any, args: Any) -> int:
+    """Bytes that an operation takes beside its result: a convolution copies what it reads into the layout it works in.
+
+    So oneDNN does with contiguous images, the input in forward, the input and the output's gradient in backward; images
+    that are ``channels_last`` are read as they are.
+    """
+    name = str(getattr(func, "_overloadpacket", ""))
+    if name not in ("aten.convolution", "aten.convolution_backward"):
+        return 0
+    read = args[:2] if name.endswith("backward") else args[:1]
+    return sum(tensor.untyped_storage().nbytes() for tensor in read if tensor.is_contiguous())
 
 
 def _attention_flops(args: Any, *, backward: bool) -> int:
