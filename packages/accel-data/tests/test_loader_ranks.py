@@ -1,5 +1,6 @@
 """Real ranks: they agree on the order, deliver every sample once, and go on with other numbers of ranks."""
 
+import gc
 import json
 import os
 import signal
@@ -432,6 +433,29 @@ def test_a_rank_inside_a_collective_ends_with_what_kept_the_other_one_from_comin
     cause = "DataError: 1 of the DataLoader's 1 workers died"
     assert any(cause in line for line in lines[first:]), "\n".join(lines)
     assert sum("rank 0 will not come" in line for line in lines if line.startswith("[rank1]")) <= 1
+
+
+class Rows(IterableDataset):
+    """The same twelve rows on every rank."""
+
+    def __iter__(self):
+        return iter(range(12))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dataset", ["dispatched", "stream"])
+def test_a_loader_connects_again_and_beside_groups_that_one_rank_made(rank, world_size, dataset):
+    options = LoaderOptions(dispatch_batches=True) if dataset == "dispatched" else None
+    source = Numbers(12) if dataset == "dispatched" else Rows()
+    for _ in range(3):
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        reading = DataLoader(source, batch_size=2)
+        shard = DataShard(rank, world_size)
+        loader = prepare_loader(reading, shard, options=options, session_group=dist.group.WORLD)
+        assert sorted(together([batch.tolist() for batch in loader])) == list(range(12))
+        del loader
+        gc.collect()
 
 
 @pytest.mark.ranks(2)

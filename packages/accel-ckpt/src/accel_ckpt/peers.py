@@ -114,10 +114,9 @@ class Peers:
 
 def host_group(group: "ProcessGroup") -> "ProcessGroup":
     """Another group of the same ranks, for tensors in the host's memory. Collective."""
-    import torch.distributed as dist
+    from accel_state.group import sibling_group
 
-    own: ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-    return own
+    return sibling_group(group, backend="gloo")
 
 
 def sends_from_host(group: "ProcessGroup") -> bool:

@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from accel_state.errors import DataError
 from accel_state.parallelism import DataShard
@@ -43,17 +43,14 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Pe
     """
     import torch.distributed as dist
 
-    from accel_state.group import default_group, read_timeout
+    from accel_state.group import default_group, read_timeout, sibling_group
     from accel_state.objects import all_gather_object
 
     whole = group if group is not None else default_group()
     if whole is None or whole.size() == 1:
         return None
     limit = read_timeout(whole)
-    ranks = dist.get_process_group_ranks(group) if group is not None else None
-    # torch_xla replaces new_group by one that lacks the argument, so only a group of some ranks is made with it.
-    options: dict[str, Any] = {} if ranks is None else {"use_local_synchronization": True}
-    own: ProcessGroup = dist.new_group(ranks, timeout=_LIFETIME, backend="gloo", **options)
+    own = sibling_group(whole, backend="gloo", timeout=_LIFETIME)
     weakref.finalize(owner, _destroy, own).atexit = False
     shares = all_gather_object((shard.index, shard.count), group=own)
     if {index for index, _ in shares} != set(range(shard.count)) or any(count != shard.count for _, count in shares):

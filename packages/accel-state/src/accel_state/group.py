@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -180,11 +181,39 @@ def set_default_timeout(timeout: timedelta | None) -> None:
         setattr(distributed_c10d, name, getattr(constants, name) if timeout is None else timeout)
 
 
-def own_group(timeout: timedelta, like: "ProcessGroup") -> "ProcessGroup":
-    """A second group of all ranks with a timeout of its own. Collective."""
-    import torch.distributed as dist
+def sibling_group(
+    like: "ProcessGroup", *, backend: str | None = None, timeout: timedelta | None = None
+) -> "ProcessGroup":
+    """Another group of the ranks of ``like``. Collective over ``like``, and over no other rank.
 
-    group: ProcessGroup = dist.new_group(timeout=timeout, backend=group_backend(like))
+    torch derives the name of a new group from the groups that this process made before. Ranks that made groups of their
+    own would wait for one another under different names, and the name of a destroyed group would be used again while
+    its addresses are still in the store. The name of this group is therefore drawn by the first rank of ``like``.
+
+    Args:
+        backend: the name of its backend; None: that of ``like``.
+        timeout: how long its collectives wait; None: as long as torch's default.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    from accel_state.objects import all_gather_object
+
+    ranks = dist.get_process_group_ranks(like)
+    chosen = dist.Backend(group_backend(like) if backend is None else backend)
+    name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
+    group: ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        like.rank(),
+        ranks,
+        chosen,
+        c10d._get_default_store(),
+        name,
+        timeout=c10d._get_default_timeout(chosen) if timeout is None else timeout,
+        device_id=c10d._get_default_group().bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 

@@ -105,7 +105,7 @@ class Session:
         group = None if lease is None else lease.group
         if group is not None and timeout not in {None, groups.read_timeout(group)}:
             assert timeout is not None
-            group = groups.own_group(timeout, group)
+            group = groups.sibling_group(group, timeout=timeout)
         if debug is None:
             debug = any(parse_flag(env, name) for name in ("ACCEL_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"))
         return cls(topology, chosen, lease=lease, group=group, debug=debug)

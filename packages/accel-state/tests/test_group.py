@@ -1,0 +1,39 @@
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_state.group import sibling_group
+
+
+def summed(group: dist.ProcessGroup) -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_made_other_groups_before_meet_in_a_sibling(rank: int) -> None:
+    own = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    pair = dist.new_group([0, 2])
+    assert summed(sibling_group(dist.group.WORLD)) == 3
+    if rank != 1:
+        sibling = sibling_group(pair, backend="gloo")
+        assert (summed(sibling), dist.get_process_group_ranks(sibling)) == (2, [0, 2])
+    dist.barrier()
+    assert len(own) == rank
+
+
+@pytest.mark.ranks(2)
+def test_a_sibling_is_made_again_after_it_was_destroyed() -> None:
+    for _ in range(3):
+        group = sibling_group(dist.group.WORLD)
+        assert summed(group) == 2
+        dist.barrier()
+        dist.destroy_process_group(group)
+        gone = weakref.ref(group)
+        del group
+        gc.collect()
+        assert gone() is None
