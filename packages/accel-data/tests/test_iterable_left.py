@@ -159,3 +159,30 @@ def test_other_numbers_of_ranks_go_on_from_two(rank, world_size, steps, workers,
 @pytest.mark.parametrize(("steps", "workers", "others"), [(2, 0, 2), (5, 0, 1), (2, 1, 3)])
 def test_other_numbers_of_ranks_go_on_from_four(rank, world_size, steps, workers, others):
     check_others_go_on(rank, world_size, steps, workers, others)
+
+
+class Seated(IterableDataset):
+    """Its order depends on whether a worker reads it: Hugging Face streams shuffle another way in one."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        rows = list(range(24))
+        if info is None:
+            return iter(rows)
+        return iter(rows[info.id :: info.num_workers][::-1])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (1, 2), (0, 1), (2, 1)])
+@pytest.mark.parametrize("keeps_private", [True, False])
+def test_an_order_that_depends_on_a_worker_goes_on_where_it_was_left(before, after, keeps_private):
+    expected = [index for batch in prepared(Seated(), 0, 1, num_workers=before) for index in batch.tolist()]
+    loader = prepared(Seated(), 0, 1, num_workers=before)
+    passing = iter(loader)
+    seen = [index for _ in range(3) for index in next(passing).tolist()]
+    state = loader.state_dict()
+    if not keeps_private:
+        state.pop("private", None)
+    other = prepared(Seated(), 0, 1, num_workers=after)
+    other.load_state_dict(state)
+    seen += [index for batch in other for index in batch.tolist()]
+    assert seen == expected

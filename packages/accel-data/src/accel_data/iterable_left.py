@@ -25,7 +25,8 @@ class Left:
     The dataset was cut into ``shards`` (1: not at all), and each of these divided itself among ``workers`` (1: it did
     not). ``taken`` counts the elements read of each, shard by shard and worker by worker; more than a stream holds
     means all of it. Readers took ``chunk`` elements of one stream at a time, the next time from worker ``turn``.
-    ``samples`` had been delivered by then, over all ranks.
+    ``samples`` had been delivered by then, over all ranks. ``seated``: the dataset asked which worker reads it, which
+    one worker alone may be asked, too.
     """
 
     shards: int
@@ -34,6 +35,7 @@ class Left:
     taken: tuple[int, ...]
     turn: int
     samples: int
+    seated: bool = False
 
     def state_dict(self) -> dict[str, Json]:
         """JSON values: one number for each stream."""
@@ -84,7 +86,7 @@ class LeftStreams(IterableDataset[Any]):
         """The rest of one stream, in chunks."""
         left = self.left
         dataset = self.dataset.shard(num_shards=left.shards, index=shard) if left.shards > 1 else self.dataset
-        seat = _Seat(worker, left.workers, dataset)
+        seat = _Seat(worker, left.workers, dataset, shown=left.seated or left.workers > 1)
         with seat.taken():
             forward_epoch(dataset, self.epoch)
             reseed_generator(dataset, self.epoch)
@@ -113,8 +115,8 @@ class _Seat:
 
     seed = 0
 
-    def __init__(self, number: int, count: int, dataset: Any) -> None:
-        self._number, self._count, self.dataset = number, count, dataset
+    def __init__(self, number: int, count: int, dataset: Any, *, shown: bool) -> None:
+        self._number, self._count, self.dataset, self._shown = number, count, dataset, shown
         self.asked = False
 
     @property
@@ -131,9 +133,9 @@ class _Seat:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Inside, torch tells whoever asks that this is the worker; where there were none, that there is none."""
+        """Inside, torch tells whoever asks that this is the worker; where none was asked for, that there is none."""
         before = torch_worker._worker_info
-        torch_worker._worker_info = self if self._count > 1 else None  # type: ignore[assignment]
+        torch_worker._worker_info = self if self._shown else None  # type: ignore[assignment]
         try:
             yield
         finally:

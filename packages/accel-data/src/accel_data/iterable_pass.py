@@ -102,7 +102,7 @@ class StreamPass(Pass):
             return
         if self._source.strided:
             self._taken = list(note.positions)
-        elif note.splits:
+        elif note.splits and len(note.positions) > 1:
             self._taken = None
         else:
             self._taken = [count + self._source._reader.stride.batch_size for count in self._taken]

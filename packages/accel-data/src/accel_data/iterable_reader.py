@@ -37,7 +37,7 @@ class Delivered(NamedTuple):
     """``real``, ``group_real`` and ``stop`` of its ``Part``."""
     worker: int
     splits_itself: bool
-    """The dataset asked which worker reads it, so each worker's stream is a part of the rank's."""
+    """The dataset asked which worker reads it, so each worker's stream is one of its own: a part of the rank's."""
     snapshot: Snapshot | None
 
 
@@ -130,7 +130,8 @@ class StreamReader(IterableDataset[Delivered]):
         first = list(islice(iterator, 1))
         # One that goes on from a state of a divided stream need not look again.
         divided = snapshot is not None and not start.whole
-        splits = witness is not None and workers > 1 and (witness.asked or divided)
+        # One worker that is asked for counts, too: the order of the stream may depend on there being one.
+        splits = witness is not None and (witness.asked or divided)
         stride = self.stride if splits else replace(self.stride, worker=worker, workers=workers)
         begun = snapshot.at if snapshot is not None else start.base
         camera = _Camera(stream, self.every)

@@ -71,8 +71,10 @@ def resume(record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any
         turn = mine[TURN_KEY] if splits else 0
         return Resumed(Start(cursor.epoch, tuple(mine[POSITIONS_KEY]), snapshots, turn, whole=not splits), mode, left)
     if left is not None and _cut_alike(left, mode, here, splits):
-        positions = left.taken if mode == "stride" else left.of_shard(here.index)
-        return Resumed(Start(cursor.epoch, positions, turn=left.turn, whole=not splits), mode, left)
+        if mode == "native":
+            return Resumed(Start(cursor.epoch, left.of_shard(here.index), turn=left.turn, whole=not splits), mode, left)
+        snapshots = _usable(private, left) if splits else (None,)
+        return Resumed(Start(cursor.epoch, left.taken, snapshots, left.turn, whole=not splits), mode, left)
     level = record.get(LEVEL_KEY, True) and not cursor.samples % here.shards
     if record.get(SHARDS_KEY) == here.shards and not splits and level:
         return Resumed(Start(cursor.epoch, (cursor.samples // here.shards,), whole=True), mode, left)
@@ -84,6 +86,16 @@ def resume(record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any
 def _same_readers(private: Mapping[str, Any], here: Readers, splits: bool) -> bool:
     same_shard = (private.get(SHARDS_KEY), private.get(INDEX_KEY)) == (here.shards, here.index)
     return same_shard and (not splits or private.get(WORKERS_KEY) == here.workers)
+
+
+def _usable(private: Mapping[str, Any] | None, left: Left) -> tuple[Snapshot | None, ...]:
+    """Any rank's snapshots of streams that all ranks read alike, of those that are not behind the position."""
+    if private is None or len(private.get(SNAPSHOTS_KEY, [])) != len(left.taken):
+        return (None,)
+    known = [None if entry is None else Snapshot(*entry) for entry in private[SNAPSHOTS_KEY]]
+    return tuple(
+        one if one is not None and one.at <= taken else None for one, taken in zip(known, left.taken, strict=True)
+    )
 
 
 def _cut_alike(left: Left, mode: Mode, here: Readers, splits: bool) -> bool:

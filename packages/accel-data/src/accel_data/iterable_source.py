@@ -285,7 +285,8 @@ class StreamSource(Source):
             return None
         shards = self._shard.count if self._mode == "native" else 1
         stride = self._reader.stride
-        return Left(shards, len(note.taken) // shards, stride.group_size, note.taken, note.turn_of_all, note.samples)
+        workers = len(note.taken) // shards
+        return Left(shards, workers, stride.group_size, note.taken, note.turn_of_all, note.samples, note.splits)
 
     def saw(self, item: Delivered) -> None:
         """Remembers what only reading tells: whether the dataset divides itself among workers."""
