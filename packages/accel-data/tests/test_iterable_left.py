@@ -186,3 +186,38 @@ def test_an_order_that_depends_on_a_worker_goes_on_where_it_was_left(before, aft
     other.load_state_dict(state)
     seen += [index for batch in other for index in batch.tolist()]
     assert seen == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])
+@pytest.mark.parametrize("skipped", [1, 5])
+def test_skipped_batches_are_those_that_a_pass_would_deliver_first(dataset, workers, skipped):
+    def batches(loader):
+        return [batch.tolist() for batch in loader]
+
+    loader = prepared(dataset, 0, 1, num_workers=workers)
+    every = batches(prepared(dataset, 0, 1, num_workers=workers))
+    other = loader.skipped(skipped)
+    passing = iter(other)
+    assert [next(passing).tolist() for _ in range(2)] == every[skipped : skipped + 2]
+    state = other.state_dict()
+    resumed = prepared(dataset, 0, 1, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert batches(resumed) == every[skipped + 2 :]
+    assert batches(resumed) == every
+    assert batches(resumed.skipped(skipped)) == every[skipped:]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_with_shards_of_their_own_skip_the_same_steps(rank, world_size, workers, even):
+    def rows(loader):
+        return [real(loader, batch, rank) for batch in loader]
+
+    loader = prepared(Files(files_of([7, 3, 5, 6])), rank, world_size, even=even, num_workers=workers)
+    every = rows(loader)
+    assert rows(loader.skipped(2)) == every[2:]
+    other = prepared(Files(files_of([7, 3, 5, 6])), rank, world_size, even=even, num_workers=workers)
+    assert rows(other.skipped(2)) == every[2:]
+    assert rows(other) == every

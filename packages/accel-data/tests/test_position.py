@@ -185,6 +185,7 @@ def test_loops_over_a_loader_read_what_a_script_expects():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_loops_over_a_loader_read_what_a_script_expects():
     run_state_machine_as_test(
         Loop,

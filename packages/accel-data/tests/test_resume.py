@@ -168,7 +168,7 @@ def check(job):
     order = list(chain.from_iterable(reference))
     assert sorted(order) == list(range(job.size))
 
-    state, delivered = None, []
+    state, delivered, last = None, [], job.segments[0]
     for segment in [*job.segments, job.segments[-1]._replace(stop=None)]:
         loaders = make_loaders(job, segment)
         for loader in loaders:
@@ -178,6 +178,7 @@ def check(job):
                 loader.load_state_dict(state)
         if over(loaders, job.epoch):
             break
+        last = segment
         part, state = run(loaders, segment.stop)
         delivered += part
         if state["epoch"] != job.epoch:
@@ -186,7 +187,8 @@ def check(job):
     if not job.drop_last:
         assert delivered == order
     else:
-        step = max(12, segment.ranks * segment.batch_size, 3 * segment.ranks)
+        # Either those who read last came to the end, or it is one for those who went on.
+        step = max(12, *(max(one.batch_size, 3) * one.ranks for one in (last, segment)))
         assert len(delivered) > job.size - step
     assert loaders[0].position == Cursor(job.epoch + 1)
 
@@ -212,6 +214,7 @@ def test_many_chains_of_resumes_with_changing_workers(job):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=4000, deadline=None)
 @given(jobs())
 def test_every_sample_is_delivered_exactly_once_in_thousands_of_chains(job):

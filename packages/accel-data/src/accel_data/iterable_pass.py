@@ -29,15 +29,28 @@ class Note(NamedTuple):
 
 @final
 class StreamPass(Pass):
-    """One walk over a stream."""
+    """One walk over a stream.
 
-    def __init__(self, source: "StreamSource", cursor: Cursor, start: Start, lockstep: Lockstep | None) -> None:
-        self._source, self._cursor = source, cursor
+    ``start`` is the readers' at ``begun``; ``dropped`` batches from there on are read and forgotten, so that the first
+    one delivered is that at ``cursor``.
+    """
+
+    def __init__(
+        self,
+        source: "StreamSource",
+        cursor: Cursor,
+        start: Start,
+        lockstep: Lockstep | None,
+        *,
+        begun: Cursor,
+        dropped: int = 0,
+    ) -> None:
+        self._source, self._cursor, self._begun, self._first = source, cursor, begun, 1 - dropped
         workers = max(source._here.workers, 1)
         self._positions = list(start.positions) if len(start.positions) > 1 else [start.positions[0]] * workers
         self._snapshots = list(start.snapshots) if len(start.snapshots) > 1 else [start.snapshots[0]] * workers
         self._note = Note(
-            start.positions, start.snapshots, start.turn, source._splits, cursor.samples, level=source._level
+            start.positions, start.snapshots, start.turn, source._splits, begun.samples, level=source._level
         )
         self._notes = deque([(0, self._note)], maxlen=3)
         self.length = source.length(cursor)
@@ -47,15 +60,16 @@ class StreamPass(Pass):
     def _read(self) -> Iterator[Any]:
         source, shards = self._source, self._source._shard.count
         last = 0
-        for number, item in enumerate(source.open(), 1):
+        for number, item in enumerate(source.open(), self._first):
             note, last = self._advanced(item), item.part[1]
-            if number == 1:
+            if number == self._first:
                 self._taken = self._opened(item.splits_itself)
             # Without a word from the others their streams are taken to be like this one.
             samples = sum(self._positions[: len(note.positions)]) * (1 if source.strided else shards)
             self._took_alike(note)
             self._keep(number, note._replace(samples=samples, counts=source.counts(last), taken=self._noted()))
-            yield item.batch
+            if number > 0:
+                yield item.batch
         if source.strided or shards == 1:
             self.remainder = last % source._reader.stride.group_size
 
@@ -63,10 +77,10 @@ class StreamPass(Pass):
         source = self._source
         size = source._reader.stride.batch_size
         last = 0
-        for number, agreed in enumerate(lockstep.run(source.open(), source.first), 1):
+        for number, agreed in enumerate(lockstep.run(source.open(), source.first), self._first):
             item, is_new, counts, places = agreed
             note = self._advanced(item) if is_new else self._note
-            if number == 1:
+            if number == self._first:
                 self._taken = self._opened(note.splits)
             self._took(note.splits, counts, places)
             real = tuple(max(count, 0) for count in counts)
@@ -81,7 +95,8 @@ class StreamPass(Pass):
                     turn_of_all=(places[0][0] + 1) % len(self._positions) if note.splits else 0,
                 ),
             )
-            yield item.batch
+            if number > 0:
+                yield item.batch
         self.remainder = last % source.total_batch_size
 
     def _opened(self, splits: bool) -> list[int] | None:
@@ -92,7 +107,7 @@ class StreamPass(Pass):
             return None
         if source._left is not None:
             return list(source._left.taken)
-        if self._cursor.samples and splits:
+        if self._begun.samples and splits:
             return None
         return [self._note.positions[0]] * (shards * (source._here.workers if splits else 1))
 
@@ -142,7 +157,7 @@ class StreamPass(Pass):
         self._source.shut()
 
     def step(self, number: int) -> Step:
-        note = next(note for counted, note in self._notes if counted == number)
+        note = next(note for counted, note in reversed(self._notes) if counted == number)
         if number == 0:
             return Step(self._cursor, private=self._source.private(note) if self._cursor.samples else None)
         return self._source.step(self._cursor, note)

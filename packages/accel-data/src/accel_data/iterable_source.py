@@ -94,7 +94,9 @@ class StreamSource(Source):
         self.readers: Iterator[Delivered] = iter(())
         self._every = getattr(loader, "snapshot_every_n_steps", 1 if options.use_stateful_dataloader else None)
         self._restored: tuple[Cursor, Resumed] | None = None
+        self._skips: dict[Cursor, tuple[Cursor, int]] = {}
         self._left: Left | None = None
+        self._left_at: Cursor | None = None
         self._splits = self._watched = False
         self._counted: Mode = self._reading.mode
         self._use(self._reading.mode, None)
@@ -165,20 +167,30 @@ class StreamSource(Source):
         self.total_dataset_length = _size(self._dataset) if strided else None
 
     def begin(self, cursor: Cursor) -> Pass:
-        start, chosen, self._left = self._start_for(cursor)
+        begun, dropped = self._skips.get(cursor, (cursor, 0))
+        resumed = self._start_for(begun)
+        counted = self.strided or not begun.samples
+        if dropped and counted and not self._may_divide(resumed.start):
+            begun, dropped, resumed = cursor, 0, self._start_for(cursor)
+        start, chosen, self._left = resumed
         mode = chosen or self._reading.mode
         even = self.even_batches and self._shard.count > 1
         if mode != self._mode or mode == "left" or even is not self._reader.stride.even:
             self._use(mode, self._left)
         self._counted = mode
-        plain = start == Start(cursor.epoch)
+        plain = start == Start(begun.epoch)
         if not (plain and self._reader.start == Start(self._reader.start.epoch)):
             # Living workers know the epoch only; a position has to be handed to new ones.
             self._inner._iterator = None
         self._reader.begin(start)
-        if not cursor.samples:
+        if not begun.samples:
             self._level = True
-        return StreamPass(self, cursor, start, self._agreement() if even and mode in ("native", "given") else None)
+        lockstep = self._agreement() if even and mode in ("native", "given") else None
+        return StreamPass(self, cursor, start, lockstep, begun=begun, dropped=dropped)
+
+    def _may_divide(self, start: Start) -> bool:
+        """Whether workers that begin there may read streams of their own, of which no count tells the batches."""
+        return self._here.workers > 0 and not start.whole and not self._exact and (self._splits or not self._watched)
 
     def _agreement(self) -> Lockstep | None:
         """With streams of their own, ranks must be told when another one ends. None without a process group."""
@@ -199,7 +211,11 @@ class StreamSource(Source):
         """The start that was restored, if it is this position's, or one found by counting."""
         if self._restored is not None and self._restored[0] == cursor:
             return self._restored[1]
-        return resume(self.record(between=False), cursor, None, self._here)
+        record = self.record(between=False)
+        if self._left_at != cursor:  # skipped to, by as many batches of every rank
+            record.pop(LEFT_KEY, None)
+            record[LEVEL_KEY] = True
+        return resume(record, cursor, None, self._here)
 
     def length(self, cursor: Cursor) -> int | None:
         total = _size(self._reader.dataset)
@@ -212,7 +228,10 @@ class StreamSource(Source):
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         total = self.total_dataset_length
         samples = cursor.samples + batches * self.total_batch_size
-        return Cursor(cursor.epoch, samples if total is None else min(samples, total))
+        after = Cursor(cursor.epoch, samples if total is None else min(samples, total))
+        if batches:
+            self._skips[after] = cursor, batches
+        return after
 
     @property
     def ends_together(self) -> bool:
@@ -243,7 +262,7 @@ class StreamSource(Source):
                 "of the saved run, or begin a new epoch with set_epoch"
             )
         resumed = resume(record, cursor, private, self._here)
-        self._restored, self._left = (cursor, resumed), resumed.left
+        self._restored, self._left, self._left_at = (cursor, resumed), resumed.left, cursor
         self._counted = resumed.mode or self._reading.mode
         self._splits, self._level = bool(record.get(SPLITS_KEY, False)), bool(record.get(LEVEL_KEY, True))
 
@@ -265,10 +284,10 @@ class StreamSource(Source):
 
     def step(self, cursor: Cursor, note: Note) -> Step:
         """The facts behind one delivered batch."""
-        self._level = note.level
+        self._level, after = note.level, Cursor(cursor.epoch, note.samples)
         if self._mode != "left":
-            self._left = self._left_by(note)
-        return Step(Cursor(cursor.epoch, note.samples), note.counts, private=self.private(note))
+            self._left, self._left_at = self._left_by(note), after
+        return Step(after, note.counts, private=self.private(note))
 
     def counts(self, group_real: int) -> tuple[int, ...] | None:
         """Real rows by data rank of a group cut from one stream; None when it is full."""

@@ -46,9 +46,8 @@ class Progress:
             # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one.
             self.go(position.finished(advances=source.total_dataset_length != 0))
         elif run.resumes:
-            self.position = (
-                position.left()
-            )  # ``live`` stays, because a state saved now needs the facts of its last step
+            # ``live`` stays, because a state saved now needs the facts of its last step.
+            self.position = position.left()
         else:
             self.go(position.left().given_up())
 
