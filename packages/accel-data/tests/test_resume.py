@@ -1,16 +1,19 @@
 """A saved position resumes at the next undelivered sample, whatever the ranks, workers and batches were."""
 
 import json
+import random
 import time
 import warnings
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -239,6 +242,63 @@ def test_a_long_epoch_goes_on_anywhere_as_it_would_have_gone_on(sampling, ranks)
         for start in (1, 2, 40, 200, len(whole) - 1):
             loader.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": start * 32 * ranks})
             assert list(loader) == whole[start:]
+
+
+def shuffled_by(library, size):
+    if library == "torch":
+        return torch.randperm(size).tolist()
+    if library == "random":
+        return random.sample(range(size), size)
+    return np.random.permutation(size).tolist()
+
+
+class InParts:
+    """Shuffles half of the dataset, and the other half when it comes to it: two random samplers in a row."""
+
+    def __init__(self, size, library):
+        self.size, self.library = size, library
+
+    def __iter__(self):
+        half = self.size // 2
+        yield from shuffled_by(self.library, half)
+        yield from (half + index for index in shuffled_by(self.library, half))
+
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.parametrize("library", ["torch", "random", "numpy"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sampler_that_draws_again_inside_an_epoch_draws_the_same_everywhere(library, whole):
+    def prepared(rank):
+        sampler = InParts(24, library)
+        sampling = (
+            {"batch_sampler": BatchSampler(sampler, 4, False), "batch_size": 1} if whole else {"sampler": sampler}
+        )
+        return loader_of(24, rank, 2, **sampling)
+
+    def seeded(number):
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
+    def interleaved():
+        """Both ranks' batches, each rank with global generators that its model draws from."""
+        passes = [iter(prepared(rank)) for rank in range(2)]
+        for step in range(3):
+            for rank, one in enumerate(passes):
+                seeded(10 * step + rank)
+                yield next(one)
+                assert random.random() == random.Random(10 * step + rank).random()
+
+    batches = list(interleaved())
+    assert sorted(index for batch in batches for index in batch) == list(range(24))
+    loader = prepared(0)
+    next(iter(loader))
+    resumed = prepared(0)
+    resumed.load_state_dict(loader.state_dict())
+    seeded(99)
+    assert list(resumed) == batches[2::2]
 
 
 def test_state_before_the_start_starts_at_the_start():

@@ -141,8 +141,9 @@ class BatchWalk:
             following = rest if rest is not None else _list_or_none(stream)
         number, samples = 0, self._start.samples
         while following is not None:
-            group = [following, *(list(batch) for batch in islice(stream, size - 1))]
-            following = _list_or_none(stream) if len(group) == size else None
+            with self._rng:
+                group = [following, *(list(batch) for batch in islice(stream, size - 1))]
+                following = _list_or_none(stream) if len(group) == size else None
             for batch in group:
                 check_indices(batch, self._size)
             head += group[: size - len(head)]

@@ -1,9 +1,10 @@
 """A user's map-style DataLoader, taken apart: an order that can be computed, or samplers that must be iterated."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch.utils.data import (
@@ -199,36 +200,68 @@ class Surroundings:
             sampler.load_state_dict(state)
 
 
+class _Generator(NamedTuple):
+    """One of the process's global generators."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+def _global_generators() -> list[_Generator]:
+    """Those of torch (CPU), of ``random``, and of numpy if the process uses it."""
+    import random
+    import sys
+
+    found = [
+        _Generator(torch.random.get_rng_state, torch.random.set_rng_state, torch.default_generator.manual_seed),
+        _Generator(random.getstate, random.setstate, random.seed),
+    ]
+    if "numpy" in sys.modules:
+        from numpy import random as numpy_random
+
+        seed = numpy_random.seed
+        found.append(_Generator(numpy_random.get_state, numpy_random.set_state, lambda value: seed(value % (1 << 32))))
+    return found
+
+
 @final
 class SeededGlobals(AbstractContextManager[None]):
     """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
 
-    A sampler that shuffles with them when it starts then gives the same indices on every rank and again on resuming.
+    A sampler that shuffles with them then gives the same indices on every rank and again on resuming. Entered again,
+    they go on where they were left: torch's, and those of the others that were drawn from the first time, because
+    exchanging the states of all three costs more than a batch of indices.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._saved: list[Callable[[], None]] = []
+        self._inside: list[tuple[_Generator, Any]] | None = None
+        self._outside: list[tuple[_Generator, Any]] = []
 
     def __enter__(self) -> None:
-        import random
-        import sys
-
-        torch_state, python_state = torch.random.get_rng_state(), random.getstate()
-        self._saved = [lambda: torch.random.set_rng_state(torch_state), lambda: random.setstate(python_state)]
-        torch.default_generator.manual_seed(self._seed)
-        random.seed(self._seed)
-        if "numpy" in sys.modules:
-            from numpy import random as numpy_random
-
-            numpy_state = numpy_random.get_state()
-            self._saved.append(lambda: numpy_random.set_state(numpy_state))
-            numpy_random.seed(self._seed % (1 << 32))
+        if self._inside is not None:
+            self._outside = [(generator, generator.get()) for generator, _ in self._inside]
+            for generator, state in self._inside:
+                generator.set(state)
+            return
+        self._outside = [(generator, generator.get()) for generator in _global_generators()]
+        for generator, _ in self._outside:
+            generator.seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
-        for restore in self._saved:
-            restore()
-        self._saved = []
+        states = [(generator, generator.get()) for generator, _ in self._outside]
+        if self._inside is None:
+            torchs, *others = states
+            self._inside = [torchs, *(drawn for drawn in others if self._was_drawn_from(*drawn))]
+        else:
+            self._inside = states
+        for generator, state in self._outside:
+            generator.set(state)
+
+    def _was_drawn_from(self, generator: _Generator, state: Any) -> bool:
+        generator.seed(self._seed)
+        return pickle.dumps(generator.get()) != pickle.dumps(state)
 
 
 def fingerprint_of(dataset: Any) -> str | None:

@@ -125,8 +125,8 @@ class OrderWalk:
 class ItemWalk:
     """Batches cut from a sampler of the user's, whose indices every rank walks in step.
 
-    The sampler must give the same indices on every rank, and again when the epoch is resumed; ``rng`` is entered while
-    it starts, so that one which draws from the global generators does.
+    The sampler must give the same indices on every rank, and again when the epoch is resumed; ``rng`` is entered
+    whenever it is asked, so that one which draws from the global generators does.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class ItemWalk:
                 position = self._sharding.seek(position, 1)
             if self._sharding.total < UNKNOWN_TOTAL:
                 return
-            buffer = list(islice(items, size))
+            with self._rng:
+                buffer = list(islice(items, size))
 
 
 def skip_items(items: Iterator[Any], number: int, keep: int) -> tuple[list[Any], list[Any]]:
