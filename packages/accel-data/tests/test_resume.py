@@ -670,9 +670,20 @@ def test_a_state_without_a_position_says_what_it_holds():
         loader_of().load_state_dict({"version": 1})
 
 
-def test_a_dataset_that_shrank_is_refused():
-    with pytest.raises(DataStateError, match=r"dataset of 24 samples, this one has 20"):
-        loader_of(20).load_state_dict(loader_of(24).state_dict())
+def in_the_middle(loader):
+    next(iter(loader))
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("size", [20, 28])
+def test_a_dataset_of_another_length_is_refused_inside_an_epoch_and_named_at_its_start(size):
+    with pytest.raises(DataStateError, match=f"dataset of 24 samples, this one has {size}.* set_epoch"):
+        loader_of(size).load_state_dict(in_the_middle(loader_of(24)))
+    other = loader_of(size)
+    with pytest.warns(RuntimeWarning, match=f"24 samples, this one has {size}; epoch 3 begins with this one"):
+        other.load_state_dict({**loader_of(24).state_dict(), "epoch": 3})
+    assert other.epoch == 3
+    assert sorted(chain.from_iterable(other)) == list(range(size))
 
 
 class Named(Dataset):
@@ -689,7 +700,43 @@ class Named(Dataset):
 def test_another_dataset_of_the_same_length_is_refused_by_its_fingerprint():
     first, second = (prepare_loader(DataLoader(Named(name)), DataShard(0, 1)) for name in ("a", "b"))
     with pytest.raises(DataStateError, match="fingerprint 'a', this one has 'b'"):
-        second.load_state_dict(first.state_dict())
+        second.load_state_dict(in_the_middle(first))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_given_to_a_sampler_between_epochs_are_followed(in_place):
+    def weighted(chosen):
+        weights = torch.zeros(24, dtype=torch.float64)
+        weights[chosen] = 1
+        return weights
+
+    sampler = WeightedRandomSampler(weighted([1, 2, 3]), 24)
+    loader = loader_of(sampler=sampler)
+    assert set(chain.from_iterable(loader)) == {1, 2, 3}
+    before = loader.state_dict()["source"]["order"]
+    if in_place:
+        sampler.weights.copy_(weighted([20]))
+    else:
+        sampler.weights = weighted([20])
+    passing = iter(loader)
+    assert set(next(passing)) == {20}
+    state = loader.state_dict()
+    assert state["source"]["order"] != before
+    sampler.weights = weighted([5])
+    assert set(chain.from_iterable(passing)) == {20}
+    assert set(chain.from_iterable(loader)) == {5}
+    resumed = loader_of(sampler=WeightedRandomSampler(weighted([7]), 24))
+    with pytest.raises(DataStateError, match="weights was"):
+        resumed.load_state_dict(state)
+
+
+def test_indices_given_to_a_sampler_between_epochs_are_followed():
+    sampler = SubsetRandomSampler([0, 1, 2, 3])
+    loader = loader_of(sampler=sampler)
+    assert set(chain.from_iterable(loader)) == {0, 1, 2, 3}
+    sampler.indices = [8, 9, 10]
+    assert set(chain.from_iterable(loader)) == {8, 9, 10}
+    assert len(loader) == 1
 
 
 def test_another_order_is_refused_inside_an_epoch_only():

@@ -1,6 +1,7 @@
 """Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -14,6 +15,7 @@ from accel_data.options import LoaderOptions
 from accel_data.orders import Epoch, Order
 from accel_data.orders_special import NodeBlocks
 from accel_data.reading import (
+    Basis,
     Reading,
     SeededGlobals,
     Surroundings,
@@ -123,7 +125,7 @@ class MapSource(Source):
         self.even_batches = options.even_batches
         size = reading.batch_size
         self._rank_batch = check_split(size, shard.count) if options.split_batches else size
-        self._order = self._make_order()
+        self._order, self._basis = self._make_order(), Basis(reading.sampler)
         self._check_options()
         self._batches = ShardedBatches(reading, shard, batch_size=self._rank_batch, options=options)
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
@@ -236,14 +238,20 @@ class MapSource(Source):
 
     def begin(self, cursor: Cursor) -> MapPass:
         """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
-        if self._order is not None and len(self._order) != sized(self._reading.sampler):
-            self._order = self._make_order()
-            self._measured = None
+        if not cursor.samples or self._order is None or len(self._order) != sized(self._reading.sampler):
+            self._follow_sampler()
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
         self._batches.walk = walk = self._walk(cursor)
         return MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
+
+    def _follow_sampler(self) -> None:
+        """Makes the order again where the user gave the sampler other weights, indices or numbers."""
+        sampler = self._reading.sampler
+        if self._order is not None and (len(self._order) != sized(sampler) or self._basis.differs(sampler)):
+            self._order, self._basis = self._make_order(), Basis(sampler)
+            self._measured = None
 
     def _seeded(self, epoch: int) -> torch.Generator:
         """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
@@ -354,7 +362,8 @@ class MapSource(Source):
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Compares what the position was saved with to what is read now, and takes over the seed."""
-        self._check_dataset(record)
+        self._follow_sampler()
+        self._check_dataset(record, cursor)
         here = self._description()
         saved = record.get(ORDER_KEY, here)
         if cursor.samples and saved != here:
@@ -370,16 +379,21 @@ class MapSource(Source):
         self.seed = record.get(SEED_KEY, self.seed)
         self._sampler_pending = record.get(SAMPLER_KEY)
 
-    def _check_dataset(self, record: Mapping[str, Json]) -> None:
+    def _check_dataset(self, record: Mapping[str, Json], cursor: Cursor) -> None:
+        """Refuses a position inside an epoch of other data; of an epoch that begins with other data it warns."""
         dataset = self.dataloader.dataset
         length, saved_length = sized(dataset), record.get(LENGTH_KEY)
-        if saved_length is not None and length is not None and saved_length != length:
-            raise DataStateError(
-                f"the loader's state was saved with a dataset of {saved_length} samples, this one has {length}: it "
-                "shrank, grew or is another one, and positions in it mean other samples"
-            )
         mark, saved_mark = fingerprint_of(dataset), record.get(FINGERPRINT_KEY)
-        if saved_mark is not None and mark is not None and saved_mark != mark:
+        if saved_length is not None and length is not None and saved_length != length:
+            differs = f"of {saved_length} samples, this one has {length}"
+        elif saved_mark is not None and mark is not None and saved_mark != mark:
+            differs = f"of fingerprint {saved_mark!r}, this one has {mark!r}"
+        else:
+            return
+        told = f"the loader's state was saved with a dataset {differs}"
+        if cursor.samples:
             raise DataStateError(
-                f"the loader's state was saved with a dataset of fingerprint {saved_mark!r}, this one has {mark!r}"
+                f"{told}: it shrank, grew or is another one, and position {cursor.samples} means another sample in it. "
+                f"Use the dataset of the saved run, or begin epoch {cursor.epoch + 1} with set_epoch"
             )
+        warnings.warn(f"{told}; epoch {cursor.epoch} begins with this one", RuntimeWarning, stacklevel=2)

@@ -75,6 +75,29 @@ def order_of(sampler: Any) -> Order | None:
     return None if make is None else make(sampler)
 
 
+_BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order")
+
+
+@final
+class Basis:
+    """What a sampler's order was made of, to notice that the user gave the sampler something else since."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
+
+    def differs(self, sampler: Any) -> bool:
+        """Whether an attribute was assigned, or a tensor changed in place; changes inside of lists are not seen."""
+        now = [_content(getattr(sampler, name, None)) for name in _BASIS]
+        return any(
+            version != version_now or (value is not other and (isinstance(value, torch.Tensor) or value != other))
+            for (value, version), (other, version_now) in zip(self._values, now, strict=True)
+        )
+
+
+def _content(value: Any) -> tuple[Any, int]:
+    return value, value._version if isinstance(value, torch.Tensor) else 0
+
+
 def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
     """A sampler that draws from the same source, the same number, with or without replacement, but by seed + epoch."""
     return SeedableRandomSampler(
