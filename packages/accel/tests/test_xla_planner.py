@@ -22,7 +22,7 @@ pytestmark = [
 def test_what_is_predicted_is_what_a_compiled_step_holds(strategy):
     off = differences(compared("mlp", strategy))
     assert all(abs(off[part]) <= 2 for part in ("parameters", "gradients", "optimizer")), off
-    assert -16 <= off["peak"] <= 35, off
+    assert -17 <= off["peak"] <= 36, off
 
 
 @pytest.mark.parametrize(

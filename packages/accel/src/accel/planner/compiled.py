@@ -1,7 +1,7 @@
 """Memory of a step that XLA compiles as one program for all devices; pure.
 
 Held against the buffers that XLA's compiler assigns on its CPU device (``benchmarks/planner_xla.py``): parts exact,
-the peak of language models and plain networks from 16 % too low to 35 % too high. What a compiler fuses, keeps or
+the peak of language models and plain networks from 17 % too low to 36 % too high. What a compiler fuses, keeps or
 computes again is its own affair; convolutions take three times as much on that device.
 """
 
