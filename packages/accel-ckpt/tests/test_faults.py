@@ -196,7 +196,7 @@ def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str
     from accel_ckpt.saving import Attempt
 
     peers = Peers.of(group)
-    attempt = Attempt.begin(peers, target, lambda: make_draft(after, None, None, peers))
+    attempt = Attempt.begin(peers, target, lambda apart: make_draft(after, None, None, peers, apart))
     attempt.witness = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
     with pytest.raises(CheckpointError, match="a rank is gone or does not answer"):
         attempt.finish(peers, attempt.part.pieces)

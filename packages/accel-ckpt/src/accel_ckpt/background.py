@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from socket import gethostname
@@ -22,7 +22,8 @@ from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
 from accel_ckpt.jobs import default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
-from accel_ckpt.saving import Attempt
+from accel_ckpt.replicas import Differing, Summary, alike
+from accel_ckpt.saving import Attempt, MakeDraft
 from accel_ckpt.staged_copy import copy_into
 from accel_ckpt.storage import Location, locate
 from accel_ckpt.tensors import byte_view
@@ -104,11 +105,13 @@ class AsyncSaver:
         metadata: Mapping[str, Json] | None = None,
         overwrite: bool = True,
         series: "CheckpointDirectory | None" = None,
+        differing: Differing = Differing(),  # noqa: B008 (frozen)
     ) -> SaveHandle:
         """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
 
         Waits for an earlier save that is still under way. After the commit ``series`` is pruned. Several ranks
         agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
+        With states in ``differing.own`` they compare digests before each copy.
 
         Raises:
             CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
@@ -116,8 +119,10 @@ class AsyncSaver:
         start = time.perf_counter()
         self.wait()
         target = locate(path)
-        make = partial(make_draft, state, local, metadata, self._peers)
-        begin, part = (self._copy_first if self._alike else self._agree_first)(target, make, overwrite)
+        make: MakeDraft = partial(make_draft, state, local, metadata, self._peers, threads=self._threads)
+        if self._alike and differing.own:
+            make = self._compared(target, make)
+        begin, part = (self._copy_first if self._alike else self._agree_first)(target, make, overwrite, differing)
         handle = SaveHandle(target, 0 if part is None else part.nbytes)
         self._handle = handle
         self._running = self._pool.submit(self._run, begin, handle, series)
@@ -161,26 +166,42 @@ class AsyncSaver:
                 raise
             _LOG.exception("a save under way failed too")  # the first exception is what the caller must see
 
-    def _agree_first(self, target: Location, make: "_Make", overwrite: bool) -> "tuple[_Begin, RankPart]":
+    def _compared(self, target: Location, make: MakeDraft) -> MakeDraft:
+        """Finds out whether ranks still have the same, before they go on: what each has of its own is copied too."""
+        drafts: list[Draft] = []
+
+        def summary() -> Summary:
+            drafts.append(make(()))
+            return drafts[0].structure.summary()
+
+        self._alike = alike(self._peers.together(f"saving {target}", summary))
+        return lambda apart: make(apart) if apart else drafts[0]
+
+    def _agree_first(
+        self, target: Location, make: MakeDraft, overwrite: bool, differing: Differing
+    ) -> "tuple[_Begin, RankPart]":
         """What cannot be saved is refused on all ranks, now."""
-        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite)
+        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, differing=differing)
         with attempt.dropped_on_error():
             self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
         return (lambda: attempt), attempt.part
 
-    def _copy_first(self, target: Location, make: "_Make", overwrite: bool) -> "tuple[_Begin, RankPart | None]":
+    def _copy_first(
+        self, target: Location, make: MakeDraft, overwrite: bool, differing: Differing
+    ) -> "tuple[_Begin, RankPart | None]":
         """Ranks that brought the same tensors the last time copy at once and agree in the background.
 
         A failure is for the background too, where all ranks hear of it: to raise here on one of them would leave it
         out of step with the others.
         """
         try:
-            draft = make()
+            draft = make(())
             part = make_part(draft, draft.trees, None, self._peers)
             self._stage(part)
         except Exception as error:
             return partial(Attempt.begin, self._peers, target, partial(_fail, error)), None
-        return partial(Attempt.begin, self._peers, target, lambda: draft, overwrite=overwrite, part=part), part
+        begin = partial(Attempt.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
+        return partial(begin, differing=differing), part
 
     def _stage(self, part: RankPart) -> None:
         """Copies the tensors of this rank's file into the buffer."""
@@ -211,11 +232,10 @@ class AsyncSaver:
         return iter([memoryview(part.header), byte_view(self._buffer)[: part.nbytes]])
 
 
-_Make = Callable[[], Draft]
 _Begin = Callable[[], Attempt]
 
 
-def _fail(error: Exception) -> Draft:
+def _fail(error: Exception, apart: Collection[str]) -> Draft:
     raise error
 
 

@@ -1,21 +1,20 @@
 """One rank's contribution to a checkpoint, and the part of it that this rank writes."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
-from accel_ckpt.blocks import sha256
 from accel_ckpt.container import Item, file_order, header_of
 from accel_ckpt.layout import Box, boxes, choose_writers, overlap
 from accel_ckpt.manifest import TREE, Part, TensorEntry, local_file, tensor_file
 from accel_ckpt.peers import Peers
+from accel_ckpt.replicas import Structure, value_digests
 from accel_ckpt.tensors import Holding, as_dtensor, byte_view, hold, host_copy
-from accel_ckpt.tree import Json, TensorTable, Tree, encode
+from accel_ckpt.tree import Json, TensorTable, Tree, encode, tensor_name
 from accel_state.errors import CheckpointError
 
 LOCAL = "~local"
@@ -24,7 +23,7 @@ LOCAL = "~local"
 SMALL = 2**16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draft:
     """The trees as JSON and the tensors they refer to: those common to the ranks, and this rank's own."""
 
@@ -34,24 +33,18 @@ class Draft:
     local_tensors: dict[str, Holding]
     metadata: Json
 
-    def structure(self) -> "Structure":
+    values: dict[str, str]
+    """Digests of the tensors that other ranks hold as well."""
+
+    @cached_property
+    def structure(self) -> Structure:
         """What other ranks must know to see whether they bring the same."""
         plain = {
             name: (holding.dtype, holding.shape) for name, holding in self.holdings.items() if holding.ranks is None
         }
-        return Structure(self.trees, plain)
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """A rank's trees without tensors, and dtype and shape of those that it holds whole."""
-
-    trees: dict[str, Json]
-    plain: dict[str, tuple[str, tuple[int, ...]]]
-
-    def digest(self) -> str:
-        """Equal for equal structures."""
-        return sha256([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
+        values = {name: (self.holdings[name].ranks, digest) for name, digest in self.values.items()}
+        parts = {name.partition("/")[0] for name, holding in self.holdings.items() if holding.ranks is not None}
+        return Structure(self.trees, plain, values, frozenset(s for s in self.trees if tensor_name((s,)) in parts))
 
 
 @dataclass(frozen=True)
@@ -92,9 +85,17 @@ class RankPart:
 
 
 def make_draft(
-    state: Mapping[str, Tree], local: Mapping[str, Tree] | None, metadata: Mapping[str, Json] | None, peers: Peers
+    state: Mapping[str, Tree],
+    local: Mapping[str, Tree] | None,
+    metadata: Mapping[str, Json] | None,
+    peers: Peers,
+    apart: Collection[str] = (),
+    *,
+    threads: int | None = None,
 ) -> Draft:
     """Encodes everything and finds out what this rank holds of each tensor.
+
+    Those of ``state`` named in ``apart`` are this rank's own instead, beside what ``local`` has under such a name.
 
     Raises:
         CheckpointError: something cannot be stored; names its place.
@@ -103,63 +104,49 @@ def make_draft(
     for name in (*state, *(local or {})):
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")
-    trees = {str(name): encode(tree, str(name), table) for name, tree in state.items()}
-    local_trees = {str(name): encode(tree, str(name), own) for name, tree in (local or {}).items()}
+    local = {**(local or {}), **{name: state[name] for name in apart}}
+    trees = {str(name): encode(tree, str(name), table) for name, tree in state.items() if name not in apart}
+    local_trees = {str(name): encode(tree, str(name), own) for name, tree in local.items()}
     sharded = [name for name, tensor in own.tensors.items() if as_dtensor(tensor) is not None]
     if sharded:
         raise CheckpointError(
             f"{sharded[0]} in local is a DTensor, which belongs to several ranks; put it into the state, or save "
             "its to_local()"
         )
+    holdings = {name: hold(name, tensor, peers.group_rank) for name, tensor in table.tensors.items()}
+    shared = {name: one.local for name, one in holdings.items() if peers.size > 1 and _is_shared(one)}
     return Draft(
         trees,
-        {name: hold(name, tensor, peers.group_rank) for name, tensor in table.tensors.items()},
+        holdings,
         local_trees,
         {name: hold(name, tensor, peers.group_rank) for name, tensor in own.tensors.items()},
         encode(dict(metadata or {}), "metadata", None),
+        value_digests(shared, threads),
     )
 
 
-def merge_structures(structures: Sequence[Structure]) -> tuple[dict[str, Json], dict[str, tuple[int, ...]], list[str]]:
-    """One set of trees from ranks that bring different ones, the ranks that hold each whole tensor, and conflicts.
-
-    Where values differ the first rank's is taken; the places are returned, for a warning.
-
-    Raises:
-        CheckpointError: a tensor has different dtypes or shapes on different ranks.
-    """
-    trees: Any = structures[0].trees
-    conflicts: list[str] = []
-    for other in structures[1:]:
-        trees = _merge(trees, other.trees, "", conflicts)
-    ranks: dict[str, tuple[int, ...]] = {}
-    for rank, structure in enumerate(structures):
-        for name, facts in structure.plain.items():
-            first = ranks.setdefault(name, (rank,))[0]
-            if first == rank:
-                continue
-            if structures[first].plain[name] != facts:
-                raise CheckpointError(
-                    f"{name} is {structures[first].plain[name]} on rank {first} and {facts} on rank {rank}; what "
-                    "differs between ranks belongs into local"
-                )
-            ranks[name] = (*ranks[name], rank)
-    return trees, ranks, sorted(set(conflicts))
-
-
 def make_part(
-    draft: Draft, trees: dict[str, Json], ranks: Mapping[str, tuple[int, ...]] | None, peers: Peers
+    draft: Draft,
+    trees: dict[str, Json],
+    ranks: Mapping[str, tuple[int, ...]] | None,
+    peers: Peers,
+    differing: Collection[str] = (),
 ) -> RankPart:
     """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.
 
     ``trees`` are those of all ranks; ``ranks`` says who holds each whole tensor (None: everyone).
+    Of those in ``differing`` the first rank that has them writes its own.
     """
     everyone = tuple(range(peers.size))
     holders = {
         name: holding.ranks if holding.ranks is not None else (everyone if ranks is None else ranks[name])
         for name, holding in draft.holdings.items()
     }
-    large = {name: (size, holders[name]) for name, one in draft.holdings.items() if (size := one.nbytes) > SMALL}
+    large = {
+        name: (size, holders[name])
+        for name, one in draft.holdings.items()
+        if (size := one.nbytes) > SMALL and name not in differing
+    }
     writers = choose_writers(large)
     file = tensor_file(peers.rank)
     items: list[tuple[Item, torch.Tensor]] = []
@@ -231,6 +218,11 @@ def _add(
         entries[name] = TensorEntry(holding.dtype, holding.shape, tuple(parts))
 
 
+def _is_shared(holding: Holding) -> bool:
+    """Whether other ranks hold the same values, or should."""
+    return holding.local.numel() > 0 and (holding.ranks is None or len(holding.ranks) > 1)
+
+
 def _all(holding: Holding) -> Box:
     shape = tuple(holding.local.shape)
     return Box((0,) * len(shape), shape)
@@ -238,28 +230,3 @@ def _all(holding: Holding) -> Box:
 
 def _document(trees: Json) -> bytes:
     return json.dumps(trees, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _merge(one: Json, other: Json, path: str, conflicts: list[str]) -> Json:
-    if one == other:
-        return one
-    if isinstance(one, dict) and isinstance(other, dict):
-        if set(one) == set(other) == {"$dict"}:
-            pairs = {json.dumps(key): [key, value] for key, value in one["$dict"]}
-            for key, value in other["$dict"]:
-                text = json.dumps(key)
-                known = pairs.get(text)
-                merged = value if known is None else _merge(known[1], value, f"{path}/{text}", conflicts)
-                pairs[text] = [key, merged]
-            return {"$dict": list(pairs.values())}
-        if not any(key.startswith("$") for key in (*one, *other)):
-            added = {key: value for key, value in other.items() if key not in one}
-            kept = {
-                key: _merge(value, other[key], f"{path}/{key}", conflicts) if key in other else value
-                for key, value in one.items()
-            }
-            return {**kept, **added}
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [_merge(a, b, f"{path}/{i}", conflicts) for i, (a, b) in enumerate(zip(one, other, strict=True))]
-    conflicts.append(path.removeprefix("/"))
-    return one

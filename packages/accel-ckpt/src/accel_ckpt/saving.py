@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,9 +13,10 @@ from accel_ckpt._version import __version__
 from accel_ckpt.blocks import Content, Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.copies import complete
-from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part, merge_structures
+from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers, Ranks
+from accel_ckpt.replicas import Differing, Summary, alike, kept_apart, merge_structures
 from accel_ckpt.storage import Location, Staged, Storage, Url, locate, storage_of
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
@@ -23,6 +24,8 @@ from accel_state.errors import CheckpointError
 _LOG = logging.getLogger(__name__)
 # Called with the name of each stage just before it is entered; tests kill the process there.
 Witness = Callable[[str], None]
+MakeDraft = Callable[[Collection[str]], Draft]
+"""What this rank brings, with the states of the given names as its own."""
 
 
 def save(
@@ -35,6 +38,7 @@ def save(
     overwrite: bool = True,
     digest: Digest = "crc32",
     alone: bool = False,
+    differing: Differing = Differing(),  # noqa: B008 (frozen)
 ) -> Checkpoint:
     """Saves named state trees under ``path``, which holds either all of them or what it held before.
 
@@ -46,11 +50,15 @@ def save(
     overwritten on several machines is replaced on each in one step, but not on all in the same. ``digest`` finds
     damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
 
+    Where ranks have different values in ``state``, rank 0's are saved and a warning names the places, unless
+    ``differing`` says otherwise. Tensors of several ranks are never put together into one state.
+
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
     peers = Peers(None) if alone else Peers.of(group)
-    attempt = Attempt.begin(peers, locate(path), lambda: make_draft(state, local, metadata, peers), overwrite=overwrite)
+    make = partial(make_draft, state, local, metadata, peers)
+    attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, differing=differing)
     attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
     return open_checkpoint(attempt.target, verify=False)
@@ -78,14 +86,16 @@ class Attempt:
         cls,
         peers: Peers,
         target: Location,
-        draft: Callable[[], Draft],
+        draft: MakeDraft,
         *,
         overwrite: bool = True,
         part: RankPart | None = None,
+        differing: Differing = Differing(),  # noqa: B008 (frozen)
     ) -> "Attempt":
         """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
 
-        ``draft`` gives what this rank brings, or raises. ``part`` is what it has decided to write, if it has, on the
+        ``draft`` gives what this rank brings, or raises; it is called once more with the names of states that turn out
+        to be this rank's own. ``part`` is what it has decided to write, if it has, on the
         assumption that all ranks bring the same tensors.
 
         Raises:
@@ -95,28 +105,31 @@ class Attempt:
         staging: Staged | None = None
         drafts: list[Draft] = []
 
-        def prepare() -> tuple[str, str, str, _Label | None]:
+        def prepare() -> "_Told":
             nonlocal staging
-            drafts.append(draft())
+            drafts.append(draft(()))
             if len(peers.keepers) > 1 and isinstance(target, Url):
                 raise CheckpointError(f"{target} is one place for all machines, so each cannot keep a copy there")
             if peers.keeps:
                 staging = storage.stage(target, overwrite=overwrite)
             label = None if staging is None or peers.rank else _Label.of(staging, drafts[0])
-            return drafts[0].structure().digest(), "" if staging is None else str(staging.folder), str(target), label
+            folder = "" if staging is None else str(staging.folder)
+            return _Told(drafts[0].structure.summary(), folder, str(target), label)
 
         try:
             told = peers.together(f"saving {target}", prepare)
-            same = len({digest for digest, *_ in told}) == 1
-            planned, alike = _plan(peers, target, drafts[0], part, same=same)
+            same = alike([one.summary for one in told])
+            if same:
+                planned = part or make_part(drafts[0], drafts[0].trees, None, peers)
+            else:
+                planned, same = _plan(peers, target, drafts[0], draft, part, differing)
         except BaseException:
             if staging is not None:
                 staging.drop()
             raise
-        _, folder, place, _ = told[peers.keeper]
-        label = told[0][-1]
+        kept, label = told[peers.keeper], told[0].label
         assert label is not None
-        return cls(locate(place), storage, locate(folder), planned, label, staging, alike)
+        return cls(locate(kept.target), storage, locate(kept.folder), planned, label, staging, same)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
@@ -196,21 +209,46 @@ class _Label:
 Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
 
 
-def _plan(peers: Peers, path: Location, draft: Draft, part: RankPart | None, *, same: bool) -> tuple[RankPart, bool]:
-    """This rank's part, and whether all bring the same tensors; if ranks bring different things they first say what."""
-    if same:
-        return part or make_part(draft, draft.trees, None, peers), True
-    structures = peers.together(f"saving {path}", draft.structure)
-    trees, ranks, conflicts = merge_structures(structures)
-    if conflicts and peers.rank == 0:
-        shown = ", ".join(conflicts[:5]) + (f" and {len(conflicts) - 5} more" if len(conflicts) > 5 else "")
+@final
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank says at the begin of a save."""
+
+    summary: Summary
+    folder: str
+    target: str
+    label: _Label | None
+
+
+def _plan(
+    peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, differing: Differing
+) -> tuple[RankPart, bool]:
+    """This rank's part where ranks bring different things, so say what first; and whether all bring the same tensors.
+
+    Raises:
+        CheckpointError: what differs must not; on all ranks.
+    """
+    what = f"saving {path}"
+    structures = peers.together(what, lambda: draft.structure)
+    merged = merge_structures(structures)
+    told = peers.together(what, lambda: kept_apart(structures, merged, differing, peers.rank))
+    if any(told):
+        made: list[Draft] = []
+        peers.together(what, lambda: made.append(make(told[peers.rank])))
+        draft = made[0]
+        merged = merge_structures(peers.together(what, lambda: draft.structure))
+    differences = merged.differences
+    if differences.places and peers.rank == 0:
         _LOG.warning(
-            "%s: the ranks have different values at %s; rank 0's are saved (local keeps each rank's)", path, shown
+            "%s: the ranks have different values at %s; rank 0's are saved (local keeps each rank's)",
+            path,
+            differences.shown(differences.places),
         )
-    planned = make_part(draft, trees, ranks, peers)
+    planned = make_part(draft, merged.trees, merged.holders, peers, differences.tensors)
     if part is not None:
-        peers.together(f"saving {path}", lambda: _check_same(part, planned))
-    return planned, all(len(holders) == peers.size for holders in ranks.values())
+        peers.together(what, lambda: _check_same(part, planned))
+    everywhere = all(len(holders) == peers.size for holders in merged.holders.values())
+    return planned, everywhere and not any(told) and not differences.tensors
 
 
 def _check_same(part: RankPart, planned: RankPart) -> None:

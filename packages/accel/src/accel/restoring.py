@@ -40,6 +40,8 @@ class Restoration:
     fetch: "Callable[[], Fetched]"
     """Reads their values, into the tensors that they have where that is possible."""
     small: Mapping[str, tuple[Stateful, Any]]
+    own: Mapping[str, Any]
+    """States of ``large`` that this rank saved as its own, since they were not like the first rank's."""
 
     @classmethod
     def read(
@@ -76,10 +78,14 @@ class Restoration:
         places: dict[str, Any] = {}
         planned: list[Callable[[], Fetched]] = []
         small: dict[str, tuple[Stateful, Any]] = {}
+        own: dict[str, Any] = {}
 
         def compare() -> None:
+            _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
                 part.check(name, likes[name], checkpoint.facts(name))
+                if (mine := _own(checkpoint, name, session)) is not None:
+                    own[name] = mine
                 places[name] = part.placement() if isinstance(part, OptimizerState) else None
             if session.rank < checkpoint.world_size and RNG not in checkpoint.local_names(session.rank):
                 raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
@@ -92,7 +98,7 @@ class Restoration:
 
         _agreed(compare, peers)
         _agreed(plan, peers)
-        restoration = cls(checkpoint, session, peers, large, planned[0], small)
+        restoration = cls(checkpoint, session, peers, large, planned[0], small, own)
         if in_place:
             return restoration
         fetched = restoration.fetched()
@@ -124,7 +130,8 @@ class Restoration:
 
             def load() -> None:
                 for name, part in self.large.items():
-                    part.load_state_dict(values[name]())
+                    common = values[name]()
+                    part.load_state_dict(self.own.get(name, common))
 
             _agreed(load, self.peers)
         except CheckpointCorruptError as error:
@@ -235,9 +242,28 @@ def _put_back(undo: Sequence[Callable[[], Any]]) -> None:
         one()
 
 
+def _own(checkpoint: "Checkpoint", name: str, session: "Session") -> Any | None:
+    """What this rank saved of a part that was not like the first rank's, if it goes on as the same rank of as many."""
+    return checkpoint.read_local(name, session.rank) if checkpoint.world_size == session.world_size else None
+
+
 def _read(checkpoint: "Checkpoint", name: str, part: Stateful, session: "Session") -> Any:
-    state = checkpoint.read(name)
-    if isinstance(part, LoaderState) and checkpoint.world_size == session.world_size:
-        own = checkpoint.read_local(name, session.rank)
+    state, own = checkpoint.read(name), _own(checkpoint, name, session)
+    if isinstance(part, LoaderState):
         return state if own is None else {**state, LoaderState.PRIVATE: own}
-    return state
+    return state if own is None else own
+
+
+def _warn_of_own(checkpoint: "Checkpoint", parts: Mapping[str, Stateful], session: "Session") -> None:
+    """Says what had a value of each rank, and cannot have on another number of ranks."""
+    if checkpoint.world_size == session.world_size or session.rank:
+        return
+    saved = {name for rank in range(checkpoint.world_size) for name in checkpoint.local_names(rank)}
+    if lost := sorted(name for name in saved if name in parts and not isinstance(parts[name], LoaderState)):
+        _LOG.warning(
+            "%s: each of %d ranks had its own %s; %d ranks go on with the first one's",
+            checkpoint.path,
+            checkpoint.world_size,
+            ", ".join(lost),
+            session.world_size,
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.belonging import check_model, check_optimizer
+from accel_backends.names import named_parameters
 from accel_backends.states import STATE, with_aliases
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_backends import Backend
+    from accel_ckpt import Differing
+
+
+# Kinds of parts of which a rank may have its own.
+_OWN = ("optimizer", "scheduler", "custom")
+_APART = (
+    "copies of a model that have come apart are not saved as one. Inside LocalSGD save right after the step that "
+    "averages them (num_steps is a multiple of local_sgd_steps), or after the block; elsewhere find out why they differ, "
+    "or copy one rank's parameters to the others (torch.distributed.broadcast)"
+)
 
 
 @runtime_checkable
@@ -133,6 +144,23 @@ class TrainState(Mapping[str, Stateful]):
     def collect(self) -> dict[str, Any]:
         """The state of every part, models first."""
         return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def differing(self) -> "Differing":
+        """What a save does where ranks have different values of a part.
+
+        Each keeps its own optimizer, schedule and registered objects; copies of a model are trained to be equal, so
+        other ones are no state to go on from.
+        """
+        from accel_ckpt import Differing
+        from accel_ckpt.tree import tensor_name
+
+        def refused(place: str) -> str | None:
+            models = {name: part for name, part in self._parts.items() if isinstance(part, ModelState)}
+            found = (tensor_name((name, own)) for name, one in models.items() for own in named_parameters(one.model))
+            return _APART if place in found else None
+
+        own = [name for name in self._parts if name.startswith(_OWN)]
+        return Differing(own=own, refused=refused)
 
     def check_names(self, saved: Sequence[str], *, ignored: Collection[str] = ()) -> None:
         """Raises unless the checkpoint holds exactly the parts that are here, ``ignored`` ones left out.

@@ -144,16 +144,24 @@ class CheckpointFacet(ABC):
         state, local = self._collect(target, alone=False)
         described = self._described(metadata)
         # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.
-        overwrite = series is None
+        overwrite, differing = series is None, self._train_state().differing()
         if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
             self.last_save = self._saver.save(
-                target, state, local=local, metadata=described, overwrite=overwrite, series=series
+                target,
+                state,
+                local=local,
+                metadata=described,
+                overwrite=overwrite,
+                series=series,
+                differing=differing,
             )
             return self.last_save.path
         group = self._ranks()
-        target = accel_ckpt.save(target, state, local=local, metadata=described, group=group, overwrite=overwrite).path
+        target = accel_ckpt.save(
+            target, state, local=local, metadata=described, group=group, overwrite=overwrite, differing=differing
+        ).path
         if series is not None:
             series.prune()
         return target

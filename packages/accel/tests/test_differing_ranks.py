@@ -1,0 +1,97 @@
+"""Checkpoints of ranks that do not hold the same: each keeps what is its own, and models are never mixed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel.local_sgd import LocalSGD
+from accel_ckpt import open_checkpoint
+from accel_state.errors import CheckpointError
+
+WIDE = 200  # parameters large enough to be spread over the ranks
+
+
+def trained_apart(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        inputs = torch.full((4, WIDE), 0.01 * (accelerator.process_index + 1))
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run() -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE))
+    return accelerator, *accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state["exp_avg"].clone() for state in optimizer.optimizer.state.values()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_local_sgd_is_saved_where_models_meet_and_refused_between(
+    rank: int, tmp_path: Path, asynchronous: bool
+) -> None:
+    accelerator, model, optimizer = run()
+    with LocalSGD(accelerator, model, 2) as local:
+        trained_apart(accelerator, model, optimizer, 1)
+        local.step()
+        with pytest.raises(CheckpointError, match=r"model/0.bias, .*\(rank 1\): .*Inside LocalSGD save right after"):
+            accelerator.save_state(tmp_path / "apart", asynchronous=asynchronous)
+        trained_apart(accelerator, model, optimizer, 1)
+        local.step()
+        accelerator.save_state(tmp_path / "met", asynchronous=asynchronous)
+        own = moments(optimizer)
+        accelerator.end_training()
+    assert not (tmp_path / "apart").exists()
+    again, other, restored = run()
+    again.load_state(tmp_path / "met")
+    assert all(torch.equal(one, two) for one, two in zip(moments(restored), own, strict=True))
+    first = open_checkpoint(tmp_path / "met").read("optimizer")["state"]["0.weight"]["exp_avg"]
+    assert torch.equal(first, own[0]) == (rank == 0)
+
+
+class Own:
+    """A registered object of which each rank has another."""
+
+    def __init__(self, value: float) -> None:
+        self.memory = torch.full((2**15,), value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.memory = state["memory"].clone()
+
+
+@pytest.mark.ranks(2)
+def test_each_rank_gets_its_own_registered_object_back(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(same := Own(7.0), own := Own(float(rank)))
+    accelerator.save_state(tmp_path / "saved")
+    same.memory.zero_()
+    own.memory.fill_(9.0)
+    accelerator.load_state(tmp_path / "saved")
+    assert same.memory.unique().tolist() == [7.0]
+    assert own.memory.unique().tolist() == [float(rank)]
+    assert open_checkpoint(tmp_path / "saved").local_names(1) == ["rng", "custom_1"]
+    assert model is not None
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_are_not_kept_equal_are_those_of_the_first_rank(rank: int, tmp_path: Path) -> None:
+    from accel.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    model = accelerator.prepare(nn.BatchNorm1d(3))
+    model(torch.full((4, 3), float(rank)))
+    accelerator.save_state(tmp_path / "saved")
+    mean = open_checkpoint(tmp_path / "saved").read("model")["running_mean"]
+    assert mean.unique().tolist() == [0.0]
