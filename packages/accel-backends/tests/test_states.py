@@ -1,4 +1,5 @@
 import copy
+import sys
 
 import pytest
 import torch
@@ -240,3 +241,70 @@ def test_any_split_of_parameters_into_groups_survives(order, num_groups):
         for name, values in expected["state"].items()
         for key, value in values.items()
     )
+
+
+def operations(work):
+    """How many functions and methods are called."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("arrange", [nn.Sequential, lambda *layers: nn.Sequential(nn.ModuleList(layers))])
+def test_loading_a_model_is_linear_in_its_parameters(arrange):
+    def cost(layers):
+        model = arrange(*(nn.Linear(1, 1) for _ in range(layers)))
+        state = model_state(model)
+        return operations(lambda: load_model_state(model, state))
+
+    assert cost(400) < 2.5 * cost(200)
+
+
+def test_numbers_of_parameters_are_looked_up_in_a_range(monkeypatch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    seen = []
+    load = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def noted(param, value, param_id, param_groups, key=None):
+        seen.extend(type(group["params"]) for group in param_groups)
+        return load(param, value, param_id, param_groups, key)
+
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(noted))
+    load_optimizer_state(optimizer, [model], optimizer_state(optimizer, [model]))
+    assert set(seen) == {range}
+
+
+def test_hooks_of_a_wide_module_see_all_that_it_is_given():
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    seen = []
+    model.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.append(len(state)))
+    load_model_state(model, model_state(model))
+    assert seen == [40]
+
+
+@pytest.mark.parametrize("empty", [1, 2, 3])
+def test_groups_without_parameters_are_loaded(empty):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(empty):
+        optimizer.add_param_group({"params": [], "lr": 0.5 + number})
+    again = torch.optim.Adam(other.parameters())
+    for _ in range(empty):
+        again.add_param_group({"params": []})
+    load_optimizer_state(again, [other], optimizer_state(optimizer, [model]))
+    assert [group["lr"] for group in again.param_groups[1:]] == [0.5 + number for number in range(empty)]
+    again.add_param_group({"params": []})
+    with pytest.raises(CheckpointMismatchError, match="its groups differ"):
+        load_optimizer_state(again, [other], optimizer_state(optimizer, [model]))

@@ -50,7 +50,7 @@ def test_local_sgd_is_saved_where_models_meet_and_refused_between(
         own = moments(optimizer)
         accelerator.end_training()
     assert not (tmp_path / "apart").exists()
-    again, other, restored = run()
+    again, _, restored = run()
     again.load_state(tmp_path / "met")
     assert all(torch.equal(one, two) for one, two in zip(moments(restored), own, strict=True))
     first = open_checkpoint(tmp_path / "met").read("optimizer")["state"]["0.weight"]["exp_avg"]

@@ -66,7 +66,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     ]
     if misshapen:
         raise CheckpointMismatchError(f"state of another {type(model).__name__}: {_few(misshapen)}")
-    model.load_state_dict({raw: given[name] for raw, name in wanted.items() if name in given}, strict=False)
+    _load(model, {raw: given[name] for raw, name in wanted.items() if name in given})
     return missing, unexpected
 
 
@@ -100,12 +100,22 @@ def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], stat
     order = iter(names)
     grouped = [[next(order) for _ in group[PARAMS]] for group in optimizer.param_groups]
     groups = [
-        {**options, PARAMS: [index_of[name] for name in here]}
+        {**options, PARAMS: _numbers([index_of[name] for name in here], optimizer)}
         for options, here in zip(fitted_groups(optimizer, grouped, state), grouped, strict=True)
     ]
     values_of = {index_of[name]: dict(values) for name, values in state[STATE].items()}
     optimizer.load_state_dict({STATE: values_of, GROUPS: groups})
     _keep_dtypes(optimizer, values_of)
+
+
+def _numbers(numbers: list[int], optimizer: Optimizer) -> Sequence[int]:
+    """Numbers of a group's parameters, as a range where they are one: torch looks each up in it as often as it has
+    tensors of state, which in a list takes time that is quadratic in the number of parameters.
+    """
+    span = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+    own_way = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    hooked = bool(optimizer._optimizer_load_state_dict_pre_hooks)
+    return numbers if own_way or hooked or list(span) != numbers else span
 
 
 def fitted_groups(
@@ -120,19 +130,21 @@ def fitted_groups(
     """
     kind = type(optimizer).__name__
     known = [name for here in names for name in here]
-    saved = {frozenset(group[PARAMS]): group for group in state[GROUPS]}
+    saved: dict[frozenset[str], list[Mapping[str, Any]]] = {}
+    for group in state[GROUPS]:
+        saved.setdefault(frozenset(group[PARAMS]), []).append(group)  # several may be empty
     unknown = sorted(set(state[STATE]) - set(known))
     fitted: list[dict[str, Any]] = []
     for position, (group, here) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        match = saved.get(frozenset(here))
-        if match is None or unknown or len(saved) != len(names):
+        matches = saved.get(frozenset(here))
+        if not matches or unknown or len(state[GROUPS]) != len(names):
             there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
             missing = sorted(set(known) - set(there))
             reason = differences(kind, missing, sorted({*unknown, *there} - set(known)), known)
             if not missing and set(there) == set(known):
                 reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
             raise CheckpointMismatchError(reason)
-        fitted.append(_options(group, match, kind))
+        fitted.append(_options(group, matches.pop(0), kind))
     return fitted
 
 
@@ -196,6 +208,46 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
                 label = f"{labels[position]!r}, " if labels else ""
                 found.append(f"group {number} parameter {position} ({label}shape {tuple(parameter.shape)})")
     return found
+
+
+# Modules with more children than this are loaded child by child.
+_WIDE = 8
+
+
+def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """``module.load_state_dict``, whose time is linear in the number of parameters.
+
+    Torch looks through all that a module is given once for each child, so a list of 10,000 layers takes 10,000 times
+    as long as one. What is given to a wide module that does nothing of its own is divided once instead.
+    """
+    if len(module._modules) <= _WIDE or not _loads_as_torch_does(module):
+        module.load_state_dict(state, strict=False)
+        return
+    children: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in state.items():
+        child, dot, rest = name.partition(".")
+        if dot and child in module._modules:
+            children.setdefault(child, {})[rest] = value
+        else:
+            own[name] = value
+    if own:
+        module.load_state_dict(own, strict=False)
+    for name, given in children.items():
+        inner = module._modules[name]
+        if inner is not None:
+            _load(inner, given)
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    """Whether a module has no hooks and methods that could look at what its children are given."""
+    kind = type(module)
+    return (
+        kind.load_state_dict is nn.Module.load_state_dict
+        and kind._load_from_state_dict is nn.Module._load_from_state_dict
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
+    )
 
 
 def _stored_name(raw: str, stored: Mapping[str, str], prefixes: Mapping[str, str]) -> str:

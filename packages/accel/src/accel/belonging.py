@@ -41,14 +41,14 @@ def check_optimizer(name: str, kind: str, own: Mapping[str, Any], saved: Mapping
     """
     here = {frozenset(group[PARAMS]): group for group in own[GROUPS]}
     there = {frozenset(group[PARAMS]): group for group in saved[GROUPS]}
-    if set(here) != set(there):
+    if set(here) != set(there) or len(own[GROUPS]) != len(saved[GROUPS]):
         ours, theirs = frozenset().union(*here), frozenset().union(*there, saved[STATE])
         if ours != theirs:
             missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
             raise CheckpointMismatchError(_differences(name, missing, unknown, sorted(ours)))
         raise CheckpointMismatchError(
-            f"the checkpoint's {name} is that of another {kind}: its groups of parameters differ, {len(there)} there "
-            f"and {len(here)} here"
+            f"the checkpoint's {name} is that of another {kind}: its groups of parameters differ, "
+            f"{len(saved[GROUPS])} there and {len(own[GROUPS])} here"
         )
     for key, group in here.items():
         lacking = sorted(set(group) - set(there[key]) - ASIDE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _OWN = ("optimizer", "scheduler", "custom")
 _APART = (
     "copies of a model that have come apart are not saved as one. Inside LocalSGD save right after the step that "
-    "averages them (num_steps is a multiple of local_sgd_steps), or after the block; elsewhere find out why they differ, "
-    "or copy one rank's parameters to the others (torch.distributed.broadcast)"
+    "averages them (num_steps is a multiple of local_sgd_steps), or after the block; elsewhere find out why they "
+    "differ, or copy one rank's parameters to the others (torch.distributed.broadcast)"
 )
 
 
@@ -154,10 +155,15 @@ class TrainState(Mapping[str, Stateful]):
         from accel_ckpt import Differing
         from accel_ckpt.tree import tensor_name
 
-        def refused(place: str) -> str | None:
+        @cache
+        def parameters() -> frozenset[str]:
             models = {name: part for name, part in self._parts.items() if isinstance(part, ModelState)}
-            found = (tensor_name((name, own)) for name, one in models.items() for own in named_parameters(one.model))
-            return _APART if place in found else None
+            return frozenset(
+                tensor_name((name, own)) for name, one in models.items() for own in named_parameters(one.model)
+            )
+
+        def refused(place: str) -> str | None:
+            return _APART if place in parameters() else None
 
         own = [name for name in self._parts if name.startswith(_OWN)]
         return Differing(own=own, refused=refused)
