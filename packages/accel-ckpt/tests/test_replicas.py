@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from accel_ckpt import AsyncSaver, Differing, open_checkpoint, save
+from accel_ckpt import AsyncSaver, Terms, open_checkpoint, save
 from accel_ckpt.replicas import row_sums, value_digests
 from accel_state.errors import CheckpointError
 
@@ -52,11 +52,11 @@ def test_a_value_deep_in_a_large_tensor_is_seen(rank, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_what_is_refused_names_place_ranks_and_advice_on_every_rank(rank, tmp_path):
-    differing = Differing(refused=lambda place: "average first" if place.startswith("model/") else None)
+    terms = Terms(refused=lambda place: "average first" if place.startswith("model/") else None)
     with pytest.raises(CheckpointError, match=r"different values at model/0, .* \(rank 1\): average first"):
-        save(tmp_path / "c", {"model": replica(rank), "other": {"x": torch.tensor(rank)}}, differing=differing)
+        save(tmp_path / "c", {"model": replica(rank), "other": {"x": torch.tensor(rank)}}, terms=terms)
     assert not (tmp_path / "c").exists()
-    save(tmp_path / "c", {"model": replica(0)}, differing=differing)
+    save(tmp_path / "c", {"model": replica(0)}, terms=terms)
 
 
 @pytest.mark.ranks(2)
@@ -67,7 +67,7 @@ def test_each_rank_keeps_its_own_where_that_is_wanted(rank, tmp_path, how):
         "shapes": {"w": torch.full((3 + rank,), float(rank))},
         "names": {"n": rank, f"only-{rank}": torch.full((3,), float(rank))},
     }[how]
-    saved = save(tmp_path / "c", {"model": replica(0), "custom": custom}, differing=Differing(own=("custom",)))
+    saved = save(tmp_path / "c", {"model": replica(0), "custom": custom}, terms=Terms(own=("custom",)))
     first, own = saved.read("custom"), saved.read_local("custom", 1)
     assert saved.read_local("custom", 0) is None
     read = own if rank == 1 else first
@@ -77,16 +77,16 @@ def test_each_rank_keeps_its_own_where_that_is_wanted(rank, tmp_path, how):
 
 @pytest.mark.ranks(2)
 def test_a_background_save_sees_that_ranks_have_come_apart(rank, tmp_path):
-    differing = Differing(own=("custom",), refused=lambda place: "average first" if "model" in place else None)
+    terms = Terms(own=("custom",), refused=lambda place: "average first" if "model" in place else None)
     with AsyncSaver() as saver:
         for number in range(2):
             state = {"model": replica(0), "custom": replica(0)}
-            saver.save(tmp_path / str(number), state, differing=differing).wait()
+            saver.save(tmp_path / str(number), state, terms=terms).wait()
         with pytest.raises(CheckpointError, match="average first"):
-            saver.save(tmp_path / "2", {"model": replica(rank)}, differing=differing)
+            saver.save(tmp_path / "2", {"model": replica(rank)}, terms=terms)
         for number in range(3, 6):
             state = {"model": replica(0), "custom": replica(rank * (number > 3))}
-            saver.save(tmp_path / str(number), state, differing=differing).wait()
+            saver.save(tmp_path / str(number), state, terms=terms).wait()
     saved = open_checkpoint(tmp_path / "5")
     assert float(saved.read("custom")["1"][0]) == 0.0
     assert float(saved.read_local("custom", 1)["1"][0]) == 1.0

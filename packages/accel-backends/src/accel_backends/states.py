@@ -210,7 +210,7 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
     return found
 
 
-# Modules with more children than this are loaded child by child.
+# Models in which a module has more children than this are loaded child by child.
 _WIDE = 8
 
 
@@ -218,9 +218,9 @@ def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
     """``module.load_state_dict``, whose time is linear in the number of parameters.
 
     Torch looks through all that a module is given once for each child, so a list of 10,000 layers takes 10,000 times
-    as long as one. What is given to a wide module that does nothing of its own is divided once instead.
+    as long as one. What is given to a wide module, or one above, that does nothing of its own is divided once.
     """
-    if len(module._modules) <= _WIDE or not _loads_as_torch_does(module):
+    if not any(len(one._modules) > _WIDE for one in module.modules()) or not _loads_as_torch_does(module):
         module.load_state_dict(state, strict=False)
         return
     children: dict[str, dict[str, Any]] = {}

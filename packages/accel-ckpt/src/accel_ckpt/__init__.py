@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_ckpt.model_parts import load_model_parts as load_model_parts
     from accel_ckpt.peers import PerNode as PerNode
     from accel_ckpt.plain_files import load_model_files as load_model_files
-    from accel_ckpt.replicas import Differing as Differing
+    from accel_ckpt.replicas import Terms as Terms
     from accel_ckpt.resharding import reshard as reshard
     from accel_ckpt.retention import Retention as Retention
     from accel_ckpt.retention import SavedCheckpoint as SavedCheckpoint
@@ -46,7 +46,7 @@ _EXPORTS = {
     "accel_ckpt.model_parts": ("load_model_parts",),
     "accel_ckpt.peers": ("PerNode",),
     "accel_ckpt.plain_files": ("load_model_files",),
-    "accel_ckpt.replicas": ("Differing",),
+    "accel_ckpt.replicas": ("Terms",),
     "accel_ckpt.resharding": ("reshard",),
     "accel_ckpt.retention": (
         "Retention",

@@ -22,7 +22,7 @@ from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
 from accel_ckpt.jobs import default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
-from accel_ckpt.replicas import Differing, Summary, alike
+from accel_ckpt.replicas import Summary, Terms, alike
 from accel_ckpt.saving import Attempt, MakeDraft
 from accel_ckpt.staged_copy import copy_into
 from accel_ckpt.storage import Location, locate
@@ -105,13 +105,13 @@ class AsyncSaver:
         metadata: Mapping[str, Json] | None = None,
         overwrite: bool = True,
         series: "CheckpointDirectory | None" = None,
-        differing: Differing = Differing(),  # noqa: B008 (frozen)
+        terms: Terms = Terms(),  # noqa: B008 (frozen)
     ) -> SaveHandle:
         """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
 
         Waits for an earlier save that is still under way. After the commit ``series`` is pruned. Several ranks
         agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
-        With states in ``differing.own`` they compare digests before each copy.
+        With states in ``terms.own`` they compare digests before each copy.
 
         Raises:
             CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
@@ -120,9 +120,14 @@ class AsyncSaver:
         self.wait()
         target = locate(path)
         make: MakeDraft = partial(make_draft, state, local, metadata, self._peers, threads=self._threads)
-        if self._alike and differing.own:
+        if self._alike and terms.own and terms.fill is None:
             make = self._compared(target, make)
-        begin, part = (self._copy_first if self._alike else self._agree_first)(target, make, overwrite, differing)
+        begin: _Begin
+        part: RankPart | None
+        if self._alike and terms.fill is None:
+            begin, part = self._copy_first(target, make, overwrite, terms)
+        else:
+            begin, part = self._agree_first(target, make, overwrite, terms)
         handle = SaveHandle(target, 0 if part is None else part.nbytes)
         self._handle = handle
         self._running = self._pool.submit(self._run, begin, handle, series)
@@ -178,16 +183,16 @@ class AsyncSaver:
         return lambda apart: make(apart) if apart else drafts[0]
 
     def _agree_first(
-        self, target: Location, make: MakeDraft, overwrite: bool, differing: Differing
+        self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
     ) -> "tuple[_Begin, RankPart]":
         """What cannot be saved is refused on all ranks, now."""
-        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, differing=differing)
+        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
         with attempt.dropped_on_error():
             self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
         return (lambda: attempt), attempt.part
 
     def _copy_first(
-        self, target: Location, make: MakeDraft, overwrite: bool, differing: Differing
+        self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
     ) -> "tuple[_Begin, RankPart | None]":
         """Ranks that brought the same tensors the last time copy at once and agree in the background.
 
@@ -201,7 +206,7 @@ class AsyncSaver:
         except Exception as error:
             return partial(Attempt.begin, self._peers, target, partial(_fail, error)), None
         begin = partial(Attempt.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
-        return partial(begin, differing=differing), part
+        return partial(begin, terms=terms), part
 
     def _stage(self, part: RankPart) -> None:
         """Copies the tensors of this rank's file into the buffer."""

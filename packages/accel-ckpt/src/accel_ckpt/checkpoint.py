@@ -256,7 +256,7 @@ class Checkpoint:
         share = peers.neighbours.index(peers.rank)
         found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
         self._refuse(problem for problems in found for problem in problems)
-        for name in self.manifest.files:
+        for name in self.manifest.every_file:
             file = self._files[name]
             file.trust(file.unchecked())
 
@@ -335,10 +335,11 @@ class Checkpoint:
         """
         problems: list[str] = []
         blocks: list[tuple[CheckedFile, int]] = []
-        for name in self.manifest.files:
+        documents = frozenset(self.documents)
+        for name in self.manifest.every_file:
             try:
                 file = self._files[name]
-                if tensors or name in self.documents:
+                if tensors or name in documents:
                     blocks += [(file, number) for number in file.unchecked()]
             except CheckpointError as error:
                 problems.append(str(error))

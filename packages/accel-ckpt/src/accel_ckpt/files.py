@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, in_blocks
+from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digest, Digester, FileRecord, in_blocks
 from accel_ckpt.jobs import default_threads
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -58,6 +58,15 @@ def write_file(path: Path, content: Content) -> FileRecord:
     except OSError as error:
         raise _explain(error, path, written, content.size) from error
     return FileRecord(written, tuple(digests))
+
+
+def read_record(path: Path, digest: Digest = "crc32") -> FileRecord:
+    """Size and digests of a file that is there."""
+    digests: list[str] = []
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digests.append(DIGESTS[digest]([block]))
+        return FileRecord(file.tell(), tuple(digests))
 
 
 @final

@@ -20,6 +20,7 @@ _SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
 MAX_MANIFEST = 2**31
 MAX_SHAPE = 2**63
 _SUBFOLDER = re.compile(r"[0-9a-f]{16}")
+_OWN_NAME = re.compile(r"tensors-\d{5,}\.safetensors|local-\d{5,}\.json")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -57,15 +58,22 @@ class Manifest:
     version: int = VERSION
     folder: str = ""
     """The subfolder in which the files lie; empty: beside the manifest."""
+    extra: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files that the user's hooks wrote, by their path in the checkpoint."""
 
     def place_of(self, file: str) -> str:
         """Where a file lies, from where the manifest does."""
         return f"{self.folder}/{file}" if self.folder else file
 
     @property
+    def every_file(self) -> Mapping[str, FileRecord]:
+        """All files but the manifest."""
+        return {**self.files, **self.extra}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files, the manifest's own left out."""
-        return sum(record.size for record in self.files.values())
+        return sum(record.size for record in self.every_file.values())
 
 
 def local_file(rank: int) -> str:
@@ -96,9 +104,8 @@ def pack(manifest: Manifest) -> bytes:
         "block_size": manifest.block_size,
         **({"folder": manifest.folder} if manifest.folder else {}),
         "metadata": manifest.metadata,
-        "files": {
-            name: {"size": record.size, "blocks": list(record.blocks)} for name, record in manifest.files.items()
-        },
+        "files": _listed(manifest.files),
+        **({"extra": _listed(manifest.extra)} if manifest.extra else {}),
         "tensors": {
             name: {
                 "dtype": entry.dtype,
@@ -110,6 +117,10 @@ def pack(manifest: Manifest) -> bytes:
     }
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()[:-1]
     return text + _SEAL_BEGIN + sha256([text]).encode() + _SEAL_END
+
+
+def _listed(files: Mapping[str, FileRecord]) -> dict[str, Json]:
+    return {name: {"size": record.size, "blocks": list(record.blocks)} for name, record in files.items()}
 
 
 def unpack(content: bytes) -> Manifest:
@@ -174,12 +185,25 @@ def _manifest(document: Any) -> Manifest:
         block_size=block,
         version=version,
         folder=folder,
+        extra={_extra_name(name): _record(name, entry, block) for name, entry in document.get("extra", {}).items()},
     )
 
 
 def _file_name(name: str) -> str:
     if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
         raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+    return name
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a checkpoint keeps this name in its folder for its own files."""
+    return name in (MANIFEST, TREE) or _OWN_NAME.fullmatch(name) is not None or is_subfolder(name)
+
+
+def _extra_name(name: str) -> str:
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & {*parts} or "\0" in name or is_own_name(parts[0]):
+        raise ValueError(f"{name!r:.100} is no path of a file in a checkpoint")
     return name
 
 

@@ -1,6 +1,7 @@
 """The files of one checkpoint, each opened when it is first read."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import final
 
 from accel_ckpt.blocks import CheckedFile
@@ -28,10 +29,16 @@ class OpenedFiles:
             CheckpointCorruptError: the manifest has no such file, or it is missing or of another size.
         """
         if name not in self._files:
-            if name not in self._manifest.files:
+            record = self._manifest.files.get(name) or self._manifest.extra.get(name)
+            if record is None:
                 raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
-            record = self._manifest.files[name]
-            source = self._storage.open(self._folder / self._manifest.place_of(name))
+            place = self._folder
+            *above, last = (self._manifest.place_of(name) if name in self._manifest.files else name).split("/")
+            for part in above:
+                place = place / part
+                if isinstance(place, Path) and place.is_symlink():
+                    raise CheckpointCorruptError(f"{part}: a link; a checkpoint holds none")
+            source = self._storage.open(place / last)
             self._files[name] = CheckedFile(
                 source, record, name, block=self._manifest.block_size, digest=self._manifest.digest
             )

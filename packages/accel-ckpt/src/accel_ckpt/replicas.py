@@ -15,6 +15,7 @@ import torch
 
 from accel_ckpt.blocks import crc32, sha256
 from accel_ckpt.jobs import run_jobs
+from accel_ckpt.storage import Location
 from accel_ckpt.tensors import byte_view, host_copy
 from accel_ckpt.tree import Json, tensor_name
 from accel_state.errors import CheckpointError
@@ -29,15 +30,20 @@ Facts = tuple[str, tuple[int, ...]]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Differing:
-    """What becomes of states in which ranks that should have the same have different values.
+class Terms:
+    """What becomes of states in which ranks that should have the same do not, and what the user adds to a checkpoint.
 
     Of those named in ``own``, ranks that differ from the first one keep their own; of others the first rank's values
     are saved, with a warning. ``refused(place)`` says what to do instead where that would be wrong: the save fails.
+
+    ``fill(folder)`` is called before anything is read, on all ranks, if all have it: what it writes into the folder
+    becomes part of the checkpoint, digested and committed with it (of a URL nothing does: it gets the place itself).
+    It may still change the state. Of a file that several ranks write the last writer's is kept.
     """
 
     own: Collection[str] = ()
     refused: Callable[[str], str | None] = lambda place: None
+    fill: Callable[[Location], object] | None = None
 
 
 @final
@@ -179,7 +185,7 @@ def merge_structures(structures: Sequence[Structure]) -> Merged:
     return Merged(trees, holders, differences)
 
 
-def kept_apart(structures: Sequence[Structure], merged: Merged, differing: Differing, rank: int) -> frozenset[str]:
+def kept_apart(structures: Sequence[Structure], merged: Merged, terms: Terms, rank: int) -> frozenset[str]:
     """The states of which this rank keeps its own, as it differs from the first rank.
 
     Raises:
@@ -187,9 +193,9 @@ def kept_apart(structures: Sequence[Structure], merged: Merged, differing: Diffe
     """
     differences = merged.differences
     sharded = frozenset[str]().union(*(structure.sharded for structure in structures))
-    own = {state for state in differences.places if state in differing.own and state not in sharded}
+    own = {state for state in differences.places if state in terms.own and state not in sharded}
     for state, places in sorted(differences.places.items()):
-        advice = next((text for place in sorted(places) if (text := differing.refused(place)) is not None), None)
+        advice = next((text for place in sorted(places) if (text := terms.refused(place)) is not None), None)
         if advice is not None and state not in own:
             raise CheckpointError(f"the ranks have different values at {differences.shown([state])}: {advice}")
     for state, text in sorted(differences.misfits.items()):

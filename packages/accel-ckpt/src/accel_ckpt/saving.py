@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, final
@@ -16,7 +16,7 @@ from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers, Ranks
-from accel_ckpt.replicas import Differing, Summary, alike, kept_apart, merge_structures
+from accel_ckpt.replicas import Summary, Terms, alike, kept_apart, merge_structures
 from accel_ckpt.storage import Location, Staged, Storage, Url, locate, storage_of
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
@@ -28,7 +28,7 @@ MakeDraft = Callable[[Collection[str]], Draft]
 """What this rank brings, with the states of the given names as its own."""
 
 
-def save(
+def save(  # noqa: PLR0913
     path: str | os.PathLike[str],
     state: Mapping[str, Tree],
     *,
@@ -38,7 +38,7 @@ def save(
     overwrite: bool = True,
     digest: Digest = "crc32",
     alone: bool = False,
-    differing: Differing = Differing(),  # noqa: B008 (frozen)
+    terms: Terms = Terms(),  # noqa: B008 (frozen)
 ) -> Checkpoint:
     """Saves named state trees under ``path``, which holds either all of them or what it held before.
 
@@ -51,14 +51,14 @@ def save(
     damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
 
     Where ranks have different values in ``state``, rank 0's are saved and a warning names the places, unless
-    ``differing`` says otherwise. Tensors of several ranks are never put together into one state.
+    ``terms`` says otherwise. Tensors of several ranks are never put together into one state.
 
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
     peers = Peers(None) if alone else Peers.of(group)
     make = partial(make_draft, state, local, metadata, peers)
-    attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, differing=differing)
+    attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
     attempt.digest = digest
     attempt.finish(peers, attempt.part.pieces)
     return open_checkpoint(attempt.target, verify=False)
@@ -78,6 +78,8 @@ class Attempt:
     """The keeper's; None on the others."""
     alike: bool = True
     """Whether all ranks bring the same tensors, so that each knows its part without asking."""
+    extra: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files that ``fill`` wrote where this rank keeps a copy."""
     digest: Digest = "crc32"
     witness: Witness = lambda stage: None
 
@@ -90,7 +92,7 @@ class Attempt:
         *,
         overwrite: bool = True,
         part: RankPart | None = None,
-        differing: Differing = Differing(),  # noqa: B008 (frozen)
+        terms: Terms = Terms(),  # noqa: B008 (frozen)
     ) -> "Attempt":
         """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
 
@@ -101,35 +103,32 @@ class Attempt:
         Raises:
             CheckpointError: on every rank if any cannot take part, or if that assumption was wrong.
         """
-        storage = storage_of(target)
-        staging: Staged | None = None
+        place = _Place(peers, target, overwrite)
         drafts: list[Draft] = []
 
         def prepare() -> "_Told":
-            nonlocal staging
             drafts.append(draft(()))
-            if len(peers.keepers) > 1 and isinstance(target, Url):
-                raise CheckpointError(f"{target} is one place for all machines, so each cannot keep a copy there")
-            if peers.keeps:
-                staging = storage.stage(target, overwrite=overwrite)
-            label = None if staging is None or peers.rank else _Label.of(staging, drafts[0])
-            folder = "" if staging is None else str(staging.folder)
+            folder = place.made()
+            label = None if place.staging is None or peers.rank else _Label.of(place.staging, drafts[0])
             return _Told(drafts[0].structure.summary(), folder, str(target), label)
 
         try:
-            told = peers.together(f"saving {target}", prepare)
+            if terms.fill is not None:
+                place.fill(terms.fill)
+            told = peers.together(place.what, prepare)
             same = alike([one.summary for one in told])
             if same:
                 planned = part or make_part(drafts[0], drafts[0].trees, None, peers)
             else:
-                planned, same = _plan(peers, target, drafts[0], draft, part, differing)
+                planned, same = _plan(peers, target, drafts[0], draft, part, terms)
         except BaseException:
-            if staging is not None:
-                staging.drop()
+            if place.staging is not None:
+                place.staging.drop()
             raise
         kept, label = told[peers.keeper], told[0].label
         assert label is not None
-        return cls(locate(kept.target), storage, locate(kept.folder), planned, label, staging, same)
+        folder, storage = locate(kept.folder), storage_of(target)
+        return cls(locate(kept.target), storage, folder, planned, label, place.staging, same, place.extra)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
@@ -181,6 +180,7 @@ class Attempt:
             writer=_writer(),
             digest=self.digest,
             folder=self.staging.subfolder,
+            extra=self.extra,
         )
         self.witness("seal")
         self.staging.seal(pack(manifest))
@@ -190,6 +190,34 @@ class Attempt:
         self.witness("commit")
         self.staging.commit()
         self.witness("committed")
+
+
+@final
+class _Place:
+    """Where the ranks write: made by the keeper of each copy, once."""
+
+    def __init__(self, peers: Peers, target: Location, overwrite: bool) -> None:
+        self._peers, self._target, self._overwrite = peers, target, overwrite
+        self.what = f"saving {target}"
+        self.staging: Staged | None = None
+        """The keeper's; None on the others."""
+        self.extra: Mapping[str, FileRecord] = {}
+
+    def made(self) -> str:
+        """The folder on a rank that keeps it."""
+        if len(self._peers.keepers) > 1 and isinstance(self._target, Url):
+            raise CheckpointError(f"{self._target} is one place for all machines, so each cannot keep a copy there")
+        if self._peers.keeps and self.staging is None:
+            self.staging = storage_of(self._target).stage(self._target, overwrite=self._overwrite)
+        return "" if self.staging is None else str(self.staging.folder)
+
+    def fill(self, write: Callable[[Location], object]) -> None:
+        """Lets ``write`` put files there, and learns which are there then. Collective."""
+        folder = self._peers.together(self.what, self.made)[self._peers.keeper]
+        place = self._target if isinstance(self._target, Url) else locate(folder)
+        self._peers.together("hooks before saving", lambda: write(place))
+        found = self._peers.together(self.what, lambda: {} if self.staging is None else self.staging.brought())
+        self.extra = found[self._peers.rank]
 
 
 @final
@@ -221,7 +249,7 @@ class _Told:
 
 
 def _plan(
-    peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, differing: Differing
+    peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
 ) -> tuple[RankPart, bool]:
     """This rank's part where ranks bring different things, so say what first; and whether all bring the same tensors.
 
@@ -231,7 +259,7 @@ def _plan(
     what = f"saving {path}"
     structures = peers.together(what, lambda: draft.structure)
     merged = merge_structures(structures)
-    told = peers.together(what, lambda: kept_apart(structures, merged, differing, peers.rank))
+    told = peers.together(what, lambda: kept_apart(structures, merged, terms, peers.rank))
     if any(told):
         made: list[Draft] = []
         peers.together(what, lambda: made.append(make(told[peers.rank])))

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.blocks import Content
-from accel_ckpt.files import write_file
-from accel_ckpt.manifest import MANIFEST
+from accel_ckpt.blocks import Content, FileRecord
+from accel_ckpt.files import read_record, write_file
+from accel_ckpt.manifest import MANIFEST, is_own_name, unpack
 from accel_ckpt.storage import Location
 from accel_state.errors import CheckpointError
 
@@ -60,6 +60,12 @@ class Staging:
     def _path(self) -> Path:
         return Path(self.folder)
 
+    def brought(self) -> Mapping[str, FileRecord]:
+        names = files_below(self._path)
+        if taken := [name for name in names if is_own_name(name.partition("/")[0])]:
+            raise CheckpointError(f"a hook wrote {', '.join(taken)}, a name that the checkpoint's own files have")
+        return {name: read_record(self._path / name) for name in names}
+
     def seal(self, manifest: bytes) -> None:
         """Completes the folder by its manifest, surely on the disk."""
         write_file(self._path / MANIFEST, Content.of(manifest))
@@ -72,6 +78,7 @@ class Staging:
         """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
         try:
             check_replaceable(self.target, overwrite=self.overwrite)
+            _keep_foreign(self.target, self._path)
             replaced = self._move()
             sync_folder(self.target.parent)
         except OSError as error:
@@ -109,6 +116,56 @@ class Staging:
             self._lock.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = None
+
+
+def files_below(folder: Path) -> list[str]:
+    """The paths of all files in ``folder`` and its subfolders, in order, surely on the disk.
+
+    Raises:
+        CheckpointError: a link, or what is neither file nor folder, is among them.
+    """
+    found: list[str] = []
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            entry = Path(place, name)
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+                raise CheckpointError(f"{entry} is a link or no regular file, which a checkpoint does not hold")
+        found += [Path(place, name).relative_to(folder).as_posix() for name in names]
+        for name in names:
+            sync_folder(Path(place, name))
+        sync_folder(Path(place))
+    return sorted(found)
+
+
+def _keep_foreign(target: Path, staged: Path) -> None:
+    """Gives the new checkpoint what somebody has put beside the files of the one that it replaces."""
+    names = [entry.name for entry in target.iterdir()] if target.is_dir() else []
+    strange = [name for name in names if not is_own_name(name)]
+    if not strange:
+        return
+    try:
+        known = unpack((target / MANIFEST).read_bytes()).extra
+    except (OSError, CheckpointError):
+        known = {}
+    for name in strange:
+        for path in _files_and_links(target / name):
+            place = staged / path.relative_to(target)
+            if path.relative_to(target).as_posix() in known or place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(path, place, follow_symlinks=False)
+
+
+def _files_and_links(entry: Path) -> Iterator[Path]:
+    """``entry`` if it is no folder, else all below it that is none."""
+    if entry.is_symlink() or not entry.is_dir():
+        yield entry
+        return
+    for below in entry.iterdir():
+        yield from _files_and_links(below)
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:

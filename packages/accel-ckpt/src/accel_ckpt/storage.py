@@ -76,6 +76,9 @@ class Staged(Protocol):
     subfolder: str
     """Where the files lie within the committed checkpoint; empty: directly in it."""
 
+    def brought(self) -> "Mapping[str, FileRecord]":
+        """Files that somebody else has put into ``folder``, by path, surely kept; for before the ranks write theirs."""
+
     def seal(self, manifest: bytes) -> None:
         """Completes what is written by its manifest; all that may need space is done before ``commit``."""
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_backends import Backend
-    from accel_ckpt import Differing
+    from accel_ckpt import Terms
+    from accel_ckpt.storage import Location
 
 
 # Kinds of parts of which a rank may have its own.
@@ -146,13 +147,13 @@ class TrainState(Mapping[str, Stateful]):
         """The state of every part, models first."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def differing(self) -> "Differing":
+    def terms(self, fill: "Callable[[Location], object] | None" = None) -> "Terms":
         """What a save does where ranks have different values of a part.
 
         Each keeps its own optimizer, schedule and registered objects; copies of a model are trained to be equal, so
-        other ones are no state to go on from.
+        other ones are no state to go on from. ``fill`` adds files.
         """
-        from accel_ckpt import Differing
+        from accel_ckpt import Terms
         from accel_ckpt.tree import tensor_name
 
         @cache
@@ -166,7 +167,7 @@ class TrainState(Mapping[str, Stateful]):
             return _APART if place in parameters() else None
 
         own = [name for name in self._parts if name.startswith(_OWN)]
-        return Differing(own=own, refused=refused)
+        return Terms(own=own, refused=refused, fill=fill)
 
     def check_names(self, saved: Sequence[str], *, ignored: Collection[str] = ()) -> None:
         """Raises unless the checkpoint holds exactly the parts that are here, ``ignored`` ones left out.

@@ -7,6 +7,7 @@ from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,13 @@ class CheckpointFacet(ABC):
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Calls ``hook(models, weights, output_dir)`` before saving; weights it takes off the list are not saved."""
+        """Calls ``hook(models, weights, output_dir)`` before saving; weights it takes off the list are not saved.
+
+        What it writes into ``output_dir``, in subfolders too, becomes part of the checkpoint: it is digested, committed
+        with the rest by one rename, and a load hook finds it in ``input_dir``. Until then the folder has a hidden
+        name. Processes that share a disk share the folder, so of one file the last writer's is kept: let the main
+        process write, or name files by rank. A URL is given as it is, and what is written there is not covered.
+        """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
@@ -141,10 +148,10 @@ class CheckpointFacet(ABC):
         series, target = self._place(output_dir, alone=False)
         self.backend.update_scaler(hold=self.clock.open)
         self.backend.settle_buffers(self._models)
-        state, local = self._collect(target, alone=False)
+        state, local = self._collect(alone=False)
         described = self._described(metadata)
         # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.
-        overwrite, differing = series is None, self._train_state().differing()
+        overwrite, terms = series is None, self._train_state().terms(self._fill(state))
         if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
@@ -155,12 +162,18 @@ class CheckpointFacet(ABC):
                 metadata=described,
                 overwrite=overwrite,
                 series=series,
-                differing=differing,
+                terms=terms,
             )
             return self.last_save.path
         group = self._ranks()
         target = accel_ckpt.save(
-            target, state, local=local, metadata=described, group=group, overwrite=overwrite, differing=differing
+            target,
+            state,
+            local=local,
+            metadata=described,
+            group=group,
+            overwrite=overwrite,
+            terms=terms,
         ).path
         if series is not None:
             series.prune()
@@ -172,10 +185,17 @@ class CheckpointFacet(ABC):
 
         series, target = self._place(output_dir, alone=True)
         self.backend.update_scaler(hold=self.clock.open)
-        state, local = self._collect(target, alone=True)
+        state, local = self._collect(alone=True)
         described = self._described(metadata)
         target = accel_ckpt.save(
-            target, state, local=local, metadata=described, group=None, overwrite=series is None, alone=True
+            target,
+            state,
+            local=local,
+            metadata=described,
+            group=None,
+            overwrite=series is None,
+            alone=True,
+            terms=self._train_state().terms(self._fill(state)),
         ).path
         if series is not None:
             series.prune()
@@ -238,10 +258,10 @@ class CheckpointFacet(ABC):
                 _LOG.info("removed what a killed save had left: %s", leftover)
         return series, series.next_path(at_least=self.project_configuration.iteration)
 
-    def _collect(self, target: Location, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _collect(self, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the ranks have in common, and this one's own. Collective unless ``alone``.
 
-        Objects and hooks of the user may fail on one rank only, which is an error on all before the next collective.
+        Objects of the user may fail on one rank only, which is an error on all before the next collective.
         """
         from accel_ckpt.peers import Peers
         from accel_state import rng
@@ -249,8 +269,6 @@ class CheckpointFacet(ABC):
         parts, peers = self._train_state(), Peers(None) if alone else Peers.of(self._ranks())
         state: dict[str, Any] = {}
         peers.together("collecting the state to save", lambda: state.update(parts.collect()))
-        if self._save_hooks:
-            peers.together("hooks before saving", lambda: self._run_save_hooks(state, target))
         local: dict[str, Any] = {RNG: rng.rng_state()}
         positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
@@ -318,6 +336,10 @@ class CheckpointFacet(ABC):
         state.add("scaler", self.backend.loss_scales)
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
+
+    def _fill(self, state: dict[str, Any]) -> "Callable[[Location], object] | None":
+        """Runs the hooks of the user once there is a folder for their files; None if there are no hooks."""
+        return partial(self._run_save_hooks, state) if self._save_hooks else None
 
     def _run_save_hooks(self, state: dict[str, Any], target: Location) -> None:
         """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
