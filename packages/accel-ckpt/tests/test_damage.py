@@ -278,3 +278,65 @@ def test_headers_are_read_as_they_were_written() -> None:
     }  # fmt: skip
     assert spans["a"].begin == len(head)
     assert len(head) % 64 == 0
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = wrap(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: [x], lambda x: {"a": x}, lambda x: {"$tuple": [x]}, lambda x: {"$dict": [[x, 1]]}],
+    ids=["lists", "dicts", "tuples", "keys"],
+)
+@pytest.mark.parametrize("depth", [210, 300])
+def test_deep_metadata_is_damage(saved: Path, wrap: Callable[[Any], Any], depth: int) -> None:
+    reseal(saved, put("metadata", nested(depth, wrap)))
+    with pytest.raises(CheckpointCorruptError, match=r"nested more than 200|ill-formed"):
+        print(accel_ckpt.open_checkpoint(saved).metadata)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [2**62], [2**40, 2**21]])
+def test_shapes_that_no_memory_has_are_damage(saved: Path, shape: list[int]) -> None:
+    name = next(iter(json.loads((saved / "manifest.json").read_bytes())["tensors"]))
+    reseal(saved, put("tensors", name, "shape", shape))
+    with pytest.raises(CheckpointCorruptError, match="shape"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def test_a_subfolder_that_is_a_link_is_refused(saved: Path) -> None:
+    name = "0123456789abcdef"
+    elsewhere = saved.parent / "elsewhere"
+    elsewhere.mkdir()
+    for file in saved.iterdir():
+        if file.name != "manifest.json":
+            file.rename(elsewhere / file.name)
+    reseal(saved, lambda document: document.update(folder=name))
+    (saved / name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointCorruptError, match="a link"):
+        accel_ckpt.open_checkpoint(saved)
+
+
+def test_notes_of_other_writers_may_be_anything(tmp_path: Path) -> None:
+    document = {"__metadata__": {"a": ["b"], "c": "w"}, "w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    text = json.dumps(document).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+    assert sorted(accel_ckpt.load_model_files(tmp_path)) == ["c", "w"]
+
+
+def test_a_reader_goes_over_to_the_checkpoint_that_takes_the_place(saved: Path, monkeypatch: Any) -> None:
+    verify = accel_ckpt.Checkpoint.verify
+    calls = []
+
+    def replaced_meanwhile(self: Any, **kwargs: Any) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            accel_ckpt.save(saved, {"model": {"w": torch.ones(70_000)}})
+        verify(self, **kwargs)
+
+    monkeypatch.setattr(accel_ckpt.Checkpoint, "verify", replaced_meanwhile)
+    assert accel_ckpt.open_checkpoint(saved).read("model")["w"].shape == (70_000,)
+    assert len(calls) == 2

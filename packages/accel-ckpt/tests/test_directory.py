@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import accel_ckpt
 from accel_ckpt import CheckpointDirectory, directory, keep_best, keep_every, keep_last, keep_union
 from accel_ckpt.staging import Staging, sweep
 from accel_state.errors import CheckpointError
@@ -169,3 +170,30 @@ def test_a_save_reads_no_more_manifests_the_more_checkpoints_there_are(
         counts.append(len(read))
     assert len(set(counts[2:])) == 1
     assert [entry.metadata["loss"] for entry in series.entries()] == [*range(4, 12)]
+
+
+def test_what_is_saved_while_the_listed_are_pruned_is_found(tmp_path, monkeypatch):
+    series = CheckpointDirectory(tmp_path, retention=keep_last(1))
+    for value in range(2):
+        series.save({"model": {"w": torch.full((2,), float(value))}})
+    listed = CheckpointDirectory._committed
+    calls = []
+
+    def then_pruned(self):
+        found = listed(self)
+        calls.append(found)
+        if len(calls) == 1:
+            monkeypatch.setattr(CheckpointDirectory, "_committed", listed)
+            series.save({"model": {"w": torch.full((2,), 2.0)}})
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_committed", then_pruned)
+    assert series.latest().path.name == "checkpoint_2"
+
+
+def test_a_save_removes_what_killed_saves_to_the_same_place_left(tmp_path):
+    for name in (".c.0123456789abcdef.staging", ".other.0123456789abcdef.staging"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    accel_ckpt.save(tmp_path / "c", {"model": {"w": torch.ones(2)}})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123456789abcdef.staging", "c"]

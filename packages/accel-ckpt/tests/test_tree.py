@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accel_ckpt
 from accel_ckpt.tree import TensorTable, decode, encode, leaves, tensor_name
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -153,3 +154,32 @@ def test_leaves_are_found_by_their_places() -> None:
 def test_ill_formed_documents_are_refused(document: Any) -> None:
     with pytest.raises(CheckpointCorruptError):
         decode(document, lambda key, path: key)
+
+
+def test_a_negated_view_is_another_tensor_than_its_base(tmp_path):
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    negated = base.conj().imag  # the memory of base.imag, read with the other sign
+    assert negated.is_neg()
+    read = accel_ckpt.save(tmp_path / "c", {"s": {"base": base.imag, "negated": negated}}).read("s")
+    assert read["base"].tolist() == [2.0, -4.0]
+    assert read["negated"].tolist() == [-2.0, 4.0]
+
+
+def test_nested_tensors_are_refused_by_name(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(CheckpointError, match="s/n is a nested tensor"):
+        accel_ckpt.save(tmp_path / "c", {"s": {"n": nested}})
+
+
+def test_the_name_that_safetensors_keeps_is_refused_before_anything_is_committed(tmp_path):
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        accel_ckpt.save(tmp_path / "c", {"__metadata__": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        accel_ckpt.export_model({"__metadata__": torch.ones(2)}, tmp_path / "e")
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_export_does_not_drop_one_of_two_names_that_become_the_same(tmp_path):
+    accel_ckpt.save(tmp_path / "c", {"model": {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}})
+    with pytest.raises(CheckpointError, match=r"a\.b and a/b of 'model' would both be called 'a\.b'"):
+        accel_ckpt.export_checkpoint(tmp_path / "c", tmp_path / "e")

@@ -95,3 +95,25 @@ def test_buffers_that_are_not_kept_equal_are_those_of_the_first_rank(rank: int, 
     accelerator.save_state(tmp_path / "saved")
     mean = open_checkpoint(tmp_path / "saved").read("model")["running_mean"]
     assert mean.unique().tolist() == [0.0]
+
+
+class Computed:
+    """A registered object that holds a tensor with a graph behind it."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(2, requires_grad=True) * 2
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+def test_objects_with_a_graph_are_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(computed := Computed())
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    assert computed.value.tolist() == [2.0, 2.0]

@@ -27,6 +27,8 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError, Checkpoi
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
+# How often a checkpoint that was replaced while its bytes were compared is opened anew.
+_REPLACED = 3
 # Tensors to read, each with what it is to be like, by what stands for it in a tree.
 _Requests = dict[object, Request]
 Fetched = dict[str, Callable[[], Tree]]
@@ -47,6 +49,25 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         CheckpointCorruptError: a file is missing, cut off or altered; names each.
     """
     peers = Peers(None) if group is None else Peers.of(group)
+    for last in (*[False] * _REPLACED, True):
+        checkpoint = _opened(path, peers)
+        try:
+            if verify:
+                checkpoint.verify(group=peers)
+        except CheckpointCorruptError:
+            checkpoint.close()
+            if last or not any(peers.together(f"opening {path}", checkpoint.is_replaced)):
+                raise
+            continue
+        except BaseException:
+            checkpoint.close()
+            raise
+        break
+    return checkpoint
+
+
+def _opened(path: str | os.PathLike[str], peers: Peers) -> "Checkpoint":
+    """The checkpoint, of which all ranks see the same."""
     opened: list[Checkpoint] = []
     peers.together(f"opening {path}", lambda: None)
 
@@ -60,14 +81,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
             f"{path}: rank 0 sees the save {told[0]} there and rank {other[0]} the save {told[other[0]]}; every "
             "machine needs a copy of the same"
         )
-    checkpoint = opened[0]
-    if verify:
-        try:
-            checkpoint.verify(group=group)
-        except BaseException:
-            checkpoint.close()
-            raise
-    return checkpoint
+    return opened[0]
 
 
 @final
@@ -259,6 +273,13 @@ class Checkpoint:
         for name in self.manifest.every_file:
             file = self._files[name]
             file.trust(file.unchecked())
+
+    def is_replaced(self) -> bool:
+        """Whether another save has taken its place since it was opened."""
+        try:
+            return read_manifest(self.path).id != self.manifest.id
+        except CheckpointError:
+            return False
 
     def close(self) -> None:
         """Closes the files; they are also closed when the checkpoint is forgotten."""

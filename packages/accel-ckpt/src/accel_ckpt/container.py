@@ -12,13 +12,14 @@ from math import prod
 from typing import Any
 
 from accel_ckpt.tensors import BYTES, CODES, dtype_of
-from accel_state.errors import CheckpointCorruptError
+from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 # safetensors' own limit.
 MAX_HEADER = 100_000_000
 # Tensors begin at a multiple of this, so that they can be mapped and written in whole vectors.
 _ALIGN = 64
 _LENGTH = 8
+_METADATA = "__metadata__"
 _SIZES = {code: int(dtype.itemsize) for name, code in CODES.items() if (dtype := dtype_of(name)) is not None}
 # Codes other writers use, with their size in bytes.
 _SIZES |= {"C64": 8, "F8_E8M0": 1}
@@ -69,7 +70,9 @@ def file_order(items: Sequence[Item]) -> list[Item]:
 
 def header_of(items: Sequence[Item], metadata: dict[str, str]) -> bytes:
     """The first bytes of a file with ``items`` in this order, up to where the first tensor begins."""
-    document: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    document: dict[str, Any] = {_METADATA: metadata} if metadata else {}
+    if any(item.key == _METADATA for item in items):
+        raise CheckpointError(f"a tensor cannot be called {_METADATA!r}, which safetensors keeps for itself; rename it")
     position = 0
     for item in items:
         code, shape = stored_as(item.dtype, item.shape)
@@ -96,7 +99,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> dict
         if not isinstance(document, dict):
             raise ValueError("the header is no object")
         base = _LENGTH + length
-        entries = {key: entry for key, entry in document.items() if key != "__metadata__"}
+        entries = {key: entry for key, entry in document.items() if key != _METADATA}
         return {key: _span(entry, base, size) for key, entry in entries.items()}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorruptError(f"{name}: ill-formed safetensors header: {error}") from error

@@ -96,9 +96,21 @@ class CheckpointDirectory:
         called instead of comparing all bytes, and raises CheckpointCorruptError on all ranks to pass one over; so the
         bytes that are needed can be read and compared at the same time.
         """
+        tried: set[int] = set()
+        while True:  # those that are there while others are tried may be pruned before it is their turn
+            copies = [set(numbers) for numbers in self._peers.each_copy(f"looking into {self.path}", self._committed)]
+            untried = set.union(*copies) - tried
+            if not untried:
+                return None
+            if (found := self._first_intact(untried, copies, accept)) is not None:
+                return found
+            tried |= untried
+
+    def _first_intact(
+        self, numbers: set[int], copies: list[set[int]], accept: Callable[[Checkpoint], object] | None
+    ) -> Checkpoint | None:
         peers = self._peers
-        copies = [set(numbers) for numbers in peers.each_copy(f"looking into {self.path}", self._committed)]
-        for number in sorted(set.union(*copies), reverse=True):
+        for number in sorted(numbers, reverse=True):
             path = self._place(number)
             checkpoint: Checkpoint | None = None
             try:

@@ -162,7 +162,18 @@ class _Stored:
 def _stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
     """The tensors of a state: the name to export each under, and its name in the checkpoint."""
     found = leaves(saved.read_structure(state, _Stored))
-    stored = {".".join(map(str, place)): leaf.key for place, leaf in found.items() if isinstance(leaf, _Stored)}
+    stored: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for place, leaf in found.items():
+        if not isinstance(leaf, _Stored):
+            continue
+        name = ".".join(map(str, place))
+        if name in stored:
+            raise CheckpointError(
+                f"{show_path(place)} and {places[name]} of {state!r} would both be called {name!r}; export another "
+                "state, or save it without such names"
+            )
+        stored[name], places[name] = leaf.key, show_path(place)
     if not stored:
         every = ", ".join(map(repr, saved.names))
         raise CheckpointError(f"{state!r} in {saved.path} holds no tensors; its states are {every}")

@@ -19,6 +19,8 @@ _SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
 _SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
 MAX_MANIFEST = 2**31
 MAX_SHAPE = 2**63
+# With the widest dtype their bytes have a number of 63 bits.
+MAX_ELEMENTS = 2**58
 _SUBFOLDER = re.compile(r"[0-9a-f]{16}")
 _OWN_NAME = re.compile(r"tensors-\d{5,}\.safetensors|local-\d{5,}\.json")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -218,7 +220,7 @@ def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEnt
     shape = tuple(_natural(size) for size in entry["shape"])
     if entry["dtype"] not in CODES and entry["dtype"] not in RAW:
         raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
-    if len(shape) > 64 or prod(shape) >= MAX_SHAPE:
+    if len(shape) > 64 or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise ValueError(f"{name}: shape {shape!r:.100}")
     parts = tuple(
         Part(file, str(key), Box(tuple(map(_natural, offset)), tuple(map(_natural, lengths))))

@@ -105,7 +105,8 @@ def read_plain(source: Source, name: str) -> tuple[dict[str, Span], dict[str, st
     spans = read_header(read, source.size, name)
     length = int.from_bytes(read(0, 8), "little")
     metadata = json.loads(read(8, 8 + length)).get("__metadata__", {})
-    return spans, metadata if isinstance(metadata, dict) else {}
+    notes = metadata.items() if isinstance(metadata, dict) else ()
+    return spans, {key: text for key, text in notes if isinstance(text, str)}
 
 
 def dtype_of_code(code: str, key: str) -> torch.dtype:

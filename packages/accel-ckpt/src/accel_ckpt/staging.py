@@ -46,6 +46,7 @@ class Staging:
         self._lock = target.parent / f".{target.name}.{self.id}.lock"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            sweep(target.parent, only=target.name)
             check_replaceable(target, overwrite=overwrite)
             self._handle: int | None = _take_lock(self._lock)
             try:
@@ -185,8 +186,10 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: a folder with other files is there; a checkpoint needs a place of its own")
 
 
-def sweep(folder: Path, grace: float = YOUNG) -> list[Path]:
+def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> list[Path]:
     """Removes what killed saves left in ``folder``, and puts back what a killed overwrite had moved aside.
+
+    With ``only``, what those to this name left.
 
     Folders whose writer lives, in this process or any other that sees the same locks, are left alone. Of a folder
     without a lock nothing is known, so it is left alone while younger than ``grace`` seconds.
@@ -194,7 +197,7 @@ def sweep(folder: Path, grace: float = YOUNG) -> list[Path]:
     groups: dict[tuple[str, str], dict[str, Path]] = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _HIDDEN.fullmatch(entry.name)
-        if match is not None and not entry.is_symlink():
+        if match is not None and only in (None, match["name"]) and not entry.is_symlink():
             groups.setdefault((match["name"], match["id"]), {})[match["kind"]] = entry
     removed: list[Path] = []
     for (name, identity), entries in groups.items():

@@ -223,6 +223,8 @@ def _check(key: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
     kind = type(local)
     if local.device.type == "meta":
         raise CheckpointError(f"{key} is on the meta device and has no values to save; materialise it first")
+    if local.is_nested:
+        raise CheckpointError(f"{key} is a nested tensor; save its parts (.unbind()) or .to_padded_tensor()")
     if local.layout != torch.strided:
         raise CheckpointError(f"{key} has layout {local.layout}; a checkpoint holds dense tensors (use .to_dense())")
     if hasattr(kind, "__tensor_flatten__"):

@@ -56,7 +56,10 @@ def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
     Raises:
         CheckpointCorruptError: the document is no state tree.
     """
-    return _decode(document, (), tensor)
+    try:
+        return _decode(document, (), tensor)
+    except RecursionError:
+        raise CheckpointCorruptError(f"a tree is nested more than {MAX_DEPTH} deep") from None
 
 
 def leaves(tree: Tree) -> dict[Path, Any]:
@@ -144,6 +147,8 @@ def _hint(value: Any) -> str:
 
 
 def _decode(document: Json, path: Path, tensor: Callable[[str, Path], Tree]) -> Tree:
+    if len(path) > MAX_DEPTH:
+        raise CheckpointCorruptError(f"{show_path(path[:5])}/... is nested more than {MAX_DEPTH} deep")
     if isinstance(document, list):
         return [_decode(item, (*path, index), tensor) for index, item in enumerate(document)]
     if not isinstance(document, dict):
@@ -170,7 +175,7 @@ def _decode_marked(mark: str, content: Json, path: Path, tensor: Callable[[str, 
     if mark == "$tuple":
         return tuple(_decode(item, (*path, index), tensor) for index, item in enumerate(content))
     if mark == "$dict":
-        pairs = [(_decode(key, path, tensor), item) for key, item in content]
+        pairs = [(_decode(key, (*path, "key"), tensor), item) for key, item in content]
         return {key: _decode(item, (*path, key), tensor) for key, item in pairs}
     raise CheckpointCorruptError(f"{show_path(path)} is marked {mark!r}, which this version does not know")
 
@@ -198,7 +203,8 @@ def _identity(tensor: torch.Tensor) -> object | None:
     from accel_ckpt.tensors import local_tensor, placement_key
 
     local = local_tensor(tensor)
-    if local.device.type == "meta" or local.layout != torch.strided or local.numel() == 0:
+    if local.device.type == "meta" or local.is_nested or local.layout != torch.strided or local.numel() == 0:
         return None
-    memory = (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.is_conj())
+    reading = (local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg())
+    memory = (local.device, local.data_ptr(), *reading)
     return (*memory, tuple(tensor.shape), placement_key(tensor))

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import nn
 
 from accel import open_window
@@ -225,7 +226,7 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
                 own = part.state_dict()
                 if name.startswith("scheduler"):
                     check_keys(name, own, state)
-                undo.append(partial(part.load_state_dict, copy.deepcopy(own)))
+                undo.append(partial(part.load_state_dict, _copy_of(own)))
             part.load_state_dict(state)
     except Exception as caught:
         error = caught
@@ -235,6 +236,14 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
         _put_back(undo)
         raise
     return undo
+
+
+def _copy_of(state: Any) -> Any:
+    """A deep copy, also of tensors that an autograd graph computed, which torch refuses to copy."""
+    from accel_ckpt.tree import leaves
+
+    computed = [one for one in leaves(state).values() if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    return copy.deepcopy(state, {id(tensor): tensor.detach().clone() for tensor in computed})
 
 
 def _put_back(undo: Sequence[Callable[[], Any]]) -> None:
