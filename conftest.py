@@ -1,5 +1,6 @@
 """Order and selection of tests: the longest first; a tenth of the slow ones; a sample of those that run in ranks."""
 
+import os
 from datetime import date
 from itertools import groupby
 from zlib import crc32
@@ -15,6 +16,11 @@ LONGEST = (
     "benchmarks/",
     "examples/tests/test_demo.py",
 )
+
+
+# torch's TCPStore asks for the name of each peer that connects, as an IPv6 address that /etc/hosts hardly ever has, and
+# serves nobody meanwhile: a name server that loses a query costs 5 s. No test needs one, so none is asked.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
