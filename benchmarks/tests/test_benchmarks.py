@@ -1,5 +1,6 @@
 """Every benchmark runs to its end and reports numbers, whose values are not checked."""
 
+import importlib
 import json
 import math
 import subprocess
@@ -41,9 +42,18 @@ def test_every_benchmark_is_listed_and_tested():
 
 
 ELSEWHERE = {"planner_xla": "torch_xla"}  # in an environment of its own
+# The quickest, which have all of the harness: ranks, loops, memory, checkpoints, processes of their own.
+QUICK = ("checkpoint", "collectives", "padding", "planner", "planner_xla", "resume")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.ranks(1, group=False)
+def test_every_benchmark_can_be_imported():
+    for name in RUNS:
+        if name not in ELSEWHERE:
+            assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS])
 def test_a_quick_run_reports_finite_numbers(name, tmp_path):
     if name in ELSEWHERE:
         pytest.importorskip(ELSEWHERE[name])

@@ -34,6 +34,8 @@ def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), **extra}
 
 
+# Other tests run the same commands; those of the other pages take one launch each.
+LONG = ("docs/planner.md", "docs/testing.md")
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
 
 
@@ -58,7 +60,9 @@ def test_python_of_a_page_runs_on_an_accelerator(page: str, tmp_path: Path, monk
     run_blocks(page)
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in WITH_COMMANDS]
+)
 def test_commands_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     for block in commands_of(page):
         if block.file:
@@ -79,7 +83,10 @@ def train_script(folder: Path) -> Path:
     "command",
     [
         ["-m", "accel", "launch", "--num_processes", "2", "train.py"],
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--log_dir", "logs", "train.py"],
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--log_dir", "logs", "train.py"],
+            marks=pytest.mark.slow,
+        ),
         ["train.py"],
     ],
     ids=["accel-launch", "torchrun", "python"],

@@ -77,7 +77,7 @@ def test_target_that_cannot_be_read_is_refused(target: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["good", "--layouts", "ddp:2/fp64"], 0, "ddp:2/fp64"),
+        pytest.param(["good", "--layouts", "ddp:2/fp64"], 0, "ddp:2/fp64", marks=pytest.mark.slow),
         (["dropout", "--layouts", "single/fp64,ddp:2/fp64"], 1, "DIFFERENT"),
         (["good", "--layouts", "ddp:2/fp46"], 2, "did you mean 'fp64'?"),
         (["good", "another.py:good"], 2, "unexpected extra argument (another.py:good)"),

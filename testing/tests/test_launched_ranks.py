@@ -6,11 +6,10 @@ import signal
 import pytest
 
 from accel_testing.errors import RankDied, RankError
-from accel_testing.launching import LAUNCHERS
 from accel_testing.pool import RankPool
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["accel", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_ranks_of_a_launcher_are_kept_and_replaced(launcher: str) -> None:
     with RankPool(2, launcher=launcher) as pool:
         assert pool.run(lambda: os.environ["RANK"]) == ["0", "1"]

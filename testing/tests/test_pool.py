@@ -232,9 +232,9 @@ def test_no_ranks_are_refused() -> None:
     ("kill", "options", "processes"),
     [
         pytest.param(signal.SIGKILL, [], 4, id="SIGKILL"),
-        pytest.param(signal.SIGTERM, [], 4, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, [], 4, id="SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, [], 4, id="SIGINT"),
-        pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel"),
+        pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, ["--launcher=torchrun"], 3, id="SIGTERM-torchrun"),
     ],
 )

@@ -181,7 +181,7 @@ for step in range(4):
 """
 
 
-@pytest.mark.parametrize("how", ["skip", "less"])
+@pytest.mark.parametrize("how", ["skip", pytest.param("less", marks=pytest.mark.slow)])
 def test_stage_3_names_the_modules_that_only_some_ranks_gather(how: str, tmp_path: Path) -> None:
     run = run_prepared(APART, 3, how, folder=tmp_path).check_failed()
     assert "stepped 1" in run.output
@@ -198,7 +198,7 @@ session.close()
 """
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_whole_weights_for_one_rank_only_are_refused_where_ranks_have_parts(stage: int, tmp_path: Path) -> None:
     run = run_prepared(ALONE, stage, folder=tmp_path)
     if stage == 0:

@@ -295,8 +295,15 @@ def fresh_pool() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
+@pytest.mark.parametrize(
+    ("checkpointing", "regional"),
+    [
+        pytest.param(True, True, id="checkpointing-regional"),
+        pytest.param(True, False, id="checkpointing-whole", marks=pytest.mark.slow),
+        pytest.param(False, True, id="plain-regional", marks=pytest.mark.slow),
+        pytest.param(False, False, id="plain-whole"),
+    ],
+)
 def test_compiled_units_compute_the_same(fresh_pool: RankPool, regional: bool, checkpointing: bool) -> None:
     fresh_pool.run(compile_and_compare, regional, checkpointing)
 

@@ -200,7 +200,7 @@ def test_values_that_differ_between_ranks_are_rank_zeros_in_the_background_too(t
             assert saved.read("loss") == number
 
 
-@pytest.mark.parametrize("end", ["raise KeyError('mine')", "del saver"])
+@pytest.mark.parametrize("end", ["raise KeyError('mine')", pytest.param("del saver", marks=pytest.mark.slow)])
 def test_a_process_that_ends_waits_for_what_is_under_way(tmp_path: Path, end: str) -> None:
     script = (
         "import sys, torch\n"

@@ -11,7 +11,7 @@ from accel_testing.launching import run_command
 SCRIPT = Path(__file__).parent / "other_loops.py"
 
 
-@pytest.mark.parametrize("kind", ["torch", "fabric"])
+@pytest.mark.parametrize("kind", ["torch", pytest.param("fabric", marks=pytest.mark.slow)])
 def test_a_loop_stopped_inside_an_epoch_goes_on_with_another_number_of_processes(kind):
     if kind == "fabric" and find_spec("lightning_fabric") is None:
         pytest.skip("lightning-fabric is not installed")

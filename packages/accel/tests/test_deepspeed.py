@@ -24,11 +24,11 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspee
         ("ds1:2/fp32/acc=3/short", adamw_program),
         ("ds2:2/fp32/acc=3/weighted", sgd_program),
         ("ds3:2/fp32/acc=3/short", adamw_program),
-        ("ds3:2/fp32", sgd_program),
-        ("ds0:2/bf16/acc=3", adamw_program),
-        ("ds1:2/bf16/acc=3", adamw_program),
+        pytest.param("ds3:2/fp32", sgd_program, marks=pytest.mark.slow),
+        pytest.param("ds0:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
+        pytest.param("ds1:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
         ("ds2:2/bf16", adamw_program),
-        ("ds3:2/bf16/acc=3", adamw_program),
+        pytest.param("ds3:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
         ("ds2:1/fp32/acc=3", adamw_program),
     ],
 )
@@ -121,11 +121,11 @@ needs_cpu_adam = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "layout",
     [
-        "ds1:2/fp32/acc=3/weighted/offload_optimizer=cpu",
-        "ds2:2/fp32/acc=3/offload_optimizer=cpu",
+        pytest.param("ds1:2/fp32/acc=3/weighted/offload_optimizer=cpu", marks=pytest.mark.slow),
+        pytest.param("ds2:2/fp32/acc=3/offload_optimizer=cpu", marks=pytest.mark.slow),
         "ds2:2/bf16/acc=3/offload_optimizer=cpu",
         "ds3:2/fp32/acc=3/short/offload_optimizer=cpu/offload_param=cpu",
-        "ds3:2/bf16/offload_optimizer=cpu",
+        pytest.param("ds3:2/bf16/offload_optimizer=cpu", marks=pytest.mark.slow),
     ],
 )
 def test_training_with_the_optimizer_on_the_host_equals_one_process(rank_pool: RankPool, layout: str) -> None:
@@ -137,8 +137,8 @@ def test_training_with_the_optimizer_on_the_host_equals_one_process(rank_pool: R
     "chain",
     [
         ("ds3:2/offload_optimizer=cpu/offload_param=cpu", "ds2:2/offload_optimizer=cpu"),
-        ("fsdp:2", "ds2:2/offload_optimizer=cpu"),
-        ("ds3:2/offload_optimizer=cpu", "ddp:2"),
+        pytest.param(("fsdp:2", "ds2:2/offload_optimizer=cpu"), marks=pytest.mark.slow),
+        pytest.param(("ds3:2/offload_optimizer=cpu", "ddp:2"), marks=pytest.mark.slow),
         ("ds1:2/offload_optimizer=cpu", "ds2:1"),
     ],
     ids=" to ".join,

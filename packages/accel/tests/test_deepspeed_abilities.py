@@ -183,7 +183,7 @@ def test_ordinary_experts_train_at_stage_3_as_in_one_process(rank: int) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize("layout", ["ds3:4/fp32", "ds3:2/fp32/acc=3/short"])
+@pytest.mark.parametrize("layout", ["ds3:4/fp32", pytest.param("ds3:2/fp32/acc=3/short", marks=pytest.mark.slow)])
 def test_hpz_of_zero_plus_plus_trains_as_one_process(rank_pool: RankPool, layout: str) -> None:
     options = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
     assert_equivalent(adamw_program, [f"{layout}/hf_ds_config={options}"], pool=rank_pool)

@@ -41,7 +41,15 @@ def fp16_on_the_cpu() -> Iterator[None]:
         CPU_Accelerator.is_fp16_supported = before
 
 
-@pytest.mark.parametrize("layout", ["ds0:2/acc=3", "ds1:2/acc=3/weighted", "ds2:2/acc=3", "ds3:2/acc=3/short"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("ds0:2/acc=3", marks=pytest.mark.slow),
+        "ds1:2/acc=3/weighted",
+        pytest.param("ds2:2/acc=3", marks=pytest.mark.slow),
+        "ds3:2/acc=3/short",
+    ],
+)
 def test_training_in_fp16_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(adamw_program, [f"{layout}/fp16"], pool=rank_pool, around=fp16_on_the_cpu)
 
@@ -53,7 +61,14 @@ def language_in_parts() -> Program:
     return program
 
 
-@pytest.mark.parametrize("layout", ["ds1:2/acc=3", "ds2:4/acc=3", "ds3:2/acc=3/short"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("ds1:2/acc=3", marks=pytest.mark.slow),
+        pytest.param("ds2:4/acc=3", marks=pytest.mark.slow),
+        "ds3:2/acc=3/short",
+    ],
+)
 def test_ranks_that_share_layers_in_fp16_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(language_in_parts, [f"{layout}/fp16/tp=2"], pool=rank_pool, around=fp16_on_the_cpu)
 

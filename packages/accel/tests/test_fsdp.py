@@ -27,8 +27,8 @@ HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
     [
         ("fsdp:1", sgd_program),
         ("fsdp:2/acc=3/weighted", adamw_program),
-        ("fsdp:2/acc=3/short", sgd_program),
-        ("fsdp:4/fp64", adamw_program),
+        pytest.param("fsdp:2/acc=3/short", sgd_program, marks=pytest.mark.slow),
+        pytest.param("fsdp:4/fp64", adamw_program, marks=pytest.mark.slow),
         (f"{HYBRID}/fp32/acc=3", sgd_program),
         ("fsdp1:2/acc=3/weighted", adamw_program),
     ],

@@ -47,7 +47,7 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accel", marks=pytest.mark.slow)])
 def test_any_number_of_blocks_trains_as_one_process(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -49,8 +49,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("version", [2, 1])
-@pytest.mark.parametrize("case", CASES)
+# The other pairs wait as long for the same end.
+QUICK = {("others", 2), ("others, as many later", 2), ("one more", 1)}
+
+
+@pytest.mark.parametrize(
+    ("case", "version"),
+    [
+        pytest.param(case, version, marks=() if (case, version) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for version in (2, 1)
+    ],
+)
 def test_ranks_that_take_different_blocks_are_named(tmp_path: Path, version: int, case: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -61,7 +71,7 @@ def test_ranks_that_take_different_blocks_are_named(tmp_path: Path, version: int
     assert "trained" not in done.output
 
 
-@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_skip_the_same_blocks_train(tmp_path: Path, version: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -91,7 +101,7 @@ accelerator.wait_for_everyone()
 """
 
 
-@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_state_that_one_rank_alone_wants_is_named(tmp_path: Path, version: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(STATE)

@@ -608,7 +608,10 @@ def join_line(port: int, patience: str) -> list[str]:
     return [*argv, "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "script.py"]
 
 
-@pytest.mark.parametrize("kind", ["silent", "http", "store"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("silent", marks=pytest.mark.slow), "http", pytest.param("store", marks=pytest.mark.slow)],
+)
 def test_a_foreign_answer_at_the_rendezvous_is_one_line_after_join_timeout(kind: str, tmp_path: Path) -> None:
     with foreign_server(kind) as port:
         done = launch(tmp_path, *join_line(port, "2s"), timeout=60)
@@ -618,7 +621,14 @@ def test_a_foreign_answer_at_the_rendezvous_is_one_line_after_join_timeout(kind:
     assert "after 2 s (join_timeout)" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_launcher_that_meets_something_foreign_can_be_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOW)
     with foreign_server("silent") as port:

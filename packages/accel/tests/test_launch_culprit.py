@@ -43,7 +43,10 @@ def check_report(kind: str, folder: Path) -> None:
     assert "because of another rank (" not in head, said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("first", "worker", "killed") else pytest.mark.slow) for kind in KINDS],
+)
 def test_the_culprit_and_its_line_are_named_first(kind: str, tmp_path: Path) -> None:
     check_report(kind, tmp_path)
 

@@ -51,7 +51,7 @@ def launched(folder: Path, launcher: str, strategy: str, endings: Sequence[str],
     return run_command(command, cwd=folder)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["accel", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_others_go_on_to_whatever_comes_next(tmp_path: Path, launcher: str) -> None:
     finished = launched(tmp_path, launcher, "ddp", ENDINGS).check()
     assert finished.output.count("is done") == 2, finished.output

@@ -37,7 +37,7 @@ def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
     [
         ("mlp", "ddp", "no", "AdamW"),
         ("gpt", "fsdp:full_shard+ckpt", "no", "SGD"),
-        ("gpt", "fsdp:full_shard", "bf16", "AdamW"),
+        pytest.param("gpt", "fsdp:full_shard", "bf16", "AdamW", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precision: str, optimizer: str) -> None:
@@ -46,7 +46,14 @@ def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precisi
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("strategy", "precision"), [("zero:1", "no"), ("zero:2", "bf16"), ("zero:3+ckpt", "bf16")])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("zero:1", "no"),
+        pytest.param("zero:2", "bf16", marks=pytest.mark.slow),
+        ("zero:3+ckpt", "bf16"),
+    ],
+)
 def test_what_is_predicted_is_what_engines_take(strategy: str, precision: str) -> None:
     check("mlp", strategy, 2, precision=precision)
 
