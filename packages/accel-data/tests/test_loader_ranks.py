@@ -286,7 +286,9 @@ class DeadlyStream(Deadly, IterableDataset):
 
 @pytest.mark.fault
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("dataset", "kills"), [(Deadly, True), (DeadlyStream, True), (Deadly, False)])
+@pytest.mark.parametrize(
+    ("dataset", "kills"), [pytest.param(Deadly, True, marks=pytest.mark.slow), (DeadlyStream, True), (Deadly, False)]
+)
 @pytest.mark.filterwarnings("ignore:every reader of")
 def test_what_one_rank_cannot_read_is_an_error_on_every_rank(rank, world_size, dataset, kills, tmp_path):
     options = LoaderOptions(dispatch_batches=False)

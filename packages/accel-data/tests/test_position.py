@@ -178,7 +178,7 @@ class Loop(RuleBasedStateMachine):
         assert position in (Cursor(epoch, at), Cursor(epoch + 1, 0) if at == SIZE else None)
 
 
-@pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [1000, pytest.param(2000, marks=pytest.mark.slow)])
 def test_loops_over_a_loader_read_what_a_script_expects(examples):
     run_state_machine_as_test(
         Loop, settings=settings(max_examples=examples, stateful_step_count=12, deadline=None, database=None)

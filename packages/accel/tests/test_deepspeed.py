@@ -46,6 +46,7 @@ def train():
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_the_user_is_checked_in_stages(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
