@@ -178,10 +178,9 @@ class Loop(RuleBasedStateMachine):
         assert position in (Cursor(epoch, at), Cursor(epoch + 1, 0) if at == SIZE else None)
 
 
-@pytest.mark.parametrize("examples", [1000, pytest.param(2000, marks=pytest.mark.slow)])
-def test_loops_over_a_loader_read_what_a_script_expects(examples):
+def test_loops_over_a_loader_read_what_a_script_expects():
     run_state_machine_as_test(
-        Loop, settings=settings(max_examples=examples, stateful_step_count=12, deadline=None, database=None)
+        Loop, settings=settings(max_examples=2000, stateful_step_count=12, deadline=None, database=None)
     )
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of ranks that do not hold the same: each keeps what is its own, and models are never mixed."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_local_sgd_is_saved_where_models_meet_and_refused_between(
     assert all(torch.equal(one, two) for one, two in zip(moments(restored), own, strict=True))
     first = open_checkpoint(tmp_path / "met").read("optimizer")["state"]["0.weight"]["exp_avg"]
     assert torch.equal(first, own[0]) == (rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_has_drifted_is_saved_as_the_first_rank_has_it(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with torch.no_grad():
+        accelerator.unwrap_model(model).weight.fill_(1 + rank)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_ckpt").addHandler(handler)
+    accelerator.save_state(tmp_path / "saved")
+    logging.getLogger("accel_ckpt").removeHandler(handler)
+    weight = open_checkpoint(tmp_path / "saved").read("model")["weight"]
+    assert weight.unique().tolist() == [1.0]
+    assert any("model/weight (rank 1)" in one for one in told) == (rank == 0)
 
 
 class Own:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -169,6 +170,7 @@ class Accelerator(
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Stateful] = []
+        self._trained_apart: WeakSet[nn.Module] = WeakSet()
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._attendance = Attendance.of(self.session)

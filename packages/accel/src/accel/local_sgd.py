@@ -32,6 +32,7 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps
         self.num_steps = 0
+        self._accelerator = accelerator
         self._backend = accelerator.backend
         self._model = model
         self._quiet: AbstractContextManager[Any] | None = None
@@ -41,6 +42,7 @@ class LocalSGD:
             self._backend.average_parameters(self._model)  # all start from one point, if the backend can at all
             self._quiet = self._backend.no_sync(self._model)
             self._quiet.__enter__()
+            self._accelerator._trained_apart.add(self._model)
         return self
 
     def step(self) -> None:
@@ -54,5 +56,6 @@ class LocalSGD:
             return
         self._quiet.__exit__(None, None, None)
         self._quiet = None
+        self._accelerator._trained_apart.discard(self._model)
         if kind is None and self.num_steps % self.local_sgd_steps:
             self._backend.average_parameters(self._model)

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _OWN = ("optimizer", "scheduler", "custom")
 _APART = (
     "copies of a model that have come apart are not saved as one. Inside LocalSGD save right after the step that "
-    "averages them (num_steps is a multiple of local_sgd_steps), or after the block; elsewhere find out why they "
-    "differ, or copy one rank's parameters to the others (torch.distributed.broadcast)"
+    "averages them (num_steps is a multiple of local_sgd_steps), or after the block"
 )
 
 
@@ -147,21 +146,23 @@ class TrainState(Mapping[str, Stateful]):
         """The state of every part, models first."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def terms(self, fill: "Callable[[Location], object] | None" = None) -> "Terms":
+    def terms(
+        self, fill: "Callable[[Location], object] | None" = None, *, apart: "Collection[nn.Module]" = ()
+    ) -> "Terms":
         """What a save does where ranks have different values of a part.
 
-        Each keeps its own optimizer, schedule and registered objects; copies of a model are trained to be equal, so
-        other ones are no state to go on from. ``fill`` adds files.
+        Each keeps its own optimizer, schedule and registered objects. Copies of a model that are not trained ``apart``
+        should be equal: they may have drifted on unlike devices, so the first rank's are saved, with a warning. Those
+        that are trained apart are no state to go on from. ``fill`` adds files.
         """
         from accel_ckpt import Terms
         from accel_ckpt.tree import tensor_name
 
         @cache
         def parameters() -> frozenset[str]:
-            models = {name: part for name, part in self._parts.items() if isinstance(part, ModelState)}
-            return frozenset(
-                tensor_name((name, own)) for name, one in models.items() for own in named_parameters(one.model)
-            )
+            models = ((name, part.model) for name, part in self._parts.items() if isinstance(part, ModelState))
+            found = ((name, model) for name, model in models if model in apart)
+            return frozenset(tensor_name((name, own)) for name, model in found for own in named_parameters(model))
 
         def refused(place: str) -> str | None:
             return _APART if place in parameters() else None

@@ -28,9 +28,11 @@ from accel_state.doctor.active import recorded
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from weakref import WeakSet
+
     from accel.config.model import AccelConfig
     from accel_backends import Backend
-    from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, PerNode, SaveHandle
+    from accel_ckpt import AsyncSaver, Checkpoint, CheckpointDirectory, PerNode, SaveHandle, Terms
     from accel_ckpt.peers import Ranks
     from accel_state.session import Session
 
@@ -57,6 +59,7 @@ class CheckpointFacet(ABC):
     _schedulers: list[PreparedScheduler]
     _dataloaders: list[Any]
     _custom_objects: list[Stateful]
+    _trained_apart: "WeakSet[nn.Module]"
     _save_hooks: "OrderedDict[int, SaveHook]"
     _load_hooks: "OrderedDict[int, LoadHook]"
     _saver: "AsyncSaver | None" = None
@@ -151,7 +154,7 @@ class CheckpointFacet(ABC):
         state, local = self._collect(alone=False)
         described = self._described(metadata)
         # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.
-        overwrite, terms = series is None, self._train_state().terms(self._fill(state))
+        overwrite, terms = series is None, self._terms(state)
         if asynchronous:
             if self._saver is None:
                 self._saver = accel_ckpt.AsyncSaver(group=self._ranks())
@@ -195,7 +198,7 @@ class CheckpointFacet(ABC):
             group=None,
             overwrite=series is None,
             alone=True,
-            terms=self._train_state().terms(self._fill(state)),
+            terms=self._terms(state),
         ).path
         if series is not None:
             series.prune()
@@ -337,9 +340,10 @@ class CheckpointFacet(ABC):
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
 
-    def _fill(self, state: dict[str, Any]) -> "Callable[[Location], object] | None":
-        """Runs the hooks of the user once there is a folder for their files; None if there are no hooks."""
-        return partial(self._run_save_hooks, state) if self._save_hooks else None
+    def _terms(self, state: dict[str, Any]) -> "Terms":
+        """What a save does where ranks differ; hooks of the user run once there is a folder for their files."""
+        fill = partial(self._run_save_hooks, state) if self._save_hooks else None
+        return self._train_state().terms(fill, apart=self._trained_apart)
 
     def _run_save_hooks(self, state: dict[str, Any], target: Location) -> None:
         """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
