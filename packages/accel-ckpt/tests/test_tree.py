@@ -165,6 +165,7 @@ def test_a_negated_view_is_another_tensor_than_its_base(tmp_path):
     assert read["negated"].tolist() == [-2.0, 4.0]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused_by_name(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(CheckpointError, match="s/n is a nested tensor"):
