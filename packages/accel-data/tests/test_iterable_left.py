@@ -221,3 +221,15 @@ def test_ranks_with_shards_of_their_own_skip_the_same_steps(rank, world_size, wo
     other = prepared(Files(files_of([7, 3, 5, 6])), rank, world_size, even=even, num_workers=workers)
     assert rows(other.skipped(2)) == every[2:]
     assert rows(other) == every
+
+
+def test_a_state_is_loaded_where_as_many_batches_were_skipped():
+    files = files_of([5, 3, 14, 6])
+    writer = prepared(Files(files), 0, 1, num_workers=2)
+    passing = iter(writer)
+    seen = [index for _ in range(3) for index in next(passing).tolist()]
+    state = writer.state_dict()
+    loader = prepared(Files(files), 0, 1, num_workers=1)
+    next(iter(loader.skipped(3)))
+    loader.load_state_dict(state)
+    assert sorted(seen + [index for batch in loader for index in batch.tolist()]) == list(range(28))
