@@ -734,8 +734,9 @@ def test_indices_given_to_a_sampler_between_epochs_are_followed():
     sampler = SubsetRandomSampler([0, 1, 2, 3])
     loader = loader_of(sampler=sampler)
     assert set(chain.from_iterable(loader)) == {0, 1, 2, 3}
-    sampler.indices = [8, 9, 10]
-    assert set(chain.from_iterable(loader)) == {8, 9, 10}
+    for chosen in ([8, 9, 10], np.array([3, 4, 5]), np.array([5, 6, 7])):
+        sampler.indices = chosen
+        assert set(chain.from_iterable(loader)) == set(chosen)
     assert len(loader) == 1
 
 

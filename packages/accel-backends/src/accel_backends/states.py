@@ -217,8 +217,8 @@ _WIDE = 8
 def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
     """``module.load_state_dict``, whose time is linear in the number of parameters.
 
-    Torch looks through all that a module is given once for each child, so a list of 10,000 layers takes 10,000 times
-    as long as one. What is given to a wide module, or one above, that does nothing of its own is divided once.
+    Torch looks through all entries of a module once for each child, so 10,000 layers take 10,000 times 10,000 looks. A
+    module without hooks that has many children, or contains one that has, hands each child its own entries instead.
     """
     if not any(len(one._modules) > _WIDE for one in module.modules()) or not _loads_as_torch_does(module):
         module.load_state_dict(state, strict=False)

@@ -49,21 +49,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         CheckpointCorruptError: a file is missing, cut off or altered; names each.
     """
     peers = Peers(None) if group is None else Peers.of(group)
-    for last in (*[False] * _REPLACED, True):
+    left = _REPLACED
+    while True:
         checkpoint = _opened(path, peers)
         try:
             if verify:
                 checkpoint.verify(group=peers)
-        except CheckpointCorruptError:
+            return checkpoint
+        except BaseException as error:
             checkpoint.close()
-            if last or not any(peers.together(f"opening {path}", checkpoint.is_replaced)):
+            damaged = isinstance(error, CheckpointCorruptError)
+            if not left or not damaged or not any(peers.together(f"opening {path}", checkpoint.is_replaced)):
                 raise
-            continue
-        except BaseException:
-            checkpoint.close()
-            raise
-        break
-    return checkpoint
+            left -= 1
 
 
 def _opened(path: str | os.PathLike[str], peers: Peers) -> "Checkpoint":

@@ -104,7 +104,7 @@ def make_draft(
     for name in (*state, *(local or {})):
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")
-    local = {**(local or {}), **{name: state[name] for name in apart}}
+    local = {**(local or {}), **{name: tree for name, tree in state.items() if name in apart}}
     trees = {str(name): encode(tree, str(name), table) for name, tree in state.items() if name not in apart}
     local_trees = {str(name): encode(tree, str(name), own) for name, tree in local.items()}
     sharded = [name for name, tensor in own.tensors.items() if as_dtensor(tensor) is not None]

@@ -1,4 +1,4 @@
-"""What ranks hold that should be the same on all of them: whether it is, and what a save makes of it if it is not.
+"""Comparison of replicas by digests, and the one state that a save makes of those of all ranks.
 
 Each tensor is written by one of the ranks that hold it, so a state of which ranks have different values would be put
 together from several of them. A digest of every tensor that several ranks hold shows that before anything is written.

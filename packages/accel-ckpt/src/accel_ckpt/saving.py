@@ -96,9 +96,9 @@ class Attempt:
     ) -> "Attempt":
         """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
 
-        ``draft`` gives what this rank brings, or raises; it is called once more with the names of states that turn out
-        to be this rank's own. ``part`` is what it has decided to write, if it has, on the
-        assumption that all ranks bring the same tensors.
+        ``draft`` gives what this rank brings, or raises; it is called once more with the names of states that turn
+        out to be this rank's own. ``part`` is what it has decided to write, if it has, on the assumption that all ranks
+        bring the same tensors.
 
         Raises:
             CheckpointError: on every rank if any cannot take part, or if that assumption was wrong.
@@ -251,7 +251,7 @@ class _Told:
 def _plan(
     peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
 ) -> tuple[RankPart, bool]:
-    """This rank's part where ranks bring different things, so say what first; and whether all bring the same tensors.
+    """The part that this rank writes where ranks bring different states, and whether all bring the same tensors.
 
     Raises:
         CheckpointError: what differs must not; on all ranks.
@@ -268,7 +268,7 @@ def _plan(
     differences = merged.differences
     if differences.places and peers.rank == 0:
         _LOG.warning(
-            "%s: the ranks have different values at %s; rank 0's are saved (local keeps each rank's)",
+            "%s: the ranks have different values at %s; those of rank 0 are saved",
             path,
             differences.shown(differences.places),
         )

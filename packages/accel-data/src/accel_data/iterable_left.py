@@ -25,8 +25,8 @@ class Left:
     The dataset was cut into ``shards`` (1: not at all), and each of these divided itself among ``workers`` (1: it did
     not). ``taken`` counts the elements read of each, shard by shard and worker by worker; more than a stream holds
     means all of it. Readers took ``chunk`` elements of one stream at a time, the next time from worker ``turn``.
-    ``samples`` had been delivered by then, over all ranks. ``seated``: the dataset asked which worker reads it, which
-    one worker alone may be asked, too.
+    ``samples`` had been delivered by then, over all ranks. ``seated``: the dataset asked which worker reads it (where
+    several workers have divided it, it always has).
     """
 
     shards: int

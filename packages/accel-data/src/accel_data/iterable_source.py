@@ -167,7 +167,7 @@ class StreamSource(Source):
         self.total_dataset_length = _size(self._dataset) if strided else None
 
     def begin(self, cursor: Cursor) -> Pass:
-        begun, dropped = (cursor, 0) if self._is_restored(cursor) else self._skips.get(cursor, (cursor, 0))
+        begun, dropped = (cursor, 0) if self._restored_at(cursor) else self._skips.get(cursor, (cursor, 0))
         resumed = self._start_for(begun)
         counted = self.strided or not begun.samples
         if dropped and counted and not self._may_divide(resumed.start):
@@ -207,13 +207,14 @@ class StreamSource(Source):
         reader.begin(Start(self._reader.start.epoch))
         return next(iter(reader), None)
 
-    def _is_restored(self, cursor: Cursor) -> bool:
-        return self._restored is not None and self._restored[0] == cursor
+    def _restored_at(self, cursor: Cursor) -> Resumed | None:
+        """The start that was restored, if it is this position's."""
+        return self._restored[1] if self._restored is not None and self._restored[0] == cursor else None
 
     def _start_for(self, cursor: Cursor) -> Resumed:
         """The start that was restored, if it is this position's, or one found by counting."""
-        if self._restored is not None and self._is_restored(cursor):
-            return self._restored[1]
+        if (restored := self._restored_at(cursor)) is not None:
+            return restored
         record = self.record(between=False)
         if self._left_at != cursor:  # skipped to, by as many batches of every rank
             record.pop(LEFT_KEY, None)

@@ -238,18 +238,22 @@ class MapSource(Source):
 
     def begin(self, cursor: Cursor) -> MapPass:
         """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
-        if not cursor.samples or self._order is None or len(self._order) != sized(self._reading.sampler):
-            self._follow_sampler()
+        self._follow_sampler(inside=cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
         self._batches.walk = walk = self._walk(cursor)
         return MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
 
-    def _follow_sampler(self) -> None:
-        """Makes the order again where the user gave the sampler other weights, indices or numbers."""
+    def _follow_sampler(self, *, inside: bool = False) -> None:
+        """Makes the order again where the user gave the sampler other weights, indices or numbers.
+
+        Inside an epoch only another length is followed.
+        """
         sampler = self._reading.sampler
-        if self._order is not None and (len(self._order) != sized(sampler) or self._basis.differs(sampler)):
+        if self._order is None:
+            return
+        if len(self._order) != sized(sampler) or (not inside and self._basis.differs(sampler)):
             self._order, self._basis = self._make_order(), Basis(sampler)
             self._measured = None
 
@@ -396,4 +400,5 @@ class MapSource(Source):
                 f"{told}: it shrank, grew or is another one, and position {cursor.samples} means another sample in it. "
                 f"Use the dataset of the saved run, or begin epoch {cursor.epoch + 1} with set_epoch"
             )
-        warnings.warn(f"{told}; epoch {cursor.epoch} begins with this one", RuntimeWarning, stacklevel=2)
+        if self._shard.index == 0:
+            warnings.warn(f"{told}; epoch {cursor.epoch} begins with this one", RuntimeWarning, stacklevel=2)

@@ -86,16 +86,17 @@ class Basis:
         self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
 
     def differs(self, sampler: Any) -> bool:
-        """Whether an attribute was assigned, or a tensor changed in place; changes inside of lists are not seen."""
+        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not seen."""
         now = [_content(getattr(sampler, name, None)) for name in _BASIS]
         return any(
-            version != version_now or (value is not other and (isinstance(value, torch.Tensor) or value != other))
+            version != version_now or not (value is other or (isinstance(value, int) and value == other))
             for (value, version), (other, version_now) in zip(self._values, now, strict=True)
         )
 
 
 def _content(value: Any) -> tuple[Any, int]:
-    return value, value._version if isinstance(value, torch.Tensor) else 0
+    counts = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value, value._version if counts else 0
 
 
 def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
