@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data.dispatch_lane import _bytes_of
 from accel_data.dispatch_source import DispatchSource
-from accel_data.iterable_source import StreamSource
+from accel_data.iterable.source import StreamSource
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader

@@ -92,7 +92,7 @@ def test_the_state_of_each_worker_is_noted_after_every_batch_or_as_often_as_aske
 def test_no_worker_outlives_a_pass_unless_it_is_meant_to(persistent):
     loader = prepared(StatefulDataLoader(Walk(7), batch_size=2, num_workers=1, persistent_workers=persistent))
     first = listed(loader)
-    assert (loader._source._inner._iterator is not None) == persistent
+    assert (loader._source._pool._inner._iterator is not None) == persistent
     assert listed(loader) == first
 
 

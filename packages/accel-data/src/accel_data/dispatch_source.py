@@ -59,7 +59,7 @@ class DispatchSource(Source):
         if options.split_batches:
             if rows is None:
                 raise ConfigError("split_batches needs a batch size: give the DataLoader batch_size, or drop it")
-            from accel_data.iterable import check_split
+            from accel_data.iterable.stride import check_split
 
             check_split(rows, shard.count)
         self._dealer = Dealer(

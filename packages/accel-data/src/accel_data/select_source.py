@@ -50,9 +50,9 @@ def dispatches(dataloader: "DataLoader[Any]", options: LoaderOptions, placement:
 
 def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
     """Whether each rank was given another part of the data, of which rank 0 could only send its own."""
-    from accel_data.iterable_traits import inspect_stream
+    from accel_data.iterable.capabilities import inspect_stream
 
-    given = inspect_stream(dataloader.dataset).given or ("already_sharded=True" if options.already_sharded else None)
+    given = inspect_stream(dataloader.dataset).presharded or ("already_sharded=True" if options.already_sharded else None)
     if given is not None and options.dispatch_batches:
         raise ConfigError(
             f"dispatch_batches=True sends what rank 0 reads, but each rank holds a part of this dataset ({given}): the "
@@ -74,7 +74,7 @@ def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placeme
 
 def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> Source:
     if isinstance(dataloader.dataset, IterableDataset):
-        from accel_data.iterable_source import StreamSource
+        from accel_data.iterable.source import StreamSource
 
         if options.global_batch_size is not None or options.sharding != "index":
             raise ConfigError(

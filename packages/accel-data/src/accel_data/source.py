@@ -4,7 +4,7 @@ A ``Source`` belongs to one loader for life; each time the user iterates, the lo
 ``Cursor``. There is one source for each way of reading:
 
 - ``map_source.MapSource``: map-style data. The user's DataLoader is kept, its sampler replaced by ours.
-- ``iterable_source.StreamSource``: iterable datasets, asked to shard or seek, or strided.
+- ``iterable.source.StreamSource``: iterable datasets, by the strategy that their capabilities allow.
 - ``dispatch_source.DispatchSource``: rank 0 reads, all receive.
 
 ``select_source.select_source`` picks one. The loader itself looks one batch ahead, places batches on the device,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from accel_data.iterable_reader import Delivered
+from accel_data.iterable.worker import Delivered
 from accel_data.peers import Peers
 from accel_state.errors import CollectiveError, DataError
 

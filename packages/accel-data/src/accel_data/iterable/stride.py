@@ -1,4 +1,4 @@
-"""The elements of a stream that each reader keeps, when every reader reads the same stream."""
+"""Strides: the elements of a stream that each reader keeps, when every reader reads the same stream."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, final
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from accel_data.iterable.capabilities import choose_epoch
 from accel_state.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ class Part(NamedTuple):
     real: int
     """How many of ``elements``, from the front, are not padding."""
     group_real: int
-    """How many elements of the stream the whole group holds, over all shards."""
+    """How many elements of the stream the full group holds, over all shards."""
     stop: int
     """How many elements of the stream come before the next group, skipped ones included."""
 
@@ -126,9 +126,9 @@ def check_split(batch_size: int, shards: int) -> int:
 
 @final
 class IterableDatasetShard(IterableDataset[Any]):
-    """One rank's part of an iterable dataset that cannot shard itself, worker processes included.
+    """One rank's elements of an iterable dataset that cannot shard itself, in worker processes too.
 
-    Every reader reads the whole source and keeps its part: see ``Stride`` for which. Give it to a ``DataLoader`` with
+    Every reader reads the full source and keeps its stride (see ``Stride``). Give it to a ``DataLoader`` with
     the same ``batch_size`` (divided by ``num_processes`` with ``split_batches``); the elements then come in the same
     order for any number of workers. Raises ``ConfigError`` when ``split_batches`` cannot divide the batch.
     """
@@ -155,12 +155,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._stride()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of this and of the source."""
+        """Chooses the epoch of this dataset and of its source."""
         self.epoch = epoch
-        forward_epoch(self.dataset, epoch)
+        choose_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        reseed_generator(self.dataset, self.epoch)
+        if not hasattr(self.dataset, "set_epoch"):  # otherwise the user may have called it
+            choose_epoch(self.dataset, self.epoch)
         info = get_worker_info()
         stride = self._stride() if info is None else self._stride(workers=info.num_workers, worker=info.id)
         for part in parts(self.dataset, stride):
@@ -181,20 +182,3 @@ class IterableDatasetShard(IterableDataset[Any]):
             drop_last=self.drop_last,
             even=self.even_batches,
         )
-
-
-def forward_epoch(dataset: object, epoch: int) -> None:
-    """Tells a dataset that wants to know which epoch begins."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-
-
-def reseed_generator(dataset: object, epoch: int) -> None:
-    """Makes the order of a dataset that shuffles with its own ``generator`` the same on all readers of an epoch.
-
-    Only where the dataset has no ``set_epoch``: then the order is its own business.
-    """
-    generator = getattr(dataset, "generator", None)
-    if isinstance(generator, torch.Generator) and not callable(getattr(dataset, "set_epoch", None)):
-        generator.manual_seed(epoch)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_data.iterable import IterableDatasetShard, Part, Stride, parts
+from accel_data.iterable.stride import IterableDatasetShard, Part, Stride, parts
 from accel_state.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_data.iterable_left import Left, LeftStreams
+from accel_data.iterable.reshard import MergedRemainder, ShardProgress
 from accel_state.errors import DataStateError
 from accel_state.parallelism import DataShard
 
@@ -49,14 +49,14 @@ def real(loader, batch, rank):
 
 
 def test_what_is_left_comes_in_the_order_of_those_who_left_it():
-    left = Left(shards=2, workers=1, chunk=2, taken=(2, 2), turn=0, samples=4)
-    assert list(LeftStreams(Files(files_of([5, 3, 4, 1])), left)) == [2, 3, 7, 12, 4, 8, 9, 10, 11]
-    left = Left(shards=1, workers=2, chunk=2, taken=(2, 0), turn=1, samples=2)
-    assert list(LeftStreams(Files(files_of([4, 3, 2])), left)) == [4, 5, 2, 3, 6, 7, 8]
+    left = ShardProgress(shards=2, workers=1, chunk=2, taken=(2, 2), turn=0, samples=4)
+    assert list(MergedRemainder(Files(files_of([5, 3, 4, 1])), left)) == [2, 3, 7, 12, 4, 8, 9, 10, 11]
+    left = ShardProgress(shards=1, workers=2, chunk=2, taken=(2, 0), turn=1, samples=2)
+    assert list(MergedRemainder(Files(files_of([4, 3, 2])), left)) == [4, 5, 2, 3, 6, 7, 8]
 
 
 def test_nobody_is_a_worker_afterwards():
-    iterator = iter(LeftStreams(Files(files_of([4, 3])), Left(1, 2, 2, (0, 0), 0, 0)))
+    iterator = iter(MergedRemainder(Files(files_of([4, 3])), ShardProgress(1, 2, 2, (0, 0), 0, 0)))
     next(iterator)
     assert get_worker_info() is None
 
@@ -233,3 +233,91 @@ def test_a_state_is_loaded_where_as_many_batches_were_skipped():
     next(iter(loader.skipped(3)))
     loader.load_state_dict(state)
     assert sorted(seen + [index for batch in loader for index in batch.tolist()]) == list(range(28))
+
+
+@pytest.mark.parametrize("how", ["skip", "gate"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])
+def test_a_state_between_a_skip_and_the_first_batch_leads_to_the_batches_that_the_skip_leads_to(dataset, workers, how):
+    """Samples alone do not say which batches a stream that divides itself has then behind it."""
+    every = [batch.tolist() for batch in prepared(dataset, 0, 1, num_workers=workers)]
+    state = state_behind_skip(prepared(dataset, 0, 1, num_workers=workers), 3, how)
+    resumed = prepared(dataset, 0, 1, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == every[3:]
+    assert [batch.tolist() for batch in resumed] == every
+
+
+def state_behind_skip(loader, batches, how):
+    """As a script saves it that looks before it reads, or a preemption that ends the pass before its first batch."""
+    if how == "skip":
+        loader.skip(batches)
+        return json.loads(json.dumps(loader.state_dict()))
+    states = []
+
+    def gate(loader, batches):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        return
+        yield
+
+    other = loader.skipped(batches)
+    other.gate = gate
+    assert list(other) == []
+    return states[0]
+
+
+def test_a_skip_behind_a_skip_is_one_skip():
+    dataset = Files(files_of([5, 3, 14, 6]))
+    every = [batch.tolist() for batch in prepared(dataset, 0, 1, num_workers=2)]
+    loader = prepared(dataset, 0, 1, num_workers=2)
+    loader.skip(1)
+    state = state_behind_skip(loader, 2, "skip")
+    resumed = prepared(dataset, 0, 1, num_workers=2)
+    resumed.load_state_dict(state)
+    for one in (loader, resumed):
+        assert [batch.tolist() for batch in one] == every[3:]
+
+
+def test_a_state_between_a_skip_and_the_first_batch_is_refused_to_other_readers_with_what_works():
+    files = files_of([5, 3, 14, 6])
+    state = state_behind_skip(prepared(Files(files), 0, 1, num_workers=2), 3, "skip")
+    for others in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 3}):
+        other = prepared(Files(files), 0, 1, **others)
+        with pytest.raises(DataStateError, match=r"between skip_first_batches and the first batch, by 1 ranks with 2 w"):
+            other.load_state_dict(state)
+        assert len([index for batch in other for index in batch.tolist()]) == 28
+    undivided = prepared(Files(files, False), 0, 1, num_workers=2)
+    list(undivided)  # now it is known that its workers divide nothing: samples tell the position
+    undivided.set_epoch(0)
+    state = state_behind_skip(undivided, 3, "skip")
+    other = prepared(Files(files, False), 0, 1, num_workers=1)
+    other.load_state_dict(state)
+    assert [index for batch in other for index in batch.tolist()] == list(range(6, 28))
+
+
+def test_a_skip_behind_a_loaded_position_is_saved_with_that_position():
+    dataset = Files(files_of([5, 3, 14, 6]))
+    every = [batch.tolist() for batch in prepared(dataset, 0, 1, num_workers=2)]
+    writer = prepared(dataset, 0, 1, num_workers=2)
+    passing = iter(writer)
+    for _ in range(3):
+        next(passing)
+    loader = prepared(dataset, 0, 1, num_workers=2)
+    loader.load_state_dict(writer.state_dict())
+    resumed = prepared(dataset, 0, 1, num_workers=2)
+    resumed.load_state_dict(state_behind_skip(loader, 2, "skip"))
+    for one in (loader, resumed):
+        assert [batch.tolist() for batch in one] == every[5:]
+
+
+def test_batches_are_skipped_after_an_epoch_that_was_read_as_one_stream():
+    writer = [prepared(Files(files_of([5, 3, 14, 6])), rank, 2) for rank in range(2)]
+    passing = [iter(loader) for loader in writer]
+    for one in passing:
+        next(one)
+    for workers in (0, 2):
+        loader = prepared(Files(files_of([5, 3, 14, 6])), 0, 1, num_workers=workers)
+        loader.load_state_dict({**writer[0].state_dict(), "private": None})
+        assert len([index for batch in loader for index in batch.tolist()]) == 24
+        every = [batch.tolist() for batch in prepared(Files(files_of([5, 3, 14, 6])), 0, 1, num_workers=workers)]
+        assert [batch.tolist() for batch in loader.skipped(2)] == every[2:]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accel_data import iterable_reader
 from accel_data.cursor import Cursor
-from accel_data.iterable import Stride
-from accel_data.iterable_reader import StreamReader, WorkerInit
-from accel_data.iterable_resume import Readers, resume
-from accel_data.iterable_source import StreamSource
-from accel_data.iterable_traits import StreamTraits, choose_reading, inspect_stream, is_seekable
+from accel_data.iterable import worker
+from accel_data.iterable.capabilities import Capabilities, inspect_stream, is_seekable, resolve
+from accel_data.iterable.resume import Readers, StreamPosition, resume
+from accel_data.iterable.source import StreamSource
+from accel_data.iterable.stride import Stride
+from accel_data.iterable.worker import StreamReader, WorkerInit
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -194,27 +194,31 @@ def test_batches_made_by_the_dataset_are_dealt_out_whole():
 
 
 @pytest.mark.parametrize(
-    ("traits", "options", "mode", "amplification"),
+    ("capabilities", "options", "mode", "amplification"),
     [
-        (StreamTraits(), {"shards": 1}, "stride", 1),
-        (StreamTraits(), {"shards": 1, "workers": 3}, "stride", 3),
-        (StreamTraits(), {"shards": 4, "workers": 3}, "stride", 12),
-        (StreamTraits(can_shard=True), {"shards": 4, "workers": 3}, "native", 1),
-        (StreamTraits(can_shard=True, num_shards=4), {"shards": 4}, "native", 1),
-        (StreamTraits(can_shard=True, num_shards=3), {"shards": 4}, "stride", 4),
-        (StreamTraits(can_shard=True), {"shards": 4, "exact": True}, "stride", 4),
-        (StreamTraits(can_shard=True, given="it says so"), {"shards": 4}, "given", 1),
-        (StreamTraits(), {"shards": 4, "already_sharded": True}, "given", 1),
+        ({}, {"ranks": 1}, "stride", 1),
+        ({}, {"ranks": 1, "workers": 3}, "stride", None),
+        ({"worker_dependent": False}, {"ranks": 1, "workers": 3}, "stride", 3),
+        ({"worker_dependent": False}, {"ranks": 4, "workers": 3}, "stride", 12),
+        ({"worker_dependent": True}, {"ranks": 4, "workers": 3}, "stride", 4),
+        ({"shardable": True, "worker_dependent": True}, {"ranks": 4, "workers": 3}, "native", 1),
+        ({"shardable": True, "worker_dependent": False}, {"ranks": 4, "workers": 3}, "native", 3),
+        ({"shardable": True, "num_shards": 4}, {"ranks": 4}, "native", 1),
+        ({"shardable": True, "num_shards": 3}, {"ranks": 4}, "stride", 4),
+        ({"shardable": True}, {"ranks": 4, "exact": True}, "stride", 4),
+        ({"worker_dependent": True}, {"ranks": 4, "workers": 3, "exact": True}, "stride", 12),
+        ({"shardable": True, "presharded": "it says so"}, {"ranks": 4}, "given", 1),
+        ({}, {"ranks": 4, "already_sharded": True}, "given", 1),
     ],
 )
-def test_the_way_of_reading_follows_from_what_the_dataset_can_do(traits, options, mode, amplification):
-    reading = choose_reading(traits, **options)
-    assert (reading.mode, reading.amplification) == (mode, amplification)
+def test_the_strategy_follows_from_what_the_dataset_can_do(capabilities, options, mode, amplification):
+    strategy = resolve(Capabilities(**capabilities), **options)
+    assert (strategy.mode, strategy.amplification) == (mode, amplification)
 
 
 def test_exact_streams_of_a_dataset_that_was_split_are_refused():
     with pytest.raises(ConfigError, match="it was split by node"):
-        choose_reading(StreamTraits(given="it was split by node"), shards=2, exact=True)
+        resolve(Capabilities(presharded="it was split by node"), ranks=2, exact=True)
 
 
 def test_a_shard_method_of_another_kind_is_not_asked():
@@ -222,9 +226,9 @@ def test_a_shard_method_of_another_kind_is_not_asked():
         def shard(self, path):
             return path
 
-    assert inspect_stream(Other(3)) == StreamTraits()
-    assert inspect_stream(Seekable(3)) == StreamTraits(seekable=True)
-    assert inspect_stream(Shardable([1, 2])) == StreamTraits(can_shard=True, num_shards=2)
+    assert inspect_stream(Other(3)) == Capabilities()
+    assert inspect_stream(Seekable(3)) == Capabilities(seekable=True)
+    assert inspect_stream(Shardable([1, 2])) == Capabilities(shardable=True, num_shards=2)
 
 
 @pytest.mark.filterwarnings("default:every reader of")
@@ -316,7 +320,7 @@ def test_workers_may_change_between_save_and_resume(before, after, dataset):
 
 
 def test_a_seekable_dataset_is_not_read_again_from_the_front(monkeypatch):
-    monkeypatch.setattr(iterable_reader, "_SNAPSHOT_SHARE", float("inf"))  # however slow the machine is just now
+    monkeypatch.setattr(worker, "_SNAPSHOT_SHARE", float("inf"))  # however slow the machine is just now
     loader = prepared(Seekable(1000))
     iterator = iter(loader)
     for _ in range(450):
@@ -429,7 +433,7 @@ def test_a_whole_stream_left_on_one_rank_is_finished_as_one_stream():
 )
 def test_a_position_that_means_nothing_here_is_refused_with_what_works(record, private, here, words):
     with pytest.raises(DataStateError) as caught:
-        resume(record, Cursor(1, 24), private, here)
+        resume(StreamPosition.load(record, Cursor(1, 24), private), here)
     assert words in str(caught.value)
     assert "set_epoch" in str(caught.value) or "map" in words
 

@@ -1,0 +1,203 @@
+"""Capabilities of an iterable dataset, and the one strategy that follows from them, with its promise.
+
+Capabilities are found by the methods of a dataset, so the library that it comes from is never imported.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+
+from accel_state.errors import ConfigError
+
+Mode = Literal["stride", "native", "given", "left"]
+"""The names in saved states: one stream that all ranks read; ``shard()``; sharded before; a merged remainder."""
+ALREADY_SHARDED = "already_sharded"
+"""An attribute that a dataset may set to True when it yields the elements of this rank only."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one dataset can do.
+
+    Attributes:
+        shardable: it has ``shard(num_shards=, index=)``.
+        num_shards: into how many shards it can be cut at most; None: any number, or unknown.
+        presharded: why it is taken to yield this rank's elements only; None: it is taken to yield all.
+        seekable: it has ``state_dict`` and ``load_state_dict``, and loses nothing between the two.
+        worker_dependent: it reads ``get_worker_info()``, so that each worker's stream is one of its own: with several
+            workers it divides itself among them, and with one its order may be another than with none. None: not known
+            before a worker reads it.
+    """
+
+    shardable: bool = False
+    num_shards: int | None = None
+    presharded: str | None = None
+    seekable: bool = False
+    worker_dependent: bool | None = None
+
+
+_PROMISES: dict[tuple[Mode, bool], tuple[str, str]] = {
+    ("stride", False): ("one stream", "exact on any number of ranks and workers"),
+    ("stride", True): (
+        "worker streams",
+        "exact with as many workers; with other workers the rest of the epoch is read as one merged stream",
+    ),
+    ("native", False): (
+        "shards",
+        "exact on as many ranks, with any workers; on other ranks the rest of the epoch is read as one merged stream",
+    ),
+    ("native", True): (
+        "shards of workers",
+        "exact on as many ranks and workers; on others the rest of the epoch is read as one merged stream",
+    ),
+    ("given", False): ("sharded before", "exact on as many ranks, with any workers; refused on others"),
+    ("given", True): ("sharded before, worker streams", "exact on as many ranks and workers; refused on others"),
+    ("left", False): ("merged stream", "exact on any number of ranks and workers until the epoch ends"),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How ``ranks`` with ``workers`` loader workers each (0: none) share one dataset, and why.
+
+    ``divided``: each worker reads a stream of its own. None: only reading tells.
+    """
+
+    mode: Mode
+    reason: str
+    ranks: int = 1
+    workers: int = 0
+    divided: bool | None = False
+
+    @property
+    def name(self) -> str:
+        """The name of the strategy, as documentation and messages use it."""
+        return _PROMISES[self.mode, bool(self.divided)][0]
+
+    @property
+    def promise(self) -> str:
+        """What a position that was saved inside an epoch is good for."""
+        return _PROMISES[self.mode, bool(self.divided)][1]
+
+    @property
+    def strided(self) -> bool:
+        """Whether all ranks read the same stream, or streams, and each keeps a part."""
+        return self.mode in ("stride", "left")
+
+    @property
+    def amplification(self) -> int | None:
+        """How often an element is read, over all ranks and workers, for each time that it is delivered."""
+        if self.divided is None and self.workers > 1:
+            return None
+        return (self.ranks if self.strided else 1) * (1 if self.divided else max(self.workers, 1))
+
+    def warning(self, dataset: str) -> str | None:
+        """What a user is told once, with numbers, when elements are read in vain; None: none are, or not known."""
+        if (self.amplification or 1) == 1:
+            return None
+        ranks = self.ranks if self.strided else 1
+        workers = 1 if self.divided else max(self.workers, 1)
+        part, reason = "the full stream", self.reason
+        cheaper = "give the dataset shard(num_shards, index); split it yourself and say already_sharded=True; or let "
+        cheaper += "one rank read for all with dispatch_batches=True"
+        if not self.strided:
+            part, reason = "the shard of its rank", "the dataset does not read get_worker_info()"
+            cheaper = "divide the dataset among workers in its __iter__; or use one worker"
+        return (
+            f"every reader of {dataset} reads {part} and keeps its stride, because {reason}: {ranks} rank"
+            f"{'s' * (ranks > 1)} x {workers} worker{'s' * (workers > 1)} = {ranks * workers} times the reading and "
+            f"decoding of one pass. Strategy: {self.name}, {self.promise}. Cheaper: {cheaper}"
+        )
+
+
+def resolve(
+    capabilities: Capabilities, *, ranks: int, workers: int = 0, already_sharded: bool = False, exact: bool = False
+) -> Strategy:
+    """The strategy by which ``ranks`` with ``workers`` loader workers each share a dataset.
+
+    ``already_sharded``: the user declares that it yields this rank's elements. ``exact``: the dataset neither shards
+    itself nor sees its workers, so that its order and every position hold for any number of ranks and workers.
+
+    Raises:
+        ConfigError: ``exact`` with a dataset that yields this rank's elements only.
+    """
+    divided = False if exact or not workers else capabilities.worker_dependent
+    presharded = capabilities.presharded or ("already_sharded=True" if already_sharded else None)
+    if presharded is not None:
+        if exact:
+            raise ConfigError(
+                "exact_streams needs the full stream on every rank, but this dataset yields one rank's part "
+                f"({presharded}): give the dataset before it was split, or drop exact_streams"
+            )
+        return Strategy("given", presharded, ranks, workers, divided)
+    shards = capabilities.num_shards
+    if exact:
+        reason = "exact_streams=True"
+    elif ranks == 1:
+        reason = "the dataset does not read get_worker_info()" if workers > 1 else "one process reads everything"
+    elif not capabilities.shardable:
+        reason = "it has no shard(num_shards, index)"
+    elif shards is not None and shards < ranks:
+        reason = f"it has {shards} shards for {ranks} ranks"
+    else:
+        return Strategy("native", f"it has {shards or 'any number of'} shards", ranks, workers, divided)
+    return Strategy("stride", reason, ranks, workers, divided)
+
+
+def inspect_stream(dataset: object) -> Capabilities:
+    """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods.
+
+    ``datasets.distributed.split_dataset_by_node`` leaves a ``_distributed`` record on what it returns.
+    """
+    presharded = None
+    if getattr(dataset, "_distributed", None) is not None:
+        presharded = "it was split by node"
+    elif getattr(dataset, ALREADY_SHARDED, False) is True:
+        presharded = f"it has {ALREADY_SHARDED} = True"
+    counts = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
+    shards = next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)
+    return Capabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset))
+
+
+def is_seekable(stream: object) -> bool:
+    """Whether a dataset or iterator saves and loads its position without losing anything.
+
+    Hugging Face ``datasets`` forget what is in a shuffle buffer when a state is loaded (their documentation says so):
+    a dataset with such a buffer is read again up to the position instead.
+    """
+    has_state = callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
+    return has_state and not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
+
+
+def choose_epoch(dataset: object, epoch: int) -> None:
+    """Calls the dataset's ``set_epoch``; where it has none, seeds its ``generator`` by the epoch, on all readers alike."""
+    set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(epoch)
+
+
+def _has_shuffle_buffer(stage: object) -> bool:
+    """Whether any stage of a ``datasets`` pipeline is a buffer."""
+    if stage is None:
+        return False
+    if type(stage).__name__.startswith("BufferShuffled"):
+        return True
+    sources = getattr(stage, "ex_iterables", None)
+    return any(map(_has_shuffle_buffer, [getattr(stage, "ex_iterable", None), *(sources or ())]))
+
+
+def _has_shard(dataset: Any) -> bool:
+    shard = getattr(dataset, "shard", None)
+    if not callable(shard):
+        return False
+    try:
+        inspect.signature(shard).bind(num_shards=2, index=0)
+    except (TypeError, ValueError):
+        return False
+    return True

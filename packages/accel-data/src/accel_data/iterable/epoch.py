@@ -1,0 +1,178 @@
+"""One pass over a stream, with the position behind each of its batches."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from accel_data.cursor import Cursor, Step
+from accel_data.iterable.capabilities import Strategy
+from accel_data.iterable.lockstep import Lockstep
+from accel_data.iterable.readers import ReaderPool
+from accel_data.iterable.reshard import ShardProgress
+from accel_data.iterable.resume import Readers, StreamPosition
+from accel_data.iterable.worker import Delivered, Start
+from accel_data.source import Pass
+
+Counts = tuple[int, ...] | None
+"""By data rank, the real rows of a step; None: nothing is repeated, or unknown."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """The beginning of a pass.
+
+    The readers stand at ``start``, which is that of the position ``begun``; of what they give, ``dropped`` batches are
+    read and dropped, so that the first one delivered is that at ``cursor``.
+    """
+
+    cursor: Cursor
+    begun: StreamPosition
+    start: Start
+    strategy: Strategy
+    readers: Readers
+    dropped: int = 0
+
+
+@final
+class StreamEpoch(Pass):
+    """One pass over a stream, from a plan.
+
+    ``opened`` is called with the first batch that was read, ``reported`` with each position that the loader looks at.
+    ``lockstep`` (None: ranks know nothing of each other) gives ranks with streams of their own equally many steps.
+    """
+
+    def __init__(
+        self,
+        plan: EpochPlan,
+        pool: ReaderPool,
+        lockstep: Lockstep | None,
+        *,
+        length: int | None,
+        opened: Callable[[Delivered], None],
+        reported: Callable[[StreamPosition], None],
+    ) -> None:
+        self.length = length
+        self._plan, self._pool, self._on_open, self._report = plan, pool, opened, reported
+        start, workers = plan.start, max(plan.readers.workers, 1)
+        # Of this rank's streams, by worker.
+        self._positions = list(start.positions) if len(start.positions) > 1 else [start.positions[0]] * workers
+        self._snapshots = list(start.snapshots) if len(start.snapshots) > 1 else [start.snapshots[0]] * workers
+        self._turn, self._divided = start.turn, plan.begun.divided
+        # The elements taken of every stream, as far as that is known.
+        self._taken: list[int] | None = None
+        self._at = plan.begun
+        self._behind: deque[tuple[int, StreamPosition, Counts]] = deque([(-plan.dropped, plan.begun, None)], maxlen=3)
+        self._iterator: Iterator[Any] = iter(())
+        self.batches = self._read() if lockstep is None else self._read_together(lockstep)
+
+    @property
+    def readers(self) -> Iterator[Any]:
+        return self._iterator
+
+    def close(self) -> None:
+        super().close()
+        self._iterator = iter(())
+        self._pool.close()
+
+    def step(self, number: int) -> Step:
+        found = ((position, counts) for counted, position, counts in reversed(self._behind) if counted == number)
+        position, counts = next(found, (self._plan.begun, None))  # before the batches that are dropped were read
+        self._report(position)
+        return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
+
+    def _open(self) -> Iterator[Delivered]:
+        self._iterator = self._pool.open(self._plan.readers.index)
+        return self._iterator
+
+    def _read(self) -> Iterator[Any]:
+        plan, stride, shards = self._plan, self._pool.stride, self._plan.readers.shards
+        strided, first, last = plan.strategy.strided, 1 - plan.dropped, 0
+        for number, item in enumerate(self._open(), first):
+            self._advance(item, opens=number == first)
+            streams, last = self._positions[: len(self._positions) if item.divided else 1], item.part[1]
+            # Without messages from the others their streams are taken to be like this one.
+            if self._taken is not None and strided:
+                self._taken = streams
+            elif self._taken is not None:
+                self._taken = None if len(streams) > 1 else [count + stride.batch_size for count in self._taken]
+            samples = sum(streams) * (1 if strided else shards)
+            self._keep(number, samples, self._real_rows(last), turn=self._turn)
+            if number > 0:
+                yield item.batch
+        if strided or shards == 1:
+            self.remainder = last % stride.group_size
+
+    def _read_together(self, lockstep: Lockstep) -> Iterator[Any]:
+        size, first, last = self._pool.stride.batch_size, 1 - self._plan.dropped, 0
+        for number, step in enumerate(lockstep.run(self._open(), self._pool.first_batch), first):
+            if step.is_new:
+                self._advance(step.item, opens=number == first)
+            elif number == first:
+                self._taken = self._taken_before()
+            if self._taken is not None:
+                workers = len(self._taken) // len(step.places)
+                for shard, (worker, stop) in enumerate(step.places):
+                    if step.counts[shard] >= 0:
+                        self._taken[shard * workers + (worker if self._divided else 0)] = stop
+            real = tuple(max(count, 0) for count in step.counts)
+            full, last = min(step.counts) == size, sum(real)
+            counts = real if not full and self._pool.batched else None
+            turn = (step.places[0][0] + 1) % len(self._positions)
+            self._keep(number, self._at.cursor.samples + last, counts, turn=turn, full=full)
+            if number > 0:
+                yield step.item.batch
+        self.remainder = last % (size * self._plan.readers.shards)
+
+    def _advance(self, item: Delivered, *, opens: bool) -> None:
+        """Counts a batch of this rank's streams; ``opens``: the first of the pass."""
+        self._divided = item.divided
+        if opens:
+            self._taken = self._taken_before()
+            self._on_open(item)
+        worker = item.worker if item.divided else 0
+        self._positions[worker] = item.part[2]
+        if item.snapshot is not None:
+            self._snapshots[worker] = item.snapshot
+        self._turn = (item.worker + 1) % len(self._positions)
+
+    def _taken_before(self) -> list[int] | None:
+        """Elements taken of every stream before the pass; None where one stream is read by all, or it is unknown."""
+        plan, mode = self._plan, self._plan.strategy.mode
+        shards = plan.readers.shards if mode == "native" else 1
+        if mode not in ("native", "stride") or (shards == 1 and not self._divided):
+            return None
+        if plan.begun.progress is not None:
+            return list(plan.begun.progress.taken)
+        if plan.begun.cursor.samples and self._divided:
+            return None
+        return [plan.start.positions[0]] * (shards * (plan.readers.workers if self._divided else 1))
+
+    def _real_rows(self, group_real: int) -> Counts:
+        """Real rows by data rank of a group cut from one stream; None when it is full."""
+        stride = self._pool.stride
+        if not self._pool.batched or stride.shards == 1 or group_real == stride.group_size:
+            return None
+        cuts = (group_real - index * stride.batch_size for index in range(stride.shards))
+        absent = 0 if stride.even else -1
+        return tuple(min(cut, stride.batch_size) if cut > 0 else absent for cut in cuts)
+
+    def _keep(self, number: int, samples: int, counts: Counts, *, turn: int, full: bool = True) -> None:
+        """Notes the position behind a batch; ``turn``: the worker of rank 0 that is read next, ``full``: of all ranks."""
+        plan, mode, divided = self._plan, self._plan.strategy.mode, self._divided
+        cursor, before = Cursor(plan.cursor.epoch, samples), self._at
+        if mode == "left":
+            self._at = replace(before, cursor=cursor, mode=mode, readers=plan.readers, private=None)
+        else:
+            progress = private = None
+            if self._taken is not None:
+                shards, chunk = plan.readers.shards if mode == "native" else 1, self._pool.stride.group_size
+                workers, taken = len(self._taken) // shards, tuple(self._taken)
+                progress = ShardProgress(shards, workers, chunk, taken, turn if divided else 0, samples, seated=divided)
+            if mode != "stride" or divided or any(self._snapshots):
+                used = slice(None if divided else 1)
+                private = plan.readers.private(self._positions[used], self._snapshots[used], self._turn)
+            level = before.level and full
+            self._at = StreamPosition(cursor, mode, plan.readers, divided, level, progress, private)
+        self._behind.append((number, self._at, counts))

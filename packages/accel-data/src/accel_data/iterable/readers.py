@@ -1,0 +1,84 @@
+"""The user's DataLoader with a ``StreamReader`` in the place of its dataset."""
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from accel_data.iterable.stride import Stride
+from accel_data.iterable.worker import Delivered, Start, StreamReader, WorkerInit
+from accel_data.keyed import derive_key
+from accel_data.skipping import iterated, let_go
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+@final
+class ReaderPool:
+    """Reads ``dataset`` by ``stride`` with the workers and all other options of the user's loader.
+
+    Attributes:
+        dataloader: a copy of the user's loader over ``dataset``, for those who look at its attributes.
+        batched: the loader makes batches of samples; otherwise each element is a batch already.
+    """
+
+    def __init__(
+        self, loader: "DataLoader[Any]", dataset: Any, stride: Stride, *, exact: bool, every: int | None
+    ) -> None:
+        self.stride, self.batched = stride, loader.batch_size is not None
+        self.dataloader = _with(loader, dataset=dataset)
+        self._reader = StreamReader(
+            dataset,
+            stride,
+            loader.collate_fn,
+            batched=self.batched,
+            shared=loader.persistent_workers,
+            exact=exact,
+            every=every,
+        )
+        self._inner = _with(
+            loader,
+            dataset=self._reader,
+            batch_sampler=None,
+            collate_fn=_unchanged,
+            worker_init_fn=WorkerInit(loader.worker_init_fn, self._reader),
+        )
+
+    def begin(self, start: Start) -> None:
+        """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""
+        if not (start.plain and self._reader.start.plain):
+            self._inner._iterator = None
+        self._reader.begin(start)
+
+    def open(self, shard: int) -> Iterator[Delivered]:
+        """Starts the readers; the random state of this process stays as it is, also that of a resumed run."""
+        generator = torch.Generator()
+        if self._inner.num_workers:
+            generator.manual_seed(derive_key(torch.initial_seed(), self._reader.start.epoch, shard))
+        return iterated(self._inner, generator)
+
+    def close(self) -> None:
+        """Ends the readers, unless they are to stay."""
+        let_go(self._inner)
+
+    def first_batch(self) -> Delivered | None:
+        """The first batch of this rank's stream, read here: it fills up steps of a pass that begins behind its end."""
+        reader = StreamReader(
+            self._reader.dataset, self.stride, self._reader.collate, batched=self.batched, shared=False
+        )
+        reader.begin(Start(self._reader.start.epoch))
+        return next(iter(reader), None)
+
+
+def _with(loader: "DataLoader[Any]", **changes: Any) -> "DataLoader[Any]":
+    """A copy of the user's loader, of its class and with all its options but these."""
+    other = copy.copy(loader)
+    # A DataLoader refuses to have these set once it exists, because its own sampler is made from them.
+    other.__dict__.update(changes, _iterator=None)
+    return other
+
+
+def _unchanged(item: Any) -> Any:
+    return item

@@ -1,0 +1,240 @@
+"""Iterable datasets as a source: the strategy of one loader, carried from epoch to epoch."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from accel_data.cursor import Cursor
+from accel_data.iterable.capabilities import Strategy, inspect_stream, resolve
+from accel_data.iterable.epoch import EpochPlan, StreamEpoch
+from accel_data.iterable.lockstep import Lockstep
+from accel_data.iterable.readers import ReaderPool
+from accel_data.iterable.reshard import MergedRemainder
+from accel_data.iterable.resume import LENGTH_KEY, SHARDS_KEY, WORKERS_KEY, Readers, StreamPosition, resume
+from accel_data.iterable.stride import Stride, check_split
+from accel_data.iterable.worker import Delivered
+from accel_data.options import LoaderOptions
+from accel_data.peers import connect
+from accel_data.source import Json, Pass, Source
+from accel_state.errors import ConfigError, DataStateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.data import DataLoader
+
+    from accel_state.parallelism import DataShard
+
+SKIPS_KEY, TO_KEY, FROM_KEY, BATCHES_KEY, ROWS_KEY = "skips", "to", "from", "batches", "rows"
+
+
+class _Skip(NamedTuple):
+    """``batches`` batches of every rank behind ``begun``."""
+
+    begun: StreamPosition
+    batches: int
+
+
+@final
+class StreamSource(Source):
+    """Batches of an iterable dataset for one rank."""
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        shard: "DataShard",
+        options: LoaderOptions,
+        *,
+        group: "ProcessGroup | None" = None,
+    ) -> None:
+        """Resolves how the dataset is shared; reads nothing.
+
+        ``group`` (None: the default one) lets ranks with streams of their own agree on when an epoch ends.
+        """
+        self._loader, self._shard, self._group, self._options = loader, shard, group, options
+        self._dataset: Any = loader.dataset
+        self._readers = Readers(shard.count, shard.index, loader.num_workers)
+        self.even_batches = options.even_batches
+        size = loader.batch_size or 1
+        if options.split_batches:
+            if loader.batch_size is None:
+                raise ConfigError("split_batches needs a batch size: give the DataLoader batch_size, or drop it")
+            size = check_split(size, shard.count)
+        self._batch_size = size
+        self.total_batch_size = size * shard.count
+        self._strategy = resolve(
+            inspect_stream(self._dataset),
+            ranks=shard.count,
+            workers=loader.num_workers,
+            already_sharded=options.already_sharded,
+            exact=options.exact_streams,
+        )
+        self._lockstep: Lockstep | None = None
+        self._said: set[str] = set()
+        self._skips: dict[Cursor, _Skip] = {}
+        self._position = StreamPosition(Cursor(), self._strategy.mode, self._readers)
+        self._install(self._strategy, self._position)
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the dataset is shared in the pass that began last."""
+        return self._current
+
+    @property
+    def read_amplification(self) -> int | None:
+        return self._current.amplification
+
+    def _install(self, strategy: Strategy, begun: StreamPosition) -> None:
+        """Puts readers for this strategy in the place of the dataset, in a copy of the user's loader."""
+        loader, shard, dataset = self._loader, self._shard, self._dataset
+        self._current = strategy
+        if strategy.mode == "native":
+            dataset = dataset.shard(num_shards=shard.count, index=shard.index)
+        elif strategy.mode == "left":
+            assert begun.progress is not None
+            dataset = MergedRemainder(dataset, begun.progress)
+        stride = Stride(
+            batch_size=self._batch_size,
+            shards=shard.count if strategy.strided else 1,
+            index=shard.index if strategy.strided else 0,
+            drop_last=loader.drop_last,
+            even=self.even_batches and shard.count > 1,
+        )
+        every = getattr(loader, "snapshot_every_n_steps", 1 if self._options.use_stateful_dataloader else None)
+        self._pool = ReaderPool(loader, dataset, stride, exact=self._options.exact_streams, every=every)
+        self.dataloader = self._pool.dataloader
+        self.total_dataset_length = _size(self._dataset) if strategy.strided else None
+
+    def begin(self, cursor: Cursor) -> Pass:
+        plan = self._plan(cursor)
+        even, mode = self.even_batches and self._shard.count > 1, plan.strategy.mode
+        if mode != self._current.mode or mode == "left" or even is not self._pool.stride.even:
+            self._install(plan.strategy, plan.begun)
+        self._current, self._position = plan.strategy, plan.begun
+        self._pool.begin(plan.start)
+        lockstep = self._agreement() if even and not plan.strategy.strided else None
+        length = self.length(cursor)
+        return StreamEpoch(plan, self._pool, lockstep, length=length, opened=self._opened, reported=self._reported)
+
+    def _plan(self, cursor: Cursor) -> EpochPlan:
+        """The start that leads to ``cursor``: by its position, by counting, or behind the batches that were skipped."""
+        skip = None if self._position.cursor == cursor else self._skips.get(cursor)
+        begun = self._position_at(cursor) if skip is None else skip.begun
+        dropped = 0 if skip is None else skip.batches
+        if skip is not None and not self._must_read(begun):
+            begun, dropped = replace(begun, cursor=cursor, private=None), 0
+        start, mode = resume(begun, self._readers)
+        strategy = self._strategy if mode is None else replace(self._strategy, mode=mode)
+        if start.undivided:
+            strategy = replace(strategy, divided=False)
+        if strategy.mode == "left":
+            strategy = replace(strategy, reason="its shards were left inside this epoch by other readers")
+        return EpochPlan(cursor, begun, start, strategy, self._readers, dropped)
+
+    def _must_read(self, begun: StreamPosition) -> bool:
+        """Whether no count tells the batches behind ``begun``: workers may read, or ranks have read, streams of their own."""
+        start, mode = resume(begun, self._readers)
+        may_divide = self._readers.workers > 0 and self._strategy.divided is not False and not start.undivided
+        return may_divide or (begun.cursor.samples > 0 and mode in ("native", "given"))
+
+    def _position_at(self, cursor: Cursor) -> StreamPosition:
+        """What is known of the position at ``cursor``: it was loaded or reported, or only its samples were counted."""
+        if self._position.cursor == cursor:
+            return self._position
+        return StreamPosition(cursor, self._strategy.mode, self._readers, bool(self._strategy.divided))
+
+    def _agreement(self) -> Lockstep | None:
+        """With streams of their own, ranks must be told when another one ends. None without a process group."""
+        if self._lockstep is None:
+            peers = connect(self, self._shard, self._group)
+            self._lockstep = None if peers is None else Lockstep(peers)
+        return self._lockstep
+
+    def length(self, cursor: Cursor) -> int | None:
+        total = _size(self._pool.dataloader.dataset)
+        if total is None:
+            return None
+        stride = self._pool.stride
+        passed = cursor.samples if self._current.strided else cursor.samples // self._shard.count
+        return -(-stride.length(max(total - passed, 0)) // stride.batch_size)
+
+    def skip(self, cursor: Cursor, batches: int) -> Cursor:
+        total = self.total_dataset_length
+        samples = cursor.samples + batches * self.total_batch_size
+        after = Cursor(cursor.epoch, samples if total is None else min(samples, total))
+        if batches:
+            before = self._skips.get(cursor) if self._position.cursor != cursor else None
+            begun = self._position_at(cursor) if before is None else before.begun
+            self._skips[after] = _Skip(begun, batches + (0 if before is None else before.batches))
+        return after
+
+    @property
+    def ends_together(self) -> bool:
+        """Where steps are filled up: of one stream that all read, or by agreement."""
+        alone = self._shard.count == 1
+        return alone or (self.even_batches and (self._current.strided or self._lockstep is not None))
+
+    def record(self, *, between: bool) -> dict[str, Json]:
+        record = self._position.record()
+        if self.total_dataset_length is not None:
+            record[LENGTH_KEY] = self.total_dataset_length
+        here, rows = self._readers, self.total_batch_size
+        skips = [
+            {TO_KEY: to.samples, FROM_KEY: skip.begun.cursor.samples, BATCHES_KEY: skip.batches, ROWS_KEY: rows}
+            | {SHARDS_KEY: here.shards, WORKERS_KEY: here.workers}
+            for to, skip in self._skips.items()
+            if to != self._position.cursor
+            and (skip.begun == self._position or not skip.begun.cursor.samples)
+            and self._must_read(skip.begun)
+        ]
+        return record | {SKIPS_KEY: skips} if skips else record
+
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        here, saved = _size(self._dataset), record.get(LENGTH_KEY)
+        if saved is not None and here is not None and saved != here:
+            raise DataStateError(
+                f"the state is of an iterable dataset with {saved} samples; this one has {here}: give the dataset "
+                "of the saved run, or begin a new epoch with set_epoch"
+            )
+        skip = next((skip for skip in record.get(SKIPS_KEY, ()) if skip[TO_KEY] == cursor.samples), None)
+        begun = cursor if skip is None else Cursor(cursor.epoch, skip[FROM_KEY])
+        position = StreamPosition.load(record, begun, private)
+        if skip is not None:
+            self._check_skip(skip)
+        resume(position, self._readers)
+        self._position, self._skips = position, {}
+        if skip is not None:
+            self._skips[cursor] = _Skip(position, skip[BATCHES_KEY])
+
+    def _check_skip(self, skip: Mapping[str, int]) -> None:
+        """Raises ``DataStateError`` where the batches that were skipped would be others."""
+        here = (self._readers.shards, self._readers.workers, self.total_batch_size)
+        then = (skip[SHARDS_KEY], skip[WORKERS_KEY], skip[ROWS_KEY])
+        if then != here:
+            by = "{} ranks with {} workers and steps of {} samples"
+            raise DataStateError(
+                f"the state was saved between skip_first_batches and the first batch, by {by.format(*then)}. Which "
+                f"samples the {skip[BATCHES_KEY]} skipped batches held, in a stream that workers may divide, only the "
+                f"same readers find out; here are {by.format(*here)}. What works: resume with as many; save after the "
+                "first batch; or use exact_streams=True from the start"
+            )
+
+    def _opened(self, item: Delivered) -> None:
+        """Takes over what only reading shows: whether the dataset divides itself among workers."""
+        if self._current.divided is None:
+            self._strategy = replace(self._strategy, divided=item.divided)
+            self._current = replace(self._current, divided=item.divided)
+        text = self._current.warning(type(self._dataset).__name__)
+        if text is not None and self._shard.index == 0 and self._current.name not in self._said:
+            self._said.add(self._current.name)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _reported(self, position: StreamPosition) -> None:
+        self._position = position
+
+
+def _size(dataset: object) -> int | None:
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -1,0 +1,292 @@
+"""The side of an iterable dataset that runs where it is read: in a process of the loader's workers, or in the rank's."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from accel_data.iterable.capabilities import choose_epoch, is_seekable
+from accel_data.iterable.stride import Stride, parts
+from accel_state.errors import DataError, DataStateError
+
+_SNAPSHOT_SHARE = 0.05
+"""Taking snapshots of a dataset's state may cost this share of the time; between them positions are counted."""
+
+
+class Snapshot(NamedTuple):
+    """The dataset's own state behind element ``at`` of the stream of its reader."""
+
+    at: int
+    state: Any
+
+
+class Delivered(NamedTuple):
+    """One collated batch with its facts.
+
+    A named tuple, so that workers' queues and torch's pinning thread take it apart like any batch.
+    """
+
+    batch: Any
+    part: tuple[int, int, int]
+    """``real``, ``group_real`` and ``stop`` of its ``Part``."""
+    worker: int
+    divided: bool
+    """The dataset read which worker it is in, so each worker's stream is one of its own: a part of the rank's."""
+    snapshot: Snapshot | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the readers of one epoch begin; valid for that epoch only, later ones begin at the front.
+
+    ``positions`` counts elements of the stream: one entry when all workers read the same stream, one for each worker
+    when the dataset divides itself. ``turn`` is the worker whose batch comes next then. ``undivided``: the position was
+    counted in a stream that no worker divided, so workers are hidden from the dataset. ``base``: elements that were
+    counted before the first one that the dataset now yields.
+    """
+
+    epoch: int = 0
+    positions: tuple[int, ...] = (0,)
+    snapshots: tuple[Snapshot | None, ...] = (None,)
+    turn: int = 0
+    undivided: bool = False
+    base: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the front of an epoch."""
+        return self == Start(self.epoch)
+
+
+def open_stream(dataset: Any, snapshot: Snapshot | None) -> tuple[Iterator[Any], Any]:
+    """An iterator of ``dataset`` behind ``snapshot``, and the object whose ``state_dict`` follows it.
+
+    That object is the dataset or its iterator, or None where neither seeks: then the iterator is at the front.
+    """
+    in_dataset = is_seekable(dataset)
+    if snapshot is not None and in_dataset:
+        dataset.load_state_dict(snapshot.state)
+    iterator: Any = iter(dataset)
+    stateful = dataset if in_dataset else iterator if is_seekable(iterator) else None
+    if snapshot is not None and stateful is not None and not in_dataset:
+        stateful.load_state_dict(snapshot.state)
+    return iterator, stateful
+
+
+@final
+class StreamReader(IterableDataset[Delivered]):
+    """Reads a user's dataset for one rank and yields full collated batches.
+
+    It takes the place of the dataset in the user's loader, whose own batching is switched off; ``collate`` is the
+    user's. Batches leave the workers together with the position behind them, so a position never counts what a worker
+    has read ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        stride: Stride,
+        collate: Callable[[Any], Any],
+        *,
+        batched: bool,
+        shared: bool,
+        exact: bool = False,
+        every: int | None = None,
+    ) -> None:
+        """``batched``: the loader makes batches of samples. ``shared``: workers outlive an epoch (persistent).
+
+        ``exact``: hide workers from the dataset, so that it never divides itself. ``every``: batches after which a
+        reader notes the dataset's own state (None: as often as is cheap).
+        """
+        self.dataset, self.stride, self.collate, self.batched = dataset, stride, collate, batched
+        self.exact, self.every = exact, every
+        self.start = Start()
+        self.view: WorkerView | None = None
+        # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        if shared:
+            self._epoch.share_memory_()
+
+    def begin(self, start: Start) -> None:
+        """Chooses the epoch and the position at which the next iteration begins."""
+        self.start = start
+        self._epoch.fill_(start.epoch)
+        choose_epoch(self.dataset, start.epoch)
+
+    def __iter__(self) -> Iterator[Delivered]:
+        epoch = int(self._epoch)
+        start = self.start if self.start.epoch == epoch else Start(epoch)
+        info = get_worker_info() or self.view
+        choose_epoch(self.dataset, epoch)
+        if info is None:
+            return self._deliver(start, 0, 1, None)
+        assert isinstance(info, WorkerView), "the loader's worker_init_fn was replaced after the loader was prepared"
+        info.begin(start)
+        return self._deliver(start, info.number, info.count, info)
+
+    def _deliver(self, start: Start, worker: int, workers: int, view: "WorkerView | None") -> Iterator[Delivered]:
+        if view is not None:
+            view.install(hidden=start.undivided or self.exact)
+        position = _of_worker(start.positions, worker, 0)
+        elements, stateful = open_stream(self.dataset, _of_worker(start.snapshots, worker, None))
+        # Where the dataset no longer seeks, the position is counted instead.
+        snapshot = None if stateful is None else _of_worker(start.snapshots, worker, None)
+        # A generator runs only when it is read: the first element shows whether the dataset reads its worker. One that
+        # goes on from a state of a divided stream need not do so again. One worker is read, too, because the order of
+        # the stream may depend on there being one.
+        first = list(islice(elements, 1))
+        divided = view is not None and (view.asked or (snapshot is not None and not start.undivided))
+        stride = self.stride if divided else replace(self.stride, worker=worker, workers=workers)
+        begun = snapshot.at if snapshot is not None else start.base
+        camera = _Camera(stateful, self.every)
+        for part in parts(chain(first, elements), stride, skip=position - begun):
+            self._check(view, divided)
+            stop = begun + part.stop
+            # A stream that has ended may already stand at its beginning again.
+            snapshot = camera.take(stop) if part.group_real == stride.group_size else None
+            facts = part.real, part.group_real, stop
+            content = part.elements if self.batched else part.elements[0]
+            yield Delivered(self._collated(content, view), facts, worker, divided, snapshot)
+        self._check(view, divided)
+
+    def _check(self, view: "WorkerView | None", divided: bool) -> None:
+        if view is not None and not divided and view.asked and view.count > 1:
+            raise DataError(
+                f"{type(self.dataset).__name__} asked which worker reads it only after its first element, when the "
+                "stream was already divided; ask at the beginning of __iter__"
+            )
+
+    def _collated(self, content: Any, view: "WorkerView | None") -> Any:
+        if view is None:
+            return self.collate(content)
+        # Collation is no reading: it may use its worker's number, whether or not the dataset sees the worker.
+        asked = view.asked
+        with view.installed(hidden=False):
+            batch = self.collate(content)
+        view.asked = asked
+        return batch
+
+
+@final
+class WorkerInit:
+    """The user's ``worker_init_fn``, shown the user's dataset instead of the reader that took its place.
+
+    Splitting ``get_worker_info().dataset`` there is the other documented way to divide a dataset over workers.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None, reader: StreamReader) -> None:
+        self.init, self.reader = init, reader
+
+    def __call__(self, worker: int) -> None:
+        view = WorkerView(get_worker_info(), self.reader.dataset)
+        view.begin(self.reader.start)
+        # Kept by this worker's copy of the reader, because a later pass of a living worker may begin hidden.
+        self.reader.view = view
+        view.install(hidden=False)
+        if self.init is not None:
+            self.init(view.number)
+        # A function that only seeds also reads the number of its worker; one that divides has to touch the dataset.
+        view.divided_at_start = view.asked and view.touched
+
+
+@final
+class WorkerView:
+    """Stands in for torch's ``WorkerInfo`` and notices when the dataset divides itself by it.
+
+    A dataset that ignores its worker would be read once by every worker and each sample be delivered several times; one
+    that divides itself must not be divided again. Nothing but watching distinguishes the two.
+
+    Its number is rotated: torch takes the first batch of a pass from worker 0, and after a resume that has to be the
+    one whose turn it was.
+
+    Attributes:
+        asked: the number or the count was read since the pass began.
+        touched: the dataset was reached through this.
+        divided_at_start: the user's ``worker_init_fn`` divided the dataset, for the life of the worker.
+    """
+
+    def __init__(self, info: Any, dataset: Any) -> None:
+        self._info, self._dataset = info, dataset
+        self.number: int = info.id
+        self.count: int = info.num_workers
+        self.asked = self.touched = self.divided_at_start = False
+
+    def begin(self, start: Start) -> None:
+        """Takes the number that is due at ``start``."""
+        self.asked = self.divided_at_start
+        self.number = (self._info.id + start.turn) % self.count
+
+    def install(self, *, hidden: bool) -> None:
+        """Makes this what ``get_worker_info()`` returns; ``hidden``: that returns None, as in the rank's process."""
+        if hidden and self.divided_at_start:
+            raise DataStateError(
+                "worker_init_fn divides the dataset among workers, so a position in the undivided stream cannot be "
+                "found; divide in the dataset's __iter__ instead, or resume with num_workers=0"
+            )
+        torch_worker._worker_info = None if hidden else self  # type: ignore[assignment]
+
+    @contextmanager
+    def installed(self, *, hidden: bool) -> Iterator[None]:
+        """``install``, for a while."""
+        before = torch_worker._worker_info
+        self.install(hidden=hidden)
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
+
+    @property
+    def id(self) -> int:
+        """The number of the worker; a dataset that reads it is taken to divide itself by it."""
+        self.asked = True
+        return self.number
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are; reading it counts as for ``id``."""
+        self.asked = True
+        return self.count
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset in this worker."""
+        self.touched = True
+        return self._dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
+@final
+class _Camera:
+    """Takes a snapshot after every so many batches, or as often as is cheap."""
+
+    def __init__(self, stateful: Any, every: int | None) -> None:
+        self._stateful = stateful
+        self._every, self._batches = every, 0
+        self._next = 0.0
+
+    def take(self, at: int) -> Snapshot | None:
+        if self._stateful is None:
+            return None
+        self._batches += 1
+        began = time.perf_counter()
+        if self._batches % self._every if self._every else began < self._next:
+            return None
+        snapshot = Snapshot(at, self._stateful.state_dict())
+        ended = time.perf_counter()
+        self._next = ended + (ended - began) / _SNAPSHOT_SHARE
+        return snapshot
+
+
+def _of_worker(entries: tuple[Any, ...], worker: int, default: Any) -> Any:
+    if len(entries) == 1:
+        return entries[0]
+    return entries[worker] if worker < len(entries) else default
