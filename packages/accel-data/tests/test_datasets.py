@@ -5,7 +5,7 @@ import json
 import pytest
 from torch.utils.data import DataLoader
 
-from accel_data import LoaderOptions, prepare_loader
+from accel_data import LoaderOptions, ShuffleBuffer, prepare_loader
 from accel_data.iterable.capabilities import Capabilities, inspect_stream
 from accel_state.errors import ConfigError
 from accel_state.parallelism import DataShard
@@ -138,6 +138,28 @@ def test_each_epoch_of_a_shuffled_stream_has_its_order_and_a_buffer_is_not_lost(
     resumed.load_state_dict(state)
     assert delivered + flat(listed(resumed)) == first
     assert flat(listed(resumed)) == second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_our_shuffle_buffer_seeks_where_theirs_is_read_again(ranks, workers):
+    def make(rank):
+        return prepared(ShuffleBuffer(stream(), 6, seed=2), rank, ranks, num_workers=workers)
+
+    parts = []
+    for rank in range(ranks):
+        loader = make(rank)
+        first, second = flat(listed(loader)), flat(listed(loader))
+        assert first != second
+        delivered, state = stopped(make(rank), 5)
+        noted = [snapshot[1] for snapshot in state["private"]["snapshots"] if snapshot]
+        assert any(one["source"] is not None for one in noted)
+        resumed = make(rank)
+        resumed.load_state_dict(state)
+        assert delivered + flat(listed(resumed)) == first
+        assert flat(listed(resumed)) == second
+        parts += first
+    assert sorted(parts) == TOTAL
 
 
 @pytest.mark.ranks(2)

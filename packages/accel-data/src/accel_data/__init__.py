@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from accel_data.sharding import Rows as Rows
     from accel_data.sharding import Sharding as Sharding
     from accel_data.sharding import real_counts as real_counts
+    from accel_data.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
     from accel_data.source import Pass as Pass
     from accel_data.source import Source as Source
 
@@ -117,6 +118,7 @@ _EXPORTS = {
         "Sharding",
         "real_counts",
     ),
+    "accel_data.shuffle_buffer": ("ShuffleBuffer",),
     "accel_data.source": (
         "Pass",
         "Source",

@@ -52,7 +52,9 @@ def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
     """Whether each rank was given another part of the data, of which rank 0 could only send its own."""
     from accel_data.iterable.capabilities import inspect_stream
 
-    given = inspect_stream(dataloader.dataset).presharded or ("already_sharded=True" if options.already_sharded else None)
+    given = inspect_stream(dataloader.dataset).presharded or (
+        "already_sharded=True" if options.already_sharded else None
+    )
     if given is not None and options.dispatch_batches:
         raise ConfigError(
             f"dispatch_batches=True sends what rank 0 reads, but each rank holds a part of this dataset ({given}): the "

@@ -283,7 +283,9 @@ def test_a_state_between_a_skip_and_the_first_batch_is_refused_to_other_readers_
     state = state_behind_skip(prepared(Files(files), 0, 1, num_workers=2), 3, "skip")
     for others in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 3}):
         other = prepared(Files(files), 0, 1, **others)
-        with pytest.raises(DataStateError, match=r"between skip_first_batches and the first batch, by 1 ranks with 2 w"):
+        with pytest.raises(
+            DataStateError, match=r"between skip_first_batches and the first batch, by 1 ranks with 2 w"
+        ):
             other.load_state_dict(state)
         assert len([index for batch in other for index in batch.tolist()]) == 28
     undivided = prepared(Files(files, False), 0, 1, num_workers=2)

@@ -73,7 +73,10 @@ class StreamPosition:
         if record.get(KIND_KEY, KIND) != KIND:
             kind = record[KIND_KEY]
             raise DataStateError(f"the state is of a {kind!r} loader; this loader reads an iterable dataset")
-        mode, readers = record.get(MODE_KEY, "stride"), Readers(record.get(SHARDS_KEY, 0), 0, record.get(WORKERS_KEY, 0))
+        mode, readers = (
+            record.get(MODE_KEY, "stride"),
+            Readers(record.get(SHARDS_KEY, 0), 0, record.get(WORKERS_KEY, 0)),
+        )
         if not cursor.samples:
             return cls(cursor, mode, readers)
         divided, level = bool(record.get(DIVIDED_KEY, False)), bool(record.get(LEVEL_KEY, True))
