@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_data.cursor import Share as Share
     from accel_data.cursor import Step as Step
     from accel_data.cursor import Window as Window
-    from accel_data.iterable.stride import IterableDatasetShard as IterableDatasetShard
+    from accel_data.iterable_shard import IterableDatasetShard as IterableDatasetShard
     from accel_data.loader import LoaderObserver as LoaderObserver
     from accel_data.loader import PreparedLoader as PreparedLoader
     from accel_data.options import LoaderOptions as LoaderOptions
@@ -72,7 +72,7 @@ _EXPORTS = {
         "Step",
         "Window",
     ),
-    "accel_data.iterable.stride": ("IterableDatasetShard",),
+    "accel_data.iterable_shard": ("IterableDatasetShard",),
     "accel_data.loader": (
         "LoaderObserver",
         "PreparedLoader",

@@ -87,7 +87,7 @@ class ShuffleBuffer(IterableDataset[T]):
 
     @property
     def shard(self) -> "Callable[[int, int], ShuffleBuffer[T]]":
-        """``shard(num_shards, index)``: a buffer over that shard of the source; ``AttributeError`` where it has none."""
+        """``shard(num_shards, index)``: a buffer over a shard of the source; ``AttributeError`` where it has none."""
         if not inspect_stream(self.dataset).shardable:
             raise AttributeError(f"a {type(self.dataset).__name__} has no shard(num_shards, index)")
         return self._shard

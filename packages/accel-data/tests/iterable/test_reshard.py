@@ -323,3 +323,17 @@ def test_batches_are_skipped_after_an_epoch_that_was_read_as_one_stream():
         assert len([index for batch in loader for index in batch.tolist()]) == 24
         every = [batch.tolist() for batch in prepared(Files(files_of([5, 3, 14, 6])), 0, 1, num_workers=workers)]
         assert [batch.tolist() for batch in loader.skipped(2)] == every[2:]
+
+
+def test_a_loaded_position_outlives_a_skip_that_nobody_reads():
+    dataset = Files(files_of([5, 3, 14, 6]))
+    every = [batch.tolist() for batch in prepared(dataset, 0, 1, num_workers=2)]
+    writer = prepared(dataset, 0, 1, num_workers=2)
+    passing = iter(writer)
+    for _ in range(3):
+        next(passing)
+    for skipped in (2, 3, 4):
+        loader = prepared(dataset, 0, 1, num_workers=2)
+        loader.load_state_dict(writer.state_dict())
+        loader.skipped(skipped)
+        assert [batch.tolist() for batch in loader] == every[3:]

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accel_data.cursor import Cursor
 from accel_data.iterable import worker
-from accel_data.iterable.capabilities import Capabilities, inspect_stream, is_seekable, resolve
-from accel_data.iterable.resume import Readers, StreamPosition, resume
 from accel_data.iterable.source import StreamSource
 from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import StreamReader, WorkerInit
@@ -193,44 +190,6 @@ def test_batches_made_by_the_dataset_are_dealt_out_whole():
     assert everyone(Batches(), 2, batch_size=None) == [[[0], [2]], [[1], [3]]]
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "options", "mode", "amplification"),
-    [
-        ({}, {"ranks": 1}, "stride", 1),
-        ({}, {"ranks": 1, "workers": 3}, "stride", None),
-        ({"worker_dependent": False}, {"ranks": 1, "workers": 3}, "stride", 3),
-        ({"worker_dependent": False}, {"ranks": 4, "workers": 3}, "stride", 12),
-        ({"worker_dependent": True}, {"ranks": 4, "workers": 3}, "stride", 4),
-        ({"shardable": True, "worker_dependent": True}, {"ranks": 4, "workers": 3}, "native", 1),
-        ({"shardable": True, "worker_dependent": False}, {"ranks": 4, "workers": 3}, "native", 3),
-        ({"shardable": True, "num_shards": 4}, {"ranks": 4}, "native", 1),
-        ({"shardable": True, "num_shards": 3}, {"ranks": 4}, "stride", 4),
-        ({"shardable": True}, {"ranks": 4, "exact": True}, "stride", 4),
-        ({"worker_dependent": True}, {"ranks": 4, "workers": 3, "exact": True}, "stride", 12),
-        ({"shardable": True, "presharded": "it says so"}, {"ranks": 4}, "given", 1),
-        ({}, {"ranks": 4, "already_sharded": True}, "given", 1),
-    ],
-)
-def test_the_strategy_follows_from_what_the_dataset_can_do(capabilities, options, mode, amplification):
-    strategy = resolve(Capabilities(**capabilities), **options)
-    assert (strategy.mode, strategy.amplification) == (mode, amplification)
-
-
-def test_exact_streams_of_a_dataset_that_was_split_are_refused():
-    with pytest.raises(ConfigError, match="it was split by node"):
-        resolve(Capabilities(presharded="it was split by node"), ranks=2, exact=True)
-
-
-def test_a_shard_method_of_another_kind_is_not_asked():
-    class Other(Numbers):
-        def shard(self, path):
-            return path
-
-    assert inspect_stream(Other(3)) == Capabilities()
-    assert inspect_stream(Seekable(3)) == Capabilities(seekable=True)
-    assert inspect_stream(Shardable([1, 2])) == Capabilities(shardable=True, num_shards=2)
-
-
 @pytest.mark.filterwarnings("default:every reader of")
 def test_read_amplification_is_said_once_with_its_numbers():
     loader = prepared(Numbers(4), 0, 3, num_workers=2)
@@ -243,6 +202,18 @@ def test_read_amplification_is_said_once_with_its_numbers():
         listed(prepared(Numbers(4)))
         listed(prepared(Shardable([1, 2]), 0, 2))
         listed(prepared(WorkerAware(4), num_workers=2))
+
+
+@pytest.mark.filterwarnings("default:every reader of")
+def test_workers_that_all_read_the_shard_of_their_rank_are_said_too():
+    loader = prepared(Shardable([0, 1, 2, 3]), 0, 2, num_workers=2)
+    assert loader.read_amplification is None
+    with pytest.warns(
+        RuntimeWarning, match=r"get_worker_info\(\): 1 rank x 2 workers = 2 times .* shards, exact on as"
+    ):
+        listed(loader)
+    assert loader.read_amplification == 2
+    assert loader._source.strategy.name == "shards"
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
@@ -377,19 +348,6 @@ def test_living_workers_divide_again_after_a_whole_pass():
     assert [listed(loader), listed(loader)] == [divided, divided]
 
 
-def test_a_shuffle_buffer_that_would_be_lost_is_not_sought():
-    class BufferShuffledExamplesIterable:
-        ex_iterable = None
-
-    class Mapped:
-        ex_iterable = BufferShuffledExamplesIterable()
-
-    dataset = Seekable(3)
-    assert is_seekable(dataset)
-    dataset._ex_iterable = Mapped()
-    assert not is_seekable(dataset)
-
-
 def test_a_position_in_native_shards_goes_on_with_the_same_ranks():
     loader = prepared(Shardable([0, 1, 2, 3]), 1, 2)
     iterator = iter(loader)
@@ -414,28 +372,6 @@ def test_a_whole_stream_left_on_one_rank_is_finished_as_one_stream():
         rest.append(listed(other))
     assert [first + second for first, second in zip(*rest, strict=True)] == [[*range(4, 12)], [*range(12, 20)]]
     assert listed(others[1]) == [[5, 6, 7, 8], [9, 15, 16, 17], [18, 19, 5, 6]]
-
-
-@pytest.mark.parametrize(
-    ("record", "private", "here", "words"),
-    [
-        ({"kind": "map"}, None, Readers(1, 0, 0), "'map' loader"),
-        ({"mode": "native", "shards": 4}, None, Readers(2, 0, 0), "resume with 4 ranks"),
-        ({"mode": "given", "shards": 4}, {"shards": 4, "index": 0}, Readers(2, 0, 0), "resume with 4 ranks"),
-        (
-            {"mode": "stride", "splits_itself": True, "shards": 1, "workers": 2},
-            {"shards": 1, "index": 0, "workers": 2},
-            Readers(1, 0, 3),
-            "resume with 1 ranks with 2 workers",
-        ),
-        ({"mode": "native", "shards": 2, "splits_itself": True, "workers": 2}, None, Readers(2, 0, 2), "own state"),
-    ],
-)
-def test_a_position_that_means_nothing_here_is_refused_with_what_works(record, private, here, words):
-    with pytest.raises(DataStateError) as caught:
-        resume(StreamPosition.load(record, Cursor(1, 24), private), here)
-    assert words in str(caught.value)
-    assert "set_epoch" in str(caught.value) or "map" in words
 
 
 def test_another_dataset_length_is_refused_and_nothing_changes():

@@ -1,6 +1,6 @@
 """Loaders and samplers under their documented path."""
 
-from accel_data.iterable.stride import IterableDatasetShard as IterableDatasetShard
+from accel_data.iterable_shard import IterableDatasetShard as IterableDatasetShard
 from accel_data.loader import PreparedLoader as PreparedLoader
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.prepare import skip_first_batches as skip_first_batches

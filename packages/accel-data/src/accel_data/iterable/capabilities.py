@@ -1,7 +1,4 @@
-"""Capabilities of an iterable dataset, and the one strategy that follows from them, with its promise.
-
-Capabilities are found by the methods of a dataset, so the library that it comes from is never imported.
-"""
+"""Capabilities of an iterable dataset, and the one strategy that follows from them, with its promise."""
 
 import inspect
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ ALREADY_SHARDED = "already_sharded"
 @final
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one dataset can do.
+    """What one dataset can do, found by its methods, so that the library it comes from is never imported.
 
     Attributes:
         shardable: it has ``shard(num_shards=, index=)``.
@@ -39,24 +36,18 @@ class Capabilities:
     worker_dependent: bool | None = None
 
 
+_MERGED = "on others the rest of the epoch is read as one merged stream"
 _PROMISES: dict[tuple[Mode, bool], tuple[str, str]] = {
     ("stride", False): ("one stream", "exact on any number of ranks and workers"),
-    ("stride", True): (
-        "worker streams",
-        "exact with as many workers; with other workers the rest of the epoch is read as one merged stream",
-    ),
-    ("native", False): (
-        "shards",
-        "exact on as many ranks, with any workers; on other ranks the rest of the epoch is read as one merged stream",
-    ),
-    ("native", True): (
-        "shards of workers",
-        "exact on as many ranks and workers; on others the rest of the epoch is read as one merged stream",
-    ),
-    ("given", False): ("sharded before", "exact on as many ranks, with any workers; refused on others"),
-    ("given", True): ("sharded before, worker streams", "exact on as many ranks and workers; refused on others"),
+    ("stride", True): ("worker streams", f"exact with as many workers; {_MERGED}"),
+    ("native", False): ("shards", f"exact on as many ranks; {_MERGED}"),
+    ("native", True): ("shards of workers", f"exact on as many ranks and workers; {_MERGED}"),
+    ("given", False): ("sharded before", "exact on as many ranks; refused on others"),
+    ("given", True): ("sharded before, of workers", "exact on as many ranks and workers; refused on others"),
     ("left", False): ("merged stream", "exact on any number of ranks and workers until the epoch ends"),
 }
+"""By mode, and whether each worker reads a stream of its own: the name of the strategy, and its promise."""
+_UNDIVIDED = "it does not divide itself by get_worker_info()"
 
 
 @final
@@ -99,18 +90,14 @@ class Strategy:
         """What a user is told once, with numbers, when elements are read in vain; None: none are, or not known."""
         if (self.amplification or 1) == 1:
             return None
-        ranks = self.ranks if self.strided else 1
-        workers = 1 if self.divided else max(self.workers, 1)
-        part, reason = "the full stream", self.reason
-        cheaper = "give the dataset shard(num_shards, index); split it yourself and say already_sharded=True; or let "
-        cheaper += "one rank read for all with dispatch_batches=True"
-        if not self.strided:
-            part, reason = "the shard of its rank", "the dataset does not read get_worker_info()"
-            cheaper = "divide the dataset among workers in its __iter__; or use one worker"
+        ranks, workers = self.ranks if self.strided else 1, 1 if self.divided else max(self.workers, 1)
+        reason = self.reason if self.strided and (ranks > 1 or self.mode == "left") else _UNDIVIDED
         return (
-            f"every reader of {dataset} reads {part} and keeps its stride, because {reason}: {ranks} rank"
+            f"every reader of {dataset} reads its stream in full and keeps a stride, because {reason}: {ranks} rank"
             f"{'s' * (ranks > 1)} x {workers} worker{'s' * (workers > 1)} = {ranks * workers} times the reading and "
-            f"decoding of one pass. Strategy: {self.name}, {self.promise}. Cheaper: {cheaper}"
+            f"decoding of one pass. (Strategy: {self.name}, {self.promise}.) Cheaper: give the dataset shard("
+            "num_shards, index), and divide it by get_worker_info() in __iter__; split it yourself and say "
+            "already_sharded=True; or let one rank read for all with dispatch_batches=True"
         )
 
 
@@ -120,10 +107,8 @@ def resolve(
     """The strategy by which ``ranks`` with ``workers`` loader workers each share a dataset.
 
     ``already_sharded``: the user declares that it yields this rank's elements. ``exact``: the dataset neither shards
-    itself nor sees its workers, so that its order and every position hold for any number of ranks and workers.
-
-    Raises:
-        ConfigError: ``exact`` with a dataset that yields this rank's elements only.
+    itself nor sees its workers, so that every position holds for any number of both; raises ``ConfigError`` with a
+    dataset that yields this rank's elements only.
     """
     divided = False if exact or not workers else capabilities.worker_dependent
     presharded = capabilities.presharded or ("already_sharded=True" if already_sharded else None)
@@ -138,7 +123,7 @@ def resolve(
     if exact:
         reason = "exact_streams=True"
     elif ranks == 1:
-        reason = "the dataset does not read get_worker_info()" if workers > 1 else "one process reads everything"
+        reason = "one rank reads everything"
     elif not capabilities.shardable:
         reason = "it has no shard(num_shards, index)"
     elif shards is not None and shards < ranks:
@@ -149,11 +134,8 @@ def resolve(
 
 
 def inspect_stream(dataset: object) -> Capabilities:
-    """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods.
-
-    ``datasets.distributed.split_dataset_by_node`` leaves a ``_distributed`` record on what it returns.
-    """
-    presharded = None
+    """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods."""
+    presharded = None  # split_dataset_by_node leaves a record on what it returns
     if getattr(dataset, "_distributed", None) is not None:
         presharded = "it was split by node"
     elif getattr(dataset, ALREADY_SHARDED, False) is True:
@@ -174,7 +156,7 @@ def is_seekable(stream: object) -> bool:
 
 
 def choose_epoch(dataset: object, epoch: int) -> None:
-    """Calls the dataset's ``set_epoch``; where it has none, seeds its ``generator`` by the epoch, on all readers alike."""
+    """Calls the dataset's ``set_epoch``; where it has none, seeds its ``generator``, so that readers agree."""
     set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
     if callable(set_epoch):
         set_epoch(epoch)

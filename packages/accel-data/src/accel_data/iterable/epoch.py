@@ -7,25 +7,19 @@ from typing import Any, final
 
 from accel_data.cursor import Cursor, Step
 from accel_data.iterable.capabilities import Strategy
-from accel_data.iterable.lockstep import Lockstep
+from accel_data.iterable.lockstep import Lockstep, alone
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import ShardProgress
 from accel_data.iterable.resume import Readers, StreamPosition
 from accel_data.iterable.worker import Delivered, Start
 from accel_data.source import Pass
 
-Counts = tuple[int, ...] | None
-"""By data rank, the real rows of a step; None: nothing is repeated, or unknown."""
-
 
 @final
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """The beginning of a pass.
-
-    The readers stand at ``start``, which is that of the position ``begun``; of what they give, ``dropped`` batches are
-    read and dropped, so that the first one delivered is that at ``cursor``.
-    """
+    """The beginning of a pass: the readers at ``start``, which is that of ``begun``, and of what they read ``dropped``
+    batches not delivered, so that the first one is that at ``cursor``."""
 
     cursor: Cursor
     begun: StreamPosition
@@ -63,9 +57,9 @@ class StreamEpoch(Pass):
         # The elements taken of every stream, as far as that is known.
         self._taken: list[int] | None = None
         self._at = plan.begun
-        self._behind: deque[tuple[int, StreamPosition, Counts]] = deque([(-plan.dropped, plan.begun, None)], maxlen=3)
+        self._behind: deque[tuple[int, StreamPosition, Any]] = deque([(-plan.dropped, plan.begun, None)], maxlen=3)
         self._iterator: Iterator[Any] = iter(())
-        self.batches = self._read() if lockstep is None else self._read_together(lockstep)
+        self.batches = self._read(lockstep)
 
     @property
     def readers(self) -> Iterator[Any]:
@@ -82,54 +76,51 @@ class StreamEpoch(Pass):
         self._report(position)
         return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
 
-    def _open(self) -> Iterator[Delivered]:
-        self._iterator = self._pool.open(self._plan.readers.index)
-        return self._iterator
-
-    def _read(self) -> Iterator[Any]:
-        plan, stride, shards = self._plan, self._pool.stride, self._plan.readers.shards
-        strided, first, last = plan.strategy.strided, 1 - plan.dropped, 0
-        for number, item in enumerate(self._open(), first):
-            self._advance(item, opens=number == first)
-            streams, last = self._positions[: len(self._positions) if item.divided else 1], item.part[1]
-            # Without messages from the others their streams are taken to be like this one.
-            if self._taken is not None and strided:
-                self._taken = streams
-            elif self._taken is not None:
-                self._taken = None if len(streams) > 1 else [count + stride.batch_size for count in self._taken]
-            samples = sum(streams) * (1 if strided else shards)
-            self._keep(number, samples, self._real_rows(last), turn=self._turn)
+    def _read(self, lockstep: Lockstep | None) -> Iterator[Any]:
+        plan, stride, first, total = self._plan, self._pool.stride, 1 - self._plan.dropped, 0
+        shards, strided = plan.readers.shards, plan.strategy.strided
+        self._iterator = items = self._pool.open(plan.readers.index)
+        steps = alone(items) if lockstep is None else lockstep.run(items, self._pool.first_batch)
+        for number, (item, is_new, facts) in enumerate(steps, first):
+            self._divided = item.divided if is_new else self._divided
+            if number == first:
+                self._taken = self._taken_before()
+            if is_new:
+                self._advance(item, opens=number == first)
+            if facts is not None:
+                total, counts = sum(max(rows, 0) for rows, _, _ in facts), None
+                full, turn = min(rows for rows, _, _ in facts) == stride.batch_size, facts[0][1] + 1
+                if not full and self._pool.batched:
+                    counts = tuple(max(rows, 0) for rows, _, _ in facts)
+                self._take(facts)
+            else:  # Without messages from the others their streams are taken to be like this one.
+                total = item.part[1] * (1 if strided else shards)
+                counts, full, turn = self._real_rows(total), True, self._turn
+                self._take_alike()
+            self._keep(number, self._at.cursor.samples + total, counts, turn % len(self._positions), full=full)
             if number > 0:
                 yield item.batch
-        if strided or shards == 1:
-            self.remainder = last % stride.group_size
+        if lockstep is not None or strided or shards == 1:
+            self.remainder = total % (stride.batch_size * shards)
 
-    def _read_together(self, lockstep: Lockstep) -> Iterator[Any]:
-        size, first, last = self._pool.stride.batch_size, 1 - self._plan.dropped, 0
-        for number, step in enumerate(lockstep.run(self._open(), self._pool.first_batch), first):
-            if step.is_new:
-                self._advance(step.item, opens=number == first)
-            elif number == first:
-                self._taken = self._taken_before()
-            if self._taken is not None:
-                workers = len(self._taken) // len(step.places)
-                for shard, (worker, stop) in enumerate(step.places):
-                    if step.counts[shard] >= 0:
-                        self._taken[shard * workers + (worker if self._divided else 0)] = stop
-            real = tuple(max(count, 0) for count in step.counts)
-            full, last = min(step.counts) == size, sum(real)
-            counts = real if not full and self._pool.batched else None
-            turn = (step.places[0][0] + 1) % len(self._positions)
-            self._keep(number, self._at.cursor.samples + last, counts, turn=turn, full=full)
-            if number > 0:
-                yield step.item.batch
-        self.remainder = last % (size * self._plan.readers.shards)
+    def _take(self, facts: list[tuple[int, int, int]]) -> None:
+        if self._taken is not None:
+            workers = len(self._taken) // len(facts)
+            for shard, (rows, worker, stop) in enumerate(facts):
+                if rows >= 0:
+                    self._taken[shard * workers + (worker if self._divided else 0)] = stop
+
+    def _take_alike(self) -> None:
+        if self._taken is not None and self._plan.strategy.strided:
+            self._taken = self._positions[: len(self._taken)]
+        elif self._taken is not None and self._divided and len(self._positions) > 1:
+            self._taken = None
+        elif self._taken is not None:
+            self._taken = [count + self._pool.stride.batch_size for count in self._taken]
 
     def _advance(self, item: Delivered, *, opens: bool) -> None:
         """Counts a batch of this rank's streams; ``opens``: the first of the pass."""
-        self._divided = item.divided
         if opens:
-            self._taken = self._taken_before()
             self._on_open(item)
         worker = item.worker if item.divided else 0
         self._positions[worker] = item.part[2]
@@ -149,8 +140,8 @@ class StreamEpoch(Pass):
             return None
         return [plan.start.positions[0]] * (shards * (plan.readers.workers if self._divided else 1))
 
-    def _real_rows(self, group_real: int) -> Counts:
-        """Real rows by data rank of a group cut from one stream; None when it is full."""
+    def _real_rows(self, group_real: int) -> tuple[int, ...] | None:
+        """Real rows by data rank of a group cut from one stream; None when it is full, or others have other streams."""
         stride = self._pool.stride
         if not self._pool.batched or stride.shards == 1 or group_real == stride.group_size:
             return None
@@ -158,8 +149,8 @@ class StreamEpoch(Pass):
         absent = 0 if stride.even else -1
         return tuple(min(cut, stride.batch_size) if cut > 0 else absent for cut in cuts)
 
-    def _keep(self, number: int, samples: int, counts: Counts, *, turn: int, full: bool = True) -> None:
-        """Notes the position behind a batch; ``turn``: the worker of rank 0 that is read next, ``full``: of all ranks."""
+    def _keep(self, number: int, samples: int, counts: tuple[int, ...] | None, turn: int, *, full: bool) -> None:
+        """Notes the position behind a batch of all ranks; ``turn``: the worker of rank 0 that is read next."""
         plan, mode, divided = self._plan, self._plan.strategy.mode, self._divided
         cursor, before = Cursor(plan.cursor.epoch, samples), self._at
         if mode == "left":

@@ -29,21 +29,14 @@ class ReaderPool:
     ) -> None:
         self.stride, self.batched = stride, loader.batch_size is not None
         self.dataloader = _with(loader, dataset=dataset)
+        # Living workers hold a copy of the reader.
+        shared, collate = loader.persistent_workers, loader.collate_fn
         self._reader = StreamReader(
-            dataset,
-            stride,
-            loader.collate_fn,
-            batched=self.batched,
-            shared=loader.persistent_workers,
-            exact=exact,
-            every=every,
+            dataset, stride, collate, batched=self.batched, shared=shared, exact=exact, every=every
         )
+        init = WorkerInit(loader.worker_init_fn, self._reader)
         self._inner = _with(
-            loader,
-            dataset=self._reader,
-            batch_sampler=None,
-            collate_fn=_unchanged,
-            worker_init_fn=WorkerInit(loader.worker_init_fn, self._reader),
+            loader, dataset=self._reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init
         )
 
     def begin(self, start: Start) -> None:
@@ -65,10 +58,8 @@ class ReaderPool:
 
     def first_batch(self) -> Delivered | None:
         """The first batch of this rank's stream, read here: it fills up steps of a pass that begins behind its end."""
-        reader = StreamReader(
-            self._reader.dataset, self.stride, self._reader.collate, batched=self.batched, shared=False
-        )
-        reader.begin(Start(self._reader.start.epoch))
+        reader = copy.copy(self._reader)
+        reader.start = Start(reader.start.epoch)
         return next(iter(reader), None)
 
 

@@ -1,7 +1,7 @@
 """The position of a stream, as states save it, and the start of each reader that follows from it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from accel_data.cursor import Cursor
@@ -15,6 +15,7 @@ KIND_KEY, KIND = "kind", "stream"
 MODE_KEY, DIVIDED_KEY, LEVEL_KEY, PROGRESS_KEY, LENGTH_KEY = "mode", "splits_itself", "level", "left", "length"
 SHARDS_KEY, INDEX_KEY, WORKERS_KEY = "shards", "index", "workers"
 POSITIONS_KEY, SNAPSHOTS_KEY, TURN_KEY = "positions", "snapshots", "turn"
+SKIP_KEY, FROM_KEY, TO_KEY, BATCHES_KEY, ROWS_KEY = "skip", "from", "to", "batches", "rows"
 
 
 @final
@@ -51,6 +52,8 @@ class StreamPosition:
         level: all ranks have delivered equally much, so that the global count tells each rank's position.
         progress: how far each stream was read; None: one stream was read by all, or it is not known.
         private: what this rank alone needs to go on exactly (positions and snapshots of its workers' streams).
+        skip: batches to read and drop behind it, where no count of samples tells what they hold: how many, of how many
+            ``rows`` over all ranks, by how many ranks and workers, and ``to`` which count of samples they lead.
     """
 
     cursor: Cursor
@@ -60,12 +63,38 @@ class StreamPosition:
     level: bool = True
     progress: ShardProgress | None = None
     private: Mapping[str, Any] | None = None
+    skip: Mapping[str, int] | None = None
+
+    @property
+    def target(self) -> Cursor:
+        """The cursor behind what is skipped."""
+        return self.cursor if self.skip is None else Cursor(self.cursor.epoch, self.skip[TO_KEY])
+
+    def skipping(self, to: Cursor, batches: int, rows: int, here: Readers) -> "StreamPosition":
+        """This position with ``batches`` batches more to skip, of ``rows`` over all ranks, which lead to ``to``."""
+        batches += 0 if self.skip is None else self.skip[BATCHES_KEY]
+        skip = {TO_KEY: to.samples, BATCHES_KEY: batches, ROWS_KEY: rows}
+        return replace(self, skip=skip | {SHARDS_KEY: here.shards, WORKERS_KEY: here.workers})
+
+    def check_skip(self, here: Readers, rows: int) -> None:
+        """Raises ``DataStateError`` where the batches to skip would not be those of the saved run."""
+        skip, by = self.skip, "{} ranks with {} workers and steps of {} samples"
+        now = (here.shards, here.workers, rows)
+        if skip is not None and (then := (skip[SHARDS_KEY], skip[WORKERS_KEY], skip[ROWS_KEY])) != now:
+            raise DataStateError(
+                f"the state was saved between skip_first_batches and the first batch, by {by.format(*then)}. Which "
+                f"samples the {skip[BATCHES_KEY]} skipped batches hold, in a stream that workers may divide, only the "
+                f"same readers find out; here are {by.format(*now)}. What works: resume with as many; save after the "
+                "first batch; or use exact_streams=True from the start"
+            )
 
     def record(self) -> dict[str, Json]:
         """The part that is the same on every rank."""
         record: dict[str, Json] = {KIND_KEY: KIND, MODE_KEY: self.mode, DIVIDED_KEY: self.divided}
         record |= {SHARDS_KEY: self.readers.shards, WORKERS_KEY: self.readers.workers, LEVEL_KEY: self.level}
-        return record if self.progress is None else record | {PROGRESS_KEY: self.progress.record()}
+        if self.progress is not None:
+            record[PROGRESS_KEY] = self.progress.record()
+        return record if self.skip is None else record | {SKIP_KEY: {FROM_KEY: self.cursor.samples, **self.skip}}
 
     @classmethod
     def load(cls, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> "StreamPosition":
@@ -73,14 +102,21 @@ class StreamPosition:
         if record.get(KIND_KEY, KIND) != KIND:
             kind = record[KIND_KEY]
             raise DataStateError(f"the state is of a {kind!r} loader; this loader reads an iterable dataset")
-        mode, readers = (
-            record.get(MODE_KEY, "stride"),
-            Readers(record.get(SHARDS_KEY, 0), 0, record.get(WORKERS_KEY, 0)),
-        )
+        shards, workers, skip = record.get(SHARDS_KEY, 0), record.get(WORKERS_KEY, 0), record.get(SKIP_KEY)
+        if skip is not None and skip[TO_KEY] == cursor.samples:
+            cursor, skip = Cursor(cursor.epoch, skip[FROM_KEY]), {key: skip[key] for key in skip if key != FROM_KEY}
+        else:  # the batches were to be skipped in a pass that had not begun
+            skip = None
+        position = cls(cursor, record.get(MODE_KEY, "stride"), Readers(shards, 0, workers), skip=skip)
         if not cursor.samples:
-            return cls(cursor, mode, readers)
-        divided, level = bool(record.get(DIVIDED_KEY, False)), bool(record.get(LEVEL_KEY, True))
-        return cls(cursor, mode, readers, divided, level, ShardProgress.load(record.get(PROGRESS_KEY)), private)
+            return position
+        return replace(
+            position,
+            divided=bool(record.get(DIVIDED_KEY, False)),
+            level=bool(record.get(LEVEL_KEY, True)),
+            progress=ShardProgress.load(record.get(PROGRESS_KEY)),
+            private=private,
+        )
 
 
 def resume(position: StreamPosition, here: Readers) -> tuple[Start, Mode | None]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel_data.cursor import Cursor
 from accel_data.iterable.capabilities import Strategy, inspect_stream, resolve
@@ -11,7 +11,7 @@ from accel_data.iterable.epoch import EpochPlan, StreamEpoch
 from accel_data.iterable.lockstep import Lockstep
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import MergedRemainder
-from accel_data.iterable.resume import LENGTH_KEY, SHARDS_KEY, WORKERS_KEY, Readers, StreamPosition, resume
+from accel_data.iterable.resume import BATCHES_KEY, LENGTH_KEY, Readers, StreamPosition, resume
 from accel_data.iterable.stride import Stride, check_split
 from accel_data.iterable.worker import Delivered
 from accel_data.options import LoaderOptions
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_state.parallelism import DataShard
-
-SKIPS_KEY, TO_KEY, FROM_KEY, BATCHES_KEY, ROWS_KEY = "skips", "to", "from", "batches", "rows"
-
-
-class _Skip(NamedTuple):
-    """``batches`` batches of every rank behind ``begun``."""
-
-    begun: StreamPosition
-    batches: int
 
 
 @final
@@ -71,7 +62,7 @@ class StreamSource(Source):
         )
         self._lockstep: Lockstep | None = None
         self._said: set[str] = set()
-        self._skips: dict[Cursor, _Skip] = {}
+        self._known: dict[Cursor, StreamPosition] = {}
         self._position = StreamPosition(Cursor(), self._strategy.mode, self._readers)
         self._install(self._strategy, self._position)
 
@@ -117,31 +108,22 @@ class StreamSource(Source):
         return StreamEpoch(plan, self._pool, lockstep, length=length, opened=self._opened, reported=self._reported)
 
     def _plan(self, cursor: Cursor) -> EpochPlan:
-        """The start that leads to ``cursor``: by its position, by counting, or behind the batches that were skipped."""
-        skip = None if self._position.cursor == cursor else self._skips.get(cursor)
-        begun = self._position_at(cursor) if skip is None else skip.begun
-        dropped = 0 if skip is None else skip.batches
-        if skip is not None and not self._must_read(begun):
-            begun, dropped = replace(begun, cursor=cursor, private=None), 0
+        begun = self._position_at(cursor)
         start, mode = resume(begun, self._readers)
         strategy = self._strategy if mode is None else replace(self._strategy, mode=mode)
         if start.undivided:
             strategy = replace(strategy, divided=False)
-        if strategy.mode == "left":
+        if mode == "left":
             strategy = replace(strategy, reason="its shards were left inside this epoch by other readers")
+        dropped = 0 if begun.skip is None else begun.skip[BATCHES_KEY]
         return EpochPlan(cursor, begun, start, strategy, self._readers, dropped)
 
-    def _must_read(self, begun: StreamPosition) -> bool:
-        """Whether no count tells the batches behind ``begun``: workers may read, or ranks have read, streams of their own."""
-        start, mode = resume(begun, self._readers)
-        may_divide = self._readers.workers > 0 and self._strategy.divided is not False and not start.undivided
-        return may_divide or (begun.cursor.samples > 0 and mode in ("native", "given"))
-
     def _position_at(self, cursor: Cursor) -> StreamPosition:
-        """What is known of the position at ``cursor``: it was loaded or reported, or only its samples were counted."""
-        if self._position.cursor == cursor:
+        """The position that was loaded, reported or skipped to at ``cursor``; otherwise one of its samples only."""
+        if self._position.target == cursor:
             return self._position
-        return StreamPosition(cursor, self._strategy.mode, self._readers, bool(self._strategy.divided))
+        fresh = StreamPosition(cursor, self._strategy.mode, self._readers, bool(self._strategy.divided))
+        return self._known.get(cursor, fresh)
 
     def _agreement(self) -> Lockstep | None:
         """With streams of their own, ranks must be told when another one ends. None without a process group."""
@@ -159,13 +141,20 @@ class StreamSource(Source):
         return -(-stride.length(max(total - passed, 0)) // stride.batch_size)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
-        total = self.total_dataset_length
-        samples = cursor.samples + batches * self.total_batch_size
+        total, rows = self.total_dataset_length, self.total_batch_size
+        samples = cursor.samples + batches * rows
         after = Cursor(cursor.epoch, samples if total is None else min(samples, total))
-        if batches:
-            before = self._skips.get(cursor) if self._position.cursor != cursor else None
-            begun = self._position_at(cursor) if before is None else before.begun
-            self._skips[after] = _Skip(begun, batches + (0 if before is None else before.batches))
+        if batches and self._position.target != after:
+            begun = self._position_at(cursor)
+            start, mode = resume(begun, self._readers)
+            may_divide = self._readers.workers > 0 and self._strategy.divided is not False and not start.undivided
+            if may_divide or (begun.cursor.samples and mode in ("native", "given")):
+                # Workers may read streams of their own, or ranks have read unequally: only reading finds the batches.
+                begun = begun.skipping(after, batches, rows, self._readers)
+            else:
+                begun = replace(begun, cursor=after, private=None)
+            self._known |= {self._position.target: self._position, after: begun}
+            self._position = begun
         return after
 
     @property
@@ -178,16 +167,7 @@ class StreamSource(Source):
         record = self._position.record()
         if self.total_dataset_length is not None:
             record[LENGTH_KEY] = self.total_dataset_length
-        here, rows = self._readers, self.total_batch_size
-        skips = [
-            {TO_KEY: to.samples, FROM_KEY: skip.begun.cursor.samples, BATCHES_KEY: skip.batches, ROWS_KEY: rows}
-            | {SHARDS_KEY: here.shards, WORKERS_KEY: here.workers}
-            for to, skip in self._skips.items()
-            if to != self._position.cursor
-            and (skip.begun == self._position or not skip.begun.cursor.samples)
-            and self._must_read(skip.begun)
-        ]
-        return record | {SKIPS_KEY: skips} if skips else record
+        return record
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         here, saved = _size(self._dataset), record.get(LENGTH_KEY)
@@ -196,28 +176,10 @@ class StreamSource(Source):
                 f"the state is of an iterable dataset with {saved} samples; this one has {here}: give the dataset "
                 "of the saved run, or begin a new epoch with set_epoch"
             )
-        skip = next((skip for skip in record.get(SKIPS_KEY, ()) if skip[TO_KEY] == cursor.samples), None)
-        begun = cursor if skip is None else Cursor(cursor.epoch, skip[FROM_KEY])
-        position = StreamPosition.load(record, begun, private)
-        if skip is not None:
-            self._check_skip(skip)
+        position = StreamPosition.load(record, cursor, private)
+        position.check_skip(self._readers, self.total_batch_size)
         resume(position, self._readers)
-        self._position, self._skips = position, {}
-        if skip is not None:
-            self._skips[cursor] = _Skip(position, skip[BATCHES_KEY])
-
-    def _check_skip(self, skip: Mapping[str, int]) -> None:
-        """Raises ``DataStateError`` where the batches that were skipped would be others."""
-        here = (self._readers.shards, self._readers.workers, self.total_batch_size)
-        then = (skip[SHARDS_KEY], skip[WORKERS_KEY], skip[ROWS_KEY])
-        if then != here:
-            by = "{} ranks with {} workers and steps of {} samples"
-            raise DataStateError(
-                f"the state was saved between skip_first_batches and the first batch, by {by.format(*then)}. Which "
-                f"samples the {skip[BATCHES_KEY]} skipped batches held, in a stream that workers may divide, only the "
-                f"same readers find out; here are {by.format(*here)}. What works: resume with as many; save after the "
-                "first batch; or use exact_streams=True from the start"
-            )
+        self._position, self._known = position, {}
 
     def _opened(self, item: Delivered) -> None:
         """Takes over what only reading shows: whether the dataset divides itself among workers."""

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import IterableDataset, get_worker_info
-
-from accel_data.iterable.capabilities import choose_epoch
 from accel_state.errors import ConfigError
 
 
@@ -19,7 +16,8 @@ class Stride:
 
     The stream is cut into groups of ``shards * batch_size`` elements. Shard ``index`` gets slice ``index`` of every
     group; of these, its worker ``worker`` makes groups ``worker, worker + workers, ...``. A loader takes from its
-    workers in turn, so what a shard receives does not depend on how many workers it has.
+    workers in turn, so what a shard receives does not depend on how many workers it has. ``even`` completes the last
+    group with elements of the first, so that all shards get equally many.
     """
 
     batch_size: int = 1
@@ -29,7 +27,6 @@ class Stride:
     worker: int = 0
     drop_last: bool = False
     even: bool = True
-    """Complete the last group with elements of the first, so that all shards get equally many."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -57,16 +54,16 @@ class Stride:
 
 
 class Part(NamedTuple):
-    """One batch worth of elements of one reader."""
+    """One batch worth of elements of one reader, padding included.
+
+    The first ``real`` are not padding. The full group holds ``group_real`` elements of the stream, over all shards, and
+    the next group begins behind ``stop`` elements of it, skipped ones included.
+    """
 
     elements: list[Any]
-    """What to collate, padding included."""
     real: int
-    """How many of ``elements``, from the front, are not padding."""
     group_real: int
-    """How many elements of the stream the full group holds, over all shards."""
     stop: int
-    """How many elements of the stream come before the next group, skipped ones included."""
 
 
 def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[Part]:
@@ -78,7 +75,7 @@ def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[P
     elements = iter(stream)
     size = stride.group_size
     first = list(islice(elements, min(skip, size)))
-    _drop(elements, skip - len(first))
+    deque(islice(elements, max(skip - len(first), 0)), maxlen=0)
     stop = skip
     for turn in count():
         group = list(islice(elements, size))
@@ -104,11 +101,6 @@ def _part(group: list[Any], first: list[Any], stride: Stride, stop: int) -> Part
     return Part(kept + [first[i % len(first)] for i in filling], len(kept), len(group), stop)
 
 
-def _drop(elements: Iterator[Any], number: int) -> None:
-    """Reads and forgets up to ``number`` elements at the speed of C."""
-    deque(islice(elements, max(number, 0)), maxlen=0)
-
-
 def check_split(batch_size: int, shards: int) -> int:
     """The elements per shard of a global batch of ``batch_size``; 1 means that a shard's elements come one by one.
 
@@ -122,63 +114,3 @@ def check_split(batch_size: int, shards: int) -> int:
             f"a multiple of {shards}; the nearest that work: {nearest}"
         )
     return max(batch_size // shards, 1)
-
-
-@final
-class IterableDatasetShard(IterableDataset[Any]):
-    """One rank's elements of an iterable dataset that cannot shard itself, in worker processes too.
-
-    Every reader reads the full source and keeps its stride (see ``Stride``). Give it to a ``DataLoader`` with
-    the same ``batch_size`` (divided by ``num_processes`` with ``split_batches``); the elements then come in the same
-    order for any number of workers. Raises ``ConfigError`` when ``split_batches`` cannot divide the batch.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        *,
-        even_batches: bool = True,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.epoch = 0
-        self._stride()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of this dataset and of its source."""
-        self.epoch = epoch
-        choose_epoch(self.dataset, epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not hasattr(self.dataset, "set_epoch"):  # otherwise the user may have called it
-            choose_epoch(self.dataset, self.epoch)
-        info = get_worker_info()
-        stride = self._stride() if info is None else self._stride(workers=info.num_workers, worker=info.id)
-        for part in parts(self.dataset, stride):
-            yield from part.elements
-
-    def __len__(self) -> int:
-        """Elements this rank gets; raises ``TypeError`` when the source has no length."""
-        return self._stride().length(len(self.dataset))  # type: ignore[arg-type]
-
-    def _stride(self, *, workers: int = 1, worker: int = 0) -> Stride:
-        split = check_split(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
-        return Stride(
-            batch_size=split,
-            shards=self.num_processes,
-            index=self.process_index,
-            workers=workers,
-            worker=worker,
-            drop_last=self.drop_last,
-            even=self.even_batches,
-        )

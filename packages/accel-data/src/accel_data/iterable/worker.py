@@ -1,4 +1,4 @@
-"""The side of an iterable dataset that runs where it is read: in a process of the loader's workers, or in the rank's."""
+"""The reader of an iterable dataset, as it runs in a loader's worker or in the process of the rank."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,17 +27,16 @@ class Snapshot(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """One collated batch with its facts.
+    """One collated batch with its facts, in a tuple that torch's pinning thread takes apart like any batch.
 
-    A named tuple, so that workers' queues and torch's pinning thread take it apart like any batch.
+    ``part`` is ``real``, ``group_real`` and ``stop`` of its ``Part``. ``divided``: the dataset read which worker it is
+    in, so each worker's stream is one of its own: a part of the rank's.
     """
 
     batch: Any
     part: tuple[int, int, int]
-    """``real``, ``group_real`` and ``stop`` of its ``Part``."""
     worker: int
     divided: bool
-    """The dataset read which worker it is in, so each worker's stream is one of its own: a part of the rank's."""
     snapshot: Snapshot | None
 
 
@@ -58,6 +57,11 @@ class Start:
     turn: int = 0
     undivided: bool = False
     base: int = 0
+
+    def of(self, worker: int) -> tuple[int, Snapshot | None]:
+        """The position and the snapshot of one worker's stream."""
+        one = len(self.positions) == 1, len(self.snapshots) == 1
+        return self.positions[0 if one[0] else worker], self.snapshots[0 if one[1] else worker]
 
     @property
     def plain(self) -> bool:
@@ -84,9 +88,8 @@ def open_stream(dataset: Any, snapshot: Snapshot | None) -> tuple[Iterator[Any],
 class StreamReader(IterableDataset[Delivered]):
     """Reads a user's dataset for one rank and yields full collated batches.
 
-    It takes the place of the dataset in the user's loader, whose own batching is switched off; ``collate`` is the
-    user's. Batches leave the workers together with the position behind them, so a position never counts what a worker
-    has read ahead.
+    It takes the place of the dataset in the user's loader, whose own batching is switched off. Batches leave the
+    workers together with the position behind them, so a position never counts what a worker has read ahead.
     """
 
     def __init__(
@@ -134,10 +137,9 @@ class StreamReader(IterableDataset[Delivered]):
     def _deliver(self, start: Start, worker: int, workers: int, view: "WorkerView | None") -> Iterator[Delivered]:
         if view is not None:
             view.install(hidden=start.undivided or self.exact)
-        position = _of_worker(start.positions, worker, 0)
-        elements, stateful = open_stream(self.dataset, _of_worker(start.snapshots, worker, None))
-        # Where the dataset no longer seeks, the position is counted instead.
-        snapshot = None if stateful is None else _of_worker(start.snapshots, worker, None)
+        position, snapshot = start.of(worker)
+        elements, stateful = open_stream(self.dataset, snapshot)
+        snapshot = None if stateful is None else snapshot  # where the dataset seeks no more, positions are counted
         # A generator runs only when it is read: the first element shows whether the dataset reads its worker. One that
         # goes on from a state of a divided stream need not do so again. One worker is read, too, because the order of
         # the stream may depend on there being one.
@@ -166,20 +168,16 @@ class StreamReader(IterableDataset[Delivered]):
     def _collated(self, content: Any, view: "WorkerView | None") -> Any:
         if view is None:
             return self.collate(content)
-        # Collation is no reading: it may use its worker's number, whether or not the dataset sees the worker.
         asked = view.asked
         with view.installed(hidden=False):
             batch = self.collate(content)
-        view.asked = asked
+        view.asked = asked  # collation may use the number of its worker, and divides nothing by it
         return batch
 
 
 @final
 class WorkerInit:
-    """The user's ``worker_init_fn``, shown the user's dataset instead of the reader that took its place.
-
-    Splitting ``get_worker_info().dataset`` there is the other documented way to divide a dataset over workers.
-    """
+    """The user's ``worker_init_fn``, shown the user's dataset, because it may divide ``get_worker_info().dataset``."""
 
     def __init__(self, init: Callable[[int], None] | None, reader: StreamReader) -> None:
         self.init, self.reader = init, reader
@@ -187,9 +185,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         view = WorkerView(get_worker_info(), self.reader.dataset)
         view.begin(self.reader.start)
-        # Kept by this worker's copy of the reader, because a later pass of a living worker may begin hidden.
-        self.reader.view = view
         view.install(hidden=False)
+        self.reader.view = view  # because a later pass of a living worker may begin hidden
         if self.init is not None:
             self.init(view.number)
         # A function that only seeds also reads the number of its worker; one that divides has to touch the dataset.
@@ -201,15 +198,11 @@ class WorkerView:
     """Stands in for torch's ``WorkerInfo`` and notices when the dataset divides itself by it.
 
     A dataset that ignores its worker would be read once by every worker and each sample be delivered several times; one
-    that divides itself must not be divided again. Nothing but watching distinguishes the two.
+    that divides itself must not be divided again. Nothing but watching distinguishes the two: ``asked`` (since the pass
+    began) and ``touched``, the dataset through this. ``divided_at_start``: ``worker_init_fn`` has divided it for good.
 
     Its number is rotated: torch takes the first batch of a pass from worker 0, and after a resume that has to be the
     one whose turn it was.
-
-    Attributes:
-        asked: the number or the count was read since the pass began.
-        touched: the dataset was reached through this.
-        divided_at_start: the user's ``worker_init_fn`` divided the dataset, for the life of the worker.
     """
 
     def __init__(self, info: Any, dataset: Any) -> None:
@@ -284,9 +277,3 @@ class _Camera:
         ended = time.perf_counter()
         self._next = ended + (ended - began) / _SNAPSHOT_SHARE
         return snapshot
-
-
-def _of_worker(entries: tuple[Any, ...], worker: int, default: Any) -> Any:
-    if len(entries) == 1:
-        return entries[0]
-    return entries[worker] if worker < len(entries) else default
