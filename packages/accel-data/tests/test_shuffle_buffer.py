@@ -346,3 +346,37 @@ def test_with_torchdatas_loader_it_keeps_its_place():
     other = make()
     other.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in other] == every[5:]
+
+
+class Independent(Seekable):
+    """Any number of its iterators may be read in turn; its state follows the one that was made last."""
+
+    def __iter__(self):
+        counted, self.loaded = [self.loaded], 0
+        self.latest = counted
+        while counted[0] < self.n:
+            counted[0] += 1
+            yield counted[0] - 1
+
+    def state_dict(self):
+        return {"at": self.latest[0]}
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_a_pass_inside_a_pass_leaves_the_states_of_the_outer_one_right(monkeypatch, shuffles, size):
+    monkeypatch.setattr(worker, "_SNAPSHOT_SHARE", float("inf"))
+
+    def make():
+        return prepared(ShuffleBuffer(Independent(200), size) if shuffles else Independent(200))
+
+    every = listed(make())
+    loader = make()
+    passing = iter(loader)
+    got = [next(passing).tolist() for _ in range(30)]
+    for _, _ in zip(range(3), loader, strict=False):
+        pass
+    got += [next(passing).tolist() for _ in range(20)]
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert got + listed(resumed) == every

@@ -142,7 +142,7 @@ class _ShuffledPass:
     """One iteration of a buffer: the elements of the source by (key, index), and what is needed to begin inside."""
 
     def __init__(self, buffer: ShuffleBuffer[Any], loaded: Mapping[str, Any] | None) -> None:
-        self.epoch, self._dataset, self._ended = buffer.epoch, buffer.dataset, False
+        self.epoch, self._buffer, self._ended = buffer.epoch, buffer, False
         # A resume reads again the window, and what lies between it and the state that was noted before it: ``size``.
         self._gap = max(buffer.size // _STATES_PER_WINDOW, 1)
         self._window = buffer.size - self._gap + 1
@@ -157,7 +157,7 @@ class _ShuffledPass:
 
     def __iter__(self) -> Iterator[Any]:
         noted = self._states[0]
-        elements, stateful = open_stream(self._dataset, noted if noted.at else None)
+        elements, stateful = open_stream(self._buffer.dataset, noted if noted.at else None)
         if stateful is None and noted.at:  # the source seeks no more, or never did
             noted = self._states[0] = Snapshot(0, None)
         begun = self._read = noted.at
@@ -165,7 +165,9 @@ class _ShuffledPass:
         held: list[tuple[float, int, Any]] = []
         while True:
             index = self._read
-            if stateful is not None and index > begun and index % self._gap == 0:
+            # The state of a dataset follows its latest iterator, which is another inside a pass over the same buffer.
+            follows = stateful is not None and self._buffer._pass is self
+            if follows and index > begun and index % self._gap == 0:
                 self._states.append(Snapshot(index, copy.deepcopy(stateful.state_dict())))
             element = next(elements, self)
             if element is self:

@@ -30,13 +30,13 @@ class Files(IterableDataset):
         return (element for file in mine for element in file)
 
 
-def prepared(ranks, workers, *, given=False):
-    """The loader of rank 0."""
+def prepared(ranks, workers, *, given=False, rank=0):
+    """The loader of one rank."""
     bounds = [sum(SIZES[:number]) for number in range(len(SIZES) + 1)]
     dataset = Files([list(range(begin, end)) for begin, end in pairwise(bounds)])
     options = LoaderOptions(dispatch_batches=False, even_batches=False, already_sharded=given)
-    loader = DataLoader(dataset.shard(ranks, 0) if given else dataset, batch_size=2, num_workers=workers)
-    return prepare_loader(loader, DataShard(0, ranks), options=options)
+    loader = DataLoader(dataset.shard(ranks, rank) if given else dataset, batch_size=2, num_workers=workers)
+    return prepare_loader(loader, DataShard(rank, ranks), options=options)
 
 
 def state(samples, source, **private):
@@ -136,3 +136,18 @@ def test_a_position_that_means_nothing_here_is_refused_with_what_works(record, p
         resume(StreamPosition.load(record, Cursor(1, 24), private), here)
     assert words in str(caught.value)
     assert "set_epoch" in str(caught.value) or "map" in words
+
+
+def test_ranks_whose_shards_were_read_unequally_agree_on_the_position_without_messages():
+    """As left by ranks that had a group, the stream of one of which had ended: 5 and 6 elements are delivered."""
+    source = {"mode": "native", "splits_itself": False, "shards": 2, "workers": 0, "level": False}
+    saved = state(11, source | {"left": LEFT | {"taken": [5, 6], "samples": 11}})
+    states = []
+    for rank in range(2):
+        loader = prepared(2, 0, rank=rank)
+        loader.load_state_dict(saved)
+        passing = iter(loader)
+        next(passing)
+        states.append({name: value for name, value in loader.state_dict().items() if name != "private"})
+    assert states[0] == states[1]
+    assert (states[0]["samples"], states[0]["source"]["level"]) == (15, False)

@@ -112,6 +112,7 @@ class StreamReader(IterableDataset[Delivered]):
         self.exact, self.every = exact, every
         self.start = Start()
         self.view: WorkerView | None = None
+        self._camera: _Camera | None = None
         # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
         self._epoch = torch.zeros((), dtype=torch.int64)
         if shared:
@@ -147,12 +148,13 @@ class StreamReader(IterableDataset[Delivered]):
         divided = view is not None and (view.asked or (snapshot is not None and not start.undivided))
         stride = self.stride if divided else replace(self.stride, worker=worker, workers=workers)
         begun = snapshot.at if snapshot is not None else start.base
-        camera = _Camera(stateful, self.every)
+        camera = self._camera = _Camera(stateful, self.every)
         for part in parts(chain(first, elements), stride, skip=position - begun):
             self._check(view, divided)
             stop = begun + part.stop
-            # A stream that has ended may already stand at its beginning again.
-            snapshot = camera.take(stop) if part.group_real == stride.group_size else None
+            # A stream that has ended may stand at its beginning again; inside another pass its state is of that one.
+            usable = part.group_real == stride.group_size and camera is self._camera
+            snapshot = camera.take(stop) if usable else None
             facts = part.real, part.group_real, stop
             content = part.elements if self.batched else part.elements[0]
             yield Delivered(self._collated(content, view), facts, worker, divided, snapshot)
