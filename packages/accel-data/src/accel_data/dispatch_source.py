@@ -189,8 +189,12 @@ class DispatchPass(Pass):
         self._notes: deque[tuple[int, _Facts, Any]] = deque(maxlen=3)
         self.length = source.length(cursor)
         peers = source._peers
+        private = None
         if peers is None or peers.rank == READER:
             self._base = source._base.begin(cursor)
+            private = self._base.step(0).private
+        # Taken before anything is read ahead, because the record of the base then is of what was read last.
+        self._start = Step(cursor, private=private), source._base.record(between=False)
         self.batches = self._alone() if peers is None else self._together(peers)
 
     def _alone(self) -> Iterator[Any]:
@@ -245,7 +249,8 @@ class DispatchPass(Pass):
 
     def step(self, number: int) -> Step:
         if number == 0:
-            return Step(self._cursor)
+            step, self._source._record = self._start
+            return step
         facts, own = next((facts, own) for counted, facts, own in self._notes if counted == number)
         self._source._record = facts.record
         # Only the rank that reads has, and can use, what its dataset says of itself.

@@ -1,5 +1,6 @@
 """Iterable datasets behind a prepared loader: who reads what, and that a resumed stream goes on where it was left."""
 
+import json
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import StreamReader, WorkerInit
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
+from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.parallelism import DataShard
 
@@ -412,3 +414,37 @@ def test_a_pass_leaves_the_random_state_of_its_process_alone(workers):
     before = torch.get_rng_state()
     assert len(list(loader)) == 3
     assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("behind", ["load", "skip"])
+def test_a_dispatched_state_saved_before_the_first_batch_is_of_there_and_not_of_what_was_read_ahead(
+    rank, world_size, behind
+):
+    def make():
+        loader = DataLoader(WorkerAware(48), batch_size=2, num_workers=2)
+        options = LoaderOptions(dispatch_batches=True)
+        return prepare_loader(loader, DataShard(rank, world_size), options=options)
+
+    def gate(loader, batches):
+        first = next(batches)  # what the pass reads, it reads ahead of it
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        yield first
+        yield from batches
+
+    every, states, loader = listed(make()), [], make()
+    loader.load_state_dict(stopped(make(), 3)) if behind == "load" else loader.skip(3)
+    loader.gate = gate
+    assert listed(loader) == every[3:]
+    resumed = make()
+    resumed.load_state_dict(states[0])
+    assert listed(resumed) == every[3:]
+
+
+def stopped(loader, steps):
+    passing = iter(loader)
+    for _ in range(steps):
+        next(passing)
+    state = loader.state_dict()
+    passing.close()
+    return state
