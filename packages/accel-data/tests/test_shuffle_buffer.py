@@ -96,6 +96,13 @@ def test_each_epoch_is_a_permutation_that_only_seed_epoch_and_size_decide(n, siz
     assert all(abs(place - element) < 2 * size for place, element in enumerate(order))
 
 
+def test_orders_stay_what_they_were_when_states_of_them_were_saved():
+    buffer = ShuffleBuffer(range(20), 5, seed=7)
+    assert list(buffer) == [0, 2, 1, 3, 4, 5, 7, 6, 8, 10, 9, 13, 15, 14, 12, 11, 16, 17, 18, 19]
+    buffer.set_epoch(1)
+    assert list(buffer) == [0, 1, 2, 4, 3, 6, 5, 7, 9, 11, 8, 10, 12, 16, 15, 14, 13, 18, 19, 17]
+
+
 def test_seeds_epochs_and_sizes_have_other_orders():
     buffer = ShuffleBuffer(Numbers(100), 20)
     orders = [list(buffer), list(ShuffleBuffer(Numbers(100), 20, seed=1)), list(ShuffleBuffer(Numbers(100), 21))]

@@ -1,4 +1,8 @@
-"""A shuffle buffer whose order is a function of positions, so that it is rebuilt after a resume and never saved."""
+"""A shuffle buffer whose order is a function of positions, so that it is rebuilt after a resume and never saved.
+
+The usual buffer exchanges a random slot for each new element and so keeps some elements for very long: rebuilding it means
+to read back without limit, or to save elements. Here each element leaves within a window of where it was read.
+"""
 
 import copy
 from collections import deque

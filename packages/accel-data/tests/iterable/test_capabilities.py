@@ -83,13 +83,16 @@ def test_a_shuffle_buffer_that_would_be_lost_is_not_sought():
 def test_every_combination_has_a_name_a_promise_and_an_amplification():
     """Amplification is 1 only where each element is read by one reader."""
     names = set()
-    for ranks, workers, shardable, dependent, presharded in itertools.product(
-        (1, 3), (0, 1, 2), (False, True), (False, True), (None, "it says so")
+    for ranks, workers, shardable, dependent, presharded, seekable in itertools.product(
+        (1, 3), (0, 1, 2), (False, True), (False, True), (None, "it says so"), (False, True)
     ):
-        capabilities = Capabilities(shardable=shardable, presharded=presharded, worker_dependent=dependent)
+        capabilities = Capabilities(
+            shardable=shardable, presharded=presharded, seekable=seekable, worker_dependent=dependent
+        )
         strategy = resolve(capabilities, ranks=ranks, workers=workers)
         names.add(strategy.name)
-        assert "exact" in strategy.promise
+        assert strategy.promise.startswith("exact")
+        assert strategy.promise.endswith("seeks") is seekable
         shared = ranks if ranks > 1 and not shardable and presharded is None else 1
         assert strategy.amplification == shared * (1 if dependent else max(workers, 1))
         assert (strategy.warning("X") is None) == (strategy.amplification == 1)

@@ -10,8 +10,6 @@ from accel_state.errors import ConfigError
 
 Mode = Literal["stride", "native", "given", "left"]
 """The names in saved states: one stream that all ranks read; ``shard()``; sharded before; a merged remainder."""
-ALREADY_SHARDED = "already_sharded"
-"""An attribute that a dataset may set to True when it yields the elements of this rank only."""
 
 
 @final
@@ -22,7 +20,8 @@ class Capabilities:
     Attributes:
         shardable: it has ``shard(num_shards=, index=)``.
         num_shards: into how many shards it can be cut at most; None: any number, or unknown.
-        presharded: why it is taken to yield this rank's elements only; None: it is taken to yield all.
+        presharded: why it is taken to yield this rank's elements only (the user may set ``already_sharded = True`` on
+            it); None: it is taken to yield all.
         seekable: it has ``state_dict`` and ``load_state_dict``, and loses nothing between the two.
         worker_dependent: it reads ``get_worker_info()``, so that each worker's stream is one of its own: with several
             workers it divides itself among them, and with one its order may be another than with none. None: not known
@@ -55,7 +54,7 @@ _UNDIVIDED = "it does not divide itself by get_worker_info()"
 class Strategy:
     """How ``ranks`` with ``workers`` loader workers each (0: none) share one dataset, and why.
 
-    ``divided``: each worker reads a stream of its own. None: only reading tells.
+    ``divided``: each worker reads a stream of its own; None: only reading tells. ``seekable``: as the dataset is.
     """
 
     mode: Mode
@@ -63,6 +62,7 @@ class Strategy:
     ranks: int = 1
     workers: int = 0
     divided: bool | None = False
+    seekable: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +72,8 @@ class Strategy:
     @property
     def promise(self) -> str:
         """What a position that was saved inside an epoch is good for."""
-        return _PROMISES[self.mode, bool(self.divided)][1]
+        how = "seeks" if self.seekable and self.mode != "left" else "reads again from the start of the epoch"
+        return f"{_PROMISES[self.mode, bool(self.divided)][1]}; a resume {how}"
 
     @property
     def strided(self) -> bool:
@@ -110,7 +111,7 @@ def resolve(
     itself nor sees its workers, so that every position holds for any number of both; raises ``ConfigError`` with a
     dataset that yields this rank's elements only.
     """
-    divided = False if exact or not workers else capabilities.worker_dependent
+    divided, seekable = False if exact or not workers else capabilities.worker_dependent, capabilities.seekable
     presharded = capabilities.presharded or ("already_sharded=True" if already_sharded else None)
     if presharded is not None:
         if exact:
@@ -118,7 +119,7 @@ def resolve(
                 "exact_streams needs the full stream on every rank, but this dataset yields one rank's part "
                 f"({presharded}): give the dataset before it was split, or drop exact_streams"
             )
-        return Strategy("given", presharded, ranks, workers, divided)
+        return Strategy("given", presharded, ranks, workers, divided, seekable)
     shards = capabilities.num_shards
     if exact:
         reason = "exact_streams=True"
@@ -129,8 +130,8 @@ def resolve(
     elif shards is not None and shards < ranks:
         reason = f"it has {shards} shards for {ranks} ranks"
     else:
-        return Strategy("native", f"it has {shards or 'any number of'} shards", ranks, workers, divided)
-    return Strategy("stride", reason, ranks, workers, divided)
+        return Strategy("native", f"it has {shards or 'any number of'} shards", ranks, workers, divided, seekable)
+    return Strategy("stride", reason, ranks, workers, divided, seekable)
 
 
 def inspect_stream(dataset: object) -> Capabilities:
@@ -138,8 +139,8 @@ def inspect_stream(dataset: object) -> Capabilities:
     presharded = None  # split_dataset_by_node leaves a record on what it returns
     if getattr(dataset, "_distributed", None) is not None:
         presharded = "it was split by node"
-    elif getattr(dataset, ALREADY_SHARDED, False) is True:
-        presharded = f"it has {ALREADY_SHARDED} = True"
+    elif getattr(dataset, "already_sharded", False) is True:
+        presharded = "it has already_sharded = True"
     counts = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
     shards = next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)
     return Capabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset))

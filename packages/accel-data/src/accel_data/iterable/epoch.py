@@ -71,8 +71,10 @@ class StreamEpoch(Pass):
         self._pool.close()
 
     def step(self, number: int) -> Step:
-        found = ((position, counts) for counted, position, counts in reversed(self._behind) if counted == number)
-        position, counts = next(found, (self._plan.begun, None))  # before the batches that are dropped were read
+        if number == 0 and self._behind[-1][0] < 0:  # the batches to drop have not been read
+            position, counts = self._plan.begun, None
+        else:
+            position, counts = next(facts for counted, *facts in reversed(self._behind) if counted == number)
         self._report(position)
         return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
 
@@ -82,11 +84,12 @@ class StreamEpoch(Pass):
         self._iterator = items = self._pool.open(plan.readers.index)
         steps = alone(items) if lockstep is None else lockstep.run(items, self._pool.first_batch)
         for number, (item, is_new, facts) in enumerate(steps, first):
-            self._divided = item.divided if is_new else self._divided
+            if is_new:
+                self._advance(item)
             if number == first:
                 self._taken = self._taken_before()
-            if is_new:
-                self._advance(item, opens=number == first)
+                if is_new:
+                    self._on_open(item)
             if facts is not None:
                 total, counts = sum(max(rows, 0) for rows, _, _ in facts), None
                 full, turn = min(rows for rows, _, _ in facts) == stride.batch_size, facts[0][1] + 1
@@ -118,11 +121,9 @@ class StreamEpoch(Pass):
         elif self._taken is not None:
             self._taken = [count + self._pool.stride.batch_size for count in self._taken]
 
-    def _advance(self, item: Delivered, *, opens: bool) -> None:
-        """Counts a batch of this rank's streams; ``opens``: the first of the pass."""
-        if opens:
-            self._on_open(item)
-        worker = item.worker if item.divided else 0
+    def _advance(self, item: Delivered) -> None:
+        """Counts a batch of this rank's streams."""
+        self._divided, worker = item.divided, item.worker if item.divided else 0
         self._positions[worker] = item.part[2]
         if item.snapshot is not None:
             self._snapshots[worker] = item.snapshot

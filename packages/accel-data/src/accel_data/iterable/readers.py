@@ -29,15 +29,11 @@ class ReaderPool:
     ) -> None:
         self.stride, self.batched = stride, loader.batch_size is not None
         self.dataloader = _with(loader, dataset=dataset)
-        # Living workers hold a copy of the reader.
-        shared, collate = loader.persistent_workers, loader.collate_fn
-        self._reader = StreamReader(
-            dataset, stride, collate, batched=self.batched, shared=shared, exact=exact, every=every
-        )
-        init = WorkerInit(loader.worker_init_fn, self._reader)
-        self._inner = _with(
-            loader, dataset=self._reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init
-        )
+        batched, shared, collate = self.batched, loader.persistent_workers, loader.collate_fn
+        reader = StreamReader(dataset, stride, collate, batched=batched, shared=shared, exact=exact, every=every)
+        self._reader = reader
+        init = WorkerInit(loader.worker_init_fn, reader)
+        self._inner = _with(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
 
     def begin(self, start: Start) -> None:
         """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""

@@ -52,8 +52,7 @@ class StreamPosition:
         level: all ranks have delivered equally much, so that the global count tells each rank's position.
         progress: how far each stream was read; None: one stream was read by all, or it is not known.
         private: what this rank alone needs to go on exactly (positions and snapshots of its workers' streams).
-        skip: batches to read and drop behind it, where no count of samples tells what they hold: how many, of how many
-            ``rows`` over all ranks, by how many ranks and workers, and ``to`` which count of samples they lead.
+        skip: batches to read and drop behind it, where no count of samples tells what they hold, and by whom.
     """
 
     cursor: Cursor

@@ -103,8 +103,11 @@ class StreamSource(Source):
             self._install(plan.strategy, plan.begun)
         self._current, self._position = plan.strategy, plan.begun
         self._pool.begin(plan.start)
-        lockstep = self._agreement() if even and not plan.strategy.strided else None
-        length = self.length(cursor)
+        exchanges, length = even and not plan.strategy.strided, self.length(cursor)
+        if exchanges and self._lockstep is None:
+            peers = connect(self, self._shard, self._group)
+            self._lockstep = None if peers is None else Lockstep(peers)
+        lockstep = self._lockstep if exchanges else None
         return StreamEpoch(plan, self._pool, lockstep, length=length, opened=self._opened, reported=self._reported)
 
     def _plan(self, cursor: Cursor) -> EpochPlan:
@@ -124,13 +127,6 @@ class StreamSource(Source):
             return self._position
         fresh = StreamPosition(cursor, self._strategy.mode, self._readers, bool(self._strategy.divided))
         return self._known.get(cursor, fresh)
-
-    def _agreement(self) -> Lockstep | None:
-        """With streams of their own, ranks must be told when another one ends. None without a process group."""
-        if self._lockstep is None:
-            peers = connect(self, self._shard, self._group)
-            self._lockstep = None if peers is None else Lockstep(peers)
-        return self._lockstep
 
     def length(self, cursor: Cursor) -> int | None:
         total = _size(self._pool.dataloader.dataset)
