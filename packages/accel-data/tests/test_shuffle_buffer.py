@@ -169,6 +169,21 @@ def test_a_source_that_cannot_seek_is_read_again_from_its_start(n, size, data):
     assert list(other) == order
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_loaded_position_is_kept_in_its_epoch_only(epoch):
+    buffer = ShuffleBuffer(Seekable(60), 10)
+    order = list(buffer)
+    elements = iter(buffer)
+    for _ in range(25):
+        next(elements)
+    other = ShuffleBuffer(Seekable(60), 10)
+    other.load_state_dict(buffer.state_dict())
+    other.set_epoch(epoch)
+    expected = ShuffleBuffer(Seekable(60), 10)
+    expected.set_epoch(1)
+    assert list(other) == (list(expected) if epoch else order[25:])
+
+
 def test_what_was_in_the_buffer_is_in_no_state():
     buffer = ShuffleBuffer(Seekable(1000), 100)
     elements = iter(buffer)

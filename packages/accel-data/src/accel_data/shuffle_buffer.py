@@ -1,7 +1,7 @@
 """A shuffle buffer whose order is a function of positions, so that it is rebuilt after a resume and never saved.
 
-The usual buffer exchanges a random slot for each new element and so keeps some elements for very long: rebuilding it means
-to read back without limit, or to save elements. Here each element leaves within a window of where it was read.
+The usual buffer exchanges a random slot for each new element, and so keeps some elements for very long: to rebuild it
+means to read back without limit, or to save elements. Here each element leaves within a window of where it was read.
 """
 
 import copy
@@ -62,7 +62,9 @@ class ShuffleBuffer(IterableDataset[T]):
         self._pass: _ShuffledPass | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, of the source too."""
+        """Chooses the epoch, of the source too. A loaded position is kept if it is in this epoch."""
+        if self._loaded is not None and self._loaded[EPOCH_KEY] != epoch:
+            self._loaded = None
         self.epoch = epoch
         choose_epoch(self.dataset, epoch)
 

@@ -337,3 +337,22 @@ def test_a_loaded_position_outlives_a_skip_that_nobody_reads():
         loader.load_state_dict(writer.state_dict())
         loader.skipped(skipped)
         assert [batch.tolist() for batch in loader] == every[3:]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["skip", "gate"])
+def test_ranks_with_shards_of_their_own_save_between_a_skip_and_the_first_batch(rank, world_size, workers, how):
+    def make():
+        return prepared(Files(files_of([7, 3, 5, 6, 4, 9])), rank, world_size, even=True, num_workers=workers)
+
+    def rows(loader):
+        return [real(loader, batch, rank) for batch in loader]
+
+    every = rows(make())
+    state = state_behind_skip(make(), 2, how)
+    assert len({str({**one, "private": None}) for one in gathered(state)}) == 1
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert rows(resumed) == every[2:]
+    assert rows(resumed) == every
