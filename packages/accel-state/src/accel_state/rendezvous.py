@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from accel_state.clusters.variables import DEFAULT_PORT, LOCAL_ADDRESS
 from accel_state.errors import SessionError
+from accel_state.name_lookup import stop_name_lookups
 from accel_state.topology import Topology
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _file_store(path: str, topology: Topology) -> "Store":
 def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology: Topology) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    stop_name_lookups()
     if not serves:
         _await_listener(host, port, deadline=deadline, topology=topology)
     left = max(1.0, deadline - time.monotonic())
