@@ -17,10 +17,10 @@ def stop_name_lookups() -> None:
     """Makes torch's stores in this process show addresses in place of names, until the process ends.
 
     For its log alone, a TCPStore looks up the name of each address that it connects to or that connects to it
-    (``formatSockAddr`` in ``torch/csrc/distributed/c10d/socket.cpp``). A name server is asked about the loopback address
-    too, as /etc/hosts hardly ever has that in IPv6's notation. Rank 0's store serves no rank meanwhile: a query that is
-    lost costs all ranks 5 s. torch looks up no more names in a process once a lookup has failed. Here the first one
-    fails at once: that of a store which is closed again, opened by a thread whose resolver asks no server meanwhile.
+    (``formatSockAddr`` in ``torch/csrc/distributed/c10d/socket.cpp``). A name server is asked about the loopback
+    address too, as /etc/hosts hardly ever has that in IPv6's notation. Rank 0's store serves no rank meanwhile: a query
+    that is lost costs all ranks 5 s. torch looks up no more names in a process once a lookup has failed. Here the first
+    one fails at once: that of a store which is closed again, opened while this thread's resolver asks no server.
 
     Lookups of the program, also those of this thread, are as before. Nothing is changed where the C library is not
     glibc, or where another service than DNS knows the name of the loopback address.
