@@ -71,10 +71,35 @@ def test_ranks_that_take_different_blocks_are_named(tmp_path: Path, version: int
     assert "trained" not in done.output
 
 
-@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_ranks_that_skip_the_same_blocks_train(tmp_path: Path, version: int) -> None:
+# Ranks that take each other for another machine's: they share no memory in which they could be compared.
+APART = "import socket, os; socket.gethostname = lambda: 'machine' + os.environ['RANK']\n"
+
+
+@pytest.mark.parametrize(
+    ("case", "version"),
+    [
+        pytest.param(case, version, marks=() if (case, version) == ("others", 2) else pytest.mark.slow)
+        for case in CASES
+        for version in (2, 1)
+    ],
+)
+def test_ranks_of_several_machines_that_take_different_blocks_are_named(
+    tmp_path: Path, version: int, case: str
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAIN)
+    script.write_text(APART + TRAIN)
+    done = run_script(script, str(version), "used", *CASES[case], ranks=2, timeout=100).check_failed()
+    assert "trained" not in done.output
+    assert re.search(r"rank 0: forward\(Choosing.blocks.* #(\d+).*\n.*rank 1: forward\(.* #\1 ", done.output)
+
+
+@pytest.mark.parametrize(
+    ("version", "machines"),
+    [(2, "apart"), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, "apart"), (2, "one"), (1, "one")])],
+)
+def test_ranks_that_skip_the_same_blocks_train(tmp_path: Path, version: int, machines: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(APART + TRAIN if machines == "apart" else TRAIN)
     done = run_script(script, str(version), "used", "0,2", "0,2", ranks=2, timeout=60).check()
     assert done.output.count("trained") == 2
 

@@ -25,6 +25,7 @@ from accel_state.doctor.diagnosis import (
     question,
 )
 from accel_state.doctor.flight import flight_record
+from accel_state.doctor.machines import Comparison
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
 from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
@@ -64,6 +65,7 @@ class Doctor:
         self._lock = threading.Lock()
         self._memories: list[Any] = []
         self._shown_by = sys.excepthook
+        self._comparison: Comparison | None = None
         self._alone = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"{_NAME}{name}", daemon=True)
@@ -119,7 +121,9 @@ class Doctor:
                 self._peers.stop_asking()
             self._peers.close()
             self.record.close()
-            self._group = None  # a process that is forked later has no use for it, nor for its connections
+            self._group = self._comparison = (
+                None  # a process that is forked later has no use for it, nor for its connections
+            )
 
     def concerns(self, group: Any) -> bool:
         """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
@@ -129,15 +133,38 @@ class Doctor:
         """An operation begins on the main thread.
 
         Raises:
-            CollectiveMismatchError: another rank of this machine has entered another operation in its place.
+            CollectiveMismatchError: another rank of this machine has entered another operation in its place, or one of
+                another machine has done so before the last :meth:`compare`.
         """
         self.record.enter(operation, detail, shared=shared, counted=counted)
+        problem = None
         if shared and self._memories and self.record.differs(self._memories):
             problem = self._mismatch()
-            if problem is not None:
-                self.record.withdraw()
+        elif self._comparison is not None and self._comparison.pending:
+            try:
+                problem = self._comparison.difference(self.record)
+            except RuntimeError as error:  # a rank is gone, or is in an operation that this one is not in
                 self.record.leave()
-                raise CollectiveMismatchError(problem)
+                self.explain(error)
+                raise
+        if problem is not None:
+            self.record.withdraw()
+            self.record.leave()
+            raise CollectiveMismatchError(problem)
+
+    def compare_machines(self) -> None:
+        """From now on :meth:`compare` compares ranks of several machines, if there are several. Collective."""
+        from accel_state.group import sibling_group
+        from accel_state.objects import all_gather_object
+
+        if self._comparison is None and any(all_gather_object(self._peers.scattered, group=self._group)):
+            assert self._group is not None
+            self._comparison = Comparison(sibling_group(self._group, backend="gloo"))
+
+    def compare(self) -> None:
+        """Compares what the ranks have done together so far; the next operation fails if that differs. Collective."""
+        if self._comparison is not None and not self._comparison.pending:
+            self._comparison.begin(self.record)
 
     def explain(self, error: Exception) -> None:
         """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
