@@ -36,7 +36,7 @@ from accel_state.objects import all_gather_object
 
 began = time.monotonic()
 try:
-    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=8 if where == "opening" else 600))
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=6 if where == "opening" else 600))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
     accelerator.gather(torch.ones(2))
     accelerator.wait_for_everyone()
@@ -61,8 +61,8 @@ SLOW = pytest.mark.slow
     ("how", "where", "words"),
     [
         ("kill", "opening", "rank 1 found no rank 0 at 127.0.0.1"),
-        ("stop", "opening", "the store at 127.0.0.1:.* does not answer any more; is the process of rank 0"),
         ("stop", "distant", "rank 0 has not been heard of for"),
+        pytest.param("stop", "opening", "the store at 127.0.0.1:.* does not answer any more", marks=SLOW),
         pytest.param("kill", "distant", "rank 0 has not been heard of for", marks=SLOW),
         pytest.param("kill", "near", "rank 0 is dead", marks=SLOW),
         pytest.param("stop", "near", "rank 0 is stopped", marks=SLOW),
