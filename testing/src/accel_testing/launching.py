@@ -201,7 +201,7 @@ def _run(
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_hear_interrupts if _ignored() else None,
+                    preexec_fn=_reset_interrupts if _ignored() else None,
                 )
             )
         timed_out = _wait(processes, began + timeout, interruption=interruption)
@@ -223,7 +223,7 @@ def _ignored() -> list[signal.Signals]:
     return [number for number in (signal.SIGINT, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
 
 
-def _hear_interrupts() -> None:
+def _reset_interrupts() -> None:
     for number in _ignored():
         signal.signal(number, signal.SIG_DFL)
 
