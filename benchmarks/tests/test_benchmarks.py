@@ -43,7 +43,7 @@ def test_every_benchmark_is_listed_and_tested():
 
 ELSEWHERE = {"planner_xla": "torch_xla"}  # in an environment of its own
 # The quickest, which have all of the harness: ranks, loops, memory, checkpoints, processes of their own.
-QUICK = ("checkpoint", "collectives", "padding", "planner", "planner_xla", "resume")
+QUICK = ("checkpoint", "padding", "planner", "planner_xla", "resume")
 
 
 @pytest.mark.ranks(1, group=False)

@@ -63,6 +63,16 @@ def test_interrupt_is_sent(tmp_path: Path) -> None:
     assert done.check().output == "on\nstopped\n"
 
 
+def test_an_interrupt_that_this_process_ignores_reaches_a_program(tmp_path: Path) -> None:
+    path = script(tmp_path, "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a suite that a shell has started with &
+    try:
+        done = run_command([sys.executable, path])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.check().output == "True\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are found through /proc")
 def test_orphan_is_named_and_ended(tmp_path: Path) -> None:
     sleeper = "import time; time.sleep(61)"

@@ -20,10 +20,19 @@ def program():
 """
 
 
-def test_a_program_is_checked_under_its_layouts(tmp_path: Path) -> None:
+# The last layout takes four ranks.
+LAYOUTS = {
+    "ddp:2/fp64": "ddp:2/fp64",
+    "fsdp:2/fp64/acc=2": "fsdp:2/fp64/acc=2",
+    "hsdp:2x2/fp64": "fsdp:4/fp64/dp_replicate=2/dp_shard=2",
+}
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_program_is_checked_under_its_layouts(tmp_path: Path, number: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    layouts = ["ddp:2/fp64", "fsdp:2/fp64/acc=2", "fsdp:4/fp64/dp_replicate=2/dp_shard=2"]
-    asked = ",".join([*layouts[:2], "hsdp:2x2/fp64"])
+    layouts = list(LAYOUTS.values())[:number]
+    asked = ",".join(list(LAYOUTS)[:number])
     done = subprocess.run(
         [sys.executable, "-m", "accel", "check", "train.py:program", "--layouts", asked, "--json"],
         cwd=tmp_path,

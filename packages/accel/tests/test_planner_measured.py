@@ -59,8 +59,12 @@ def test_what_is_predicted_is_what_engines_take(strategy: str, precision: str) -
 
 
 @pytest.mark.ranks(4)
-def test_a_hybrid_takes_what_is_predicted() -> None:
-    check("llama", "fsdp:hybrid_shard+ckpt", 4)
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [("mlp", "fsdp:hybrid_shard"), pytest.param("llama", "fsdp:hybrid_shard+ckpt", marks=pytest.mark.slow)],
+)
+def test_a_hybrid_takes_what_is_predicted(shape: str, strategy: str) -> None:
+    check(shape, strategy, 4)
 
 
 @pytest.mark.slow

@@ -201,6 +201,7 @@ def _run(
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=_reset_interrupts if _ignored() else None,
                 )
             )
         timed_out = _wait(processes, began + timeout, interruption=interruption)
@@ -215,6 +216,16 @@ def _run(
             seconds=seconds,
             timed_out=timed_out,
         )
+
+
+def _ignored() -> list[signal.Signals]:
+    """The interrupts that this process ignores, as what a shell starts with ``&`` does; its children inherit that."""
+    return [number for number in (signal.SIGINT, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+
+
+def _reset_interrupts() -> None:
+    for number in _ignored():
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _wait(

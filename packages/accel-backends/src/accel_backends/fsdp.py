@@ -185,7 +185,8 @@ class FSDPBackend(Backend):
         )
         if self.session.world_size > 1:
             own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
-            watch_units(root, kind, {name: (module, module) for name, module in own.items()}, self.session.group)
+            pairs = {name: (module, module) for name, module in own.items()}
+            watch_units(root, kind, pairs, self.session.group, replicas=self.degrees[0])
         return model
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:

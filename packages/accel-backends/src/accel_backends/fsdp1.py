@@ -194,7 +194,7 @@ class FSDP1Backend(Backend):
         refuse_whole_tensors(wrapped, root)
         self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
         refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
-        watch_units(wrapped, type(root).__name__, watched, self.session.group)
+        watch_units(wrapped, type(root).__name__, watched, self.session.group, replicas=self.degrees[0])
         return wrapped
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:

@@ -19,16 +19,21 @@ def _untraced(method: _Method) -> _Method:
     return cast(_Method, cast(Any, torch)._disable_dynamo(method))
 
 
-def watch_units(model: nn.Module, kind: str, units: Mapping[str, tuple[nn.Module, nn.Module]], group: Any) -> None:
+def watch_units(
+    model: nn.Module, kind: str, units: Mapping[str, tuple[nn.Module, nn.Module]], group: Any, *, replicas: int
+) -> None:
     """Records each unit's gathering in the hang doctor's record, and the end of the model's forward.
 
     Units are gathered by all ranks together. If ranks called different ones (skipped layers, experts), a gathering
-    would hang, or fill a unit with the weights of another. Nothing is recorded where no doctor watches ``group``.
+    would hang, or fill a unit with the weights of another. Ranks of one machine are compared before each gathering,
+    those of several machines at the end of each forward, as far as all of them gather together. Nothing is recorded
+    where no doctor watches ``group``. Collective.
 
     Args:
         model: what is called.
         kind: the class of the user's model.
         units: by name, the module before whose hooks a unit is gathered, and the one after whose hooks it is whole.
+        replicas: in how many groups of ranks, each of which gathers by itself, the model is sharded.
     """
     doctor = active()
     if doctor is None or not doctor.concerns(group):
@@ -37,6 +42,8 @@ def watch_units(model: nn.Module, kind: str, units: Mapping[str, tuple[nn.Module
         unit = _Recorded(f"{kind}.{name}" if name else kind)
         gathering.register_forward_pre_hook(unit.enter, prepend=True)
         whole.register_forward_pre_hook(unit.leave)
+    if replicas == 1:
+        doctor.compare_machines()
     end = _Recorded(f"end of {kind}")
     model.register_forward_hook(end.pass_by)
 
@@ -73,6 +80,9 @@ class _Recorded:
 
     @_untraced
     def pass_by(self, *_: Any) -> None:
-        """The operation takes no time."""
+        """The operation takes no time; ranks of several machines are compared after it."""
         self.enter()
         self.leave()
+        doctor = active()
+        if doctor is not None and threading.current_thread() is threading.main_thread():
+            doctor.compare()

@@ -16,6 +16,7 @@ from accel_state.environment import parse_flag
 from accel_state.errors import SessionError
 from accel_state.peers import GLOO_SETTLES
 from accel_state.topology import Topology
+from accel_state.torch_log import no_warnings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -203,16 +204,17 @@ def sibling_group(
     chosen = dist.Backend(group_backend(like) if backend is None else backend)
     name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
     group: ProcessGroup
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        like.rank(),
-        ranks,
-        chosen,
-        c10d._get_default_store(),
-        name,
-        timeout=c10d._get_default_timeout(chosen) if timeout is None else timeout,
-        device_id=c10d._get_default_group().bound_device_id,
-    )
+    with no_warnings():  # of the store, where rank 0 ends before it has given its address
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            like.rank(),
+            ranks,
+            chosen,
+            c10d._get_default_store(),
+            name,
+            timeout=c10d._get_default_timeout(chosen) if timeout is None else timeout,
+            device_id=c10d._get_default_group().bound_device_id,
+        )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 

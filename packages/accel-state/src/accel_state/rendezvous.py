@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from accel_state.clusters.variables import DEFAULT_PORT, LOCAL_ADDRESS
 from accel_state.errors import SessionError
+from accel_state.name_lookup import stop_name_lookups
 from accel_state.topology import Topology
+from accel_state.torch_log import no_warnings
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 # A missing process is reported while there is still time to do something about it.
 _REPORT_EVERY = 15.0
+_ANSWERS_WITHIN = 5.0
 
 
 def connect(
@@ -40,7 +44,14 @@ def connect(
     while True:
         try:
             store = _open(topology, init_method, deadline=deadline, env=env)
-            joined = _join(store, topology, deadline=deadline, where=where, env=env)
+            join = partial(_join, store, topology, deadline=deadline, where=where, env=env)
+            # A store whose process is stopped answers no request, and no request has a time limit.
+            joined = _within(join, max(0.0, deadline - time.monotonic()) + _ANSWERS_WITHIN)
+        except TimeoutError:
+            raise SessionError(
+                f"rank {topology.rank}: the store at {where} does not answer any more; is the process of rank 0, or of "
+                "the launcher that keeps the store, stopped?"
+            ) from None
         except _StoreLost as lost:
             # Rank 0 of a session that is just closing may still serve the same port.
             if time.monotonic() >= deadline:
@@ -106,6 +117,7 @@ def _file_store(path: str, topology: Topology) -> "Store":
 def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology: Topology) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    stop_name_lookups()
     if not serves:
         _await_listener(host, port, deadline=deadline, topology=topology)
     left = max(1.0, deadline - time.monotonic())
@@ -186,9 +198,10 @@ def _join(store: "Store", topology: Topology, *, deadline: float, where: str, en
     outer = PrefixStore(f"accel/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     opened = f"opened/{topology.rank}"
     try:
-        inner = PrefixStore(f"opening_{outer.add(opened, 1)}", outer)
-        inner.set(f"here/{topology.rank}", "1")
-        missing = _wait_for_all(inner, topology, deadline=deadline, where=where)
+        with no_warnings():  # rank 0 may end meanwhile, or serve a session that is just closing
+            inner = PrefixStore(f"opening_{outer.add(opened, 1)}", outer)
+            inner.set(f"here/{topology.rank}", "1")
+            missing = _wait_for_all(inner, topology, deadline=deadline, where=where)
     except RuntimeError as error:
         raise _StoreLost(_first_line(error)) from error
     if missing:

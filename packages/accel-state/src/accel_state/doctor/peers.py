@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_state.doctor.diagnosis import STALLED, Life, RankState
 from accel_state.doctor.record import SIZE, Record, Snapshot, decode
+from accel_state.torch_log import no_warnings
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -55,14 +56,14 @@ class Watched:
         """Its memory can be read."""
         return self.memory is not None
 
-    def look(self) -> RankState:
-        """How it is now."""
+    def look(self, known_until: float | None = None) -> RankState:
+        """How it is now; as it was ``known_until`` then, if no message from another machine can have come since."""
         now = time.monotonic()
         image = bytes(self.memory[:]) if self.memory is not None else self.image
         snapshot = None if image is None else decode(image)
         if snapshot is not None:
             self._follow(snapshot, now)
-        life, reason = self._alive(snapshot, now)
+        life, reason = self._alive(snapshot, now if known_until is None else known_until)
         if life != self._life:
             self._life, self._since = life, now
         current = None if snapshot is None else snapshot.current
@@ -94,7 +95,7 @@ class Watched:
             self._still = now
         self._number = number
 
-    def _alive(self, snapshot: Snapshot | None, now: float) -> tuple[Life, str]:
+    def _alive(self, snapshot: Snapshot | None, known_until: float) -> tuple[Life, str]:
         if snapshot is not None and snapshot.said.startswith(LEFT):
             return "left", snapshot.said[1:]
         if self._gone:  # before its memory could be mapped
@@ -103,7 +104,7 @@ class Watched:
             return "dead", ""
         if self._pid:
             return ("stopped" if self._state() in "Tt" else "alive"), ""
-        return ("silent" if now - self._heard > 2 * STALLED else "alive"), ""
+        return ("silent" if known_until - self._heard > 2 * STALLED else "alive"), ""
 
     def _state(self) -> str:
         return _state_of(self._pid)
@@ -133,12 +134,14 @@ class Messages:
 
     def set(self, key: str, value: str) -> None:
         """Writes a message; RuntimeError without a store."""
-        self._asked().set(key, value)
+        with no_warnings():  # of a server that ends before it answers
+            self._asked().set(key, value)
 
     def get(self, key: str) -> bytes | None:
         """A message, or None where there is none yet; RuntimeError without a store."""
-        store = self._asked()
-        return store.get(key) if store.check([key]) else None
+        with no_warnings():
+            store = self._asked()
+            return store.get(key) if store.check([key]) else None
 
     def close(self) -> None:
         """Ends the connection; later calls find no store."""
@@ -174,6 +177,7 @@ class Peers:
         self._record = record
         self.watched = [Watched(other) for other in range(world_size)]
         self._unknown = set(range(world_size))
+        self._answered = time.monotonic()
         me = {"host": _host(), "pid": os.getpid(), "descriptor": record.descriptor, "token": record.token.hex()}
         self._me: dict[str, Any] = me
         self._messages.set(f"who/{rank}", json.dumps(me))
@@ -214,6 +218,7 @@ class Peers:
             image = None if one.is_local else self._messages.get(f"image/{one.rank}")
             if image is not None:
                 one.image = bytes.fromhex(image.decode())
+        self._answered = time.monotonic()
 
     def stop_asking(self) -> None:
         """Stops using the store, with a message about it for rank 0, which may have to serve the store until then."""
@@ -230,8 +235,12 @@ class Peers:
             time.sleep(_LOOK_EVERY)
 
     def look(self) -> list[RankState]:
-        """How all are now."""
-        return [one.look() for one in self.watched]
+        """How all are now.
+
+        A store that does not answer, or is gone, shows that something is wrong with rank 0 alone, whose machine it is
+        on. The others are as they were when it answered last.
+        """
+        return [one.look(None if one.rank == 0 else self._answered) for one in self.watched]
 
     def close(self) -> None:
         """Unmaps the records of the other ranks and closes the store."""

@@ -100,6 +100,7 @@ class Record:
             self._memory = mmap.mmap(-1, SIZE)
         self._number = 0
         self.sequence = 0
+        self.trail = self._trail_before = 0
         self._counted = self._counted_before = 0
         self._open: list[int] = []
         self._together = 0
@@ -131,6 +132,8 @@ class Record:
         frame = _user_frame(sys._getframe(1))
         key = (0, -1, operation, detail) if frame is None else (id(frame.f_code), frame.f_lasti, operation, detail)
         text, digest, _ = self._texts.get(key) or self._describe(key, frame)
+        if sequence:
+            self._trail_before, self.trail = self.trail, crc32(digest.to_bytes(4, "little"), self.trail)
         offset = _SLOTS_AT + (number % SLOTS) * _SLOT
         begin = offset + _ENTRY.size
         memory[begin : begin + len(text)] = text
@@ -170,6 +173,7 @@ class Record:
         if self._together == self._number and self.sequence:
             _SHARED.pack_into(self._memory, _shared_offset(self.sequence), 0, 0)
             self.sequence -= 1
+            self.trail = self._trail_before
             self._counted = self._counted_before
             offset = _SLOTS_AT + (self._number % SLOTS) * _SLOT
             _PROGRESS.pack_into(self._memory, offset + _PROGRESS_AT, self.sequence, self._counted)

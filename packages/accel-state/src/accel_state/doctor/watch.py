@@ -25,6 +25,7 @@ from accel_state.doctor.diagnosis import (
     question,
 )
 from accel_state.doctor.flight import flight_record
+from accel_state.doctor.machines import Comparison
 from accel_state.doctor.peers import LEFT, Peers
 from accel_state.doctor.record import Record, describe_place, is_library
 from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
@@ -38,6 +39,7 @@ _GRACE = 5.0
 _MEETING = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
+_NAME = "accel-doctor"
 _STARTER = os.path.join("accel", "launch", "worker.py")
 
 
@@ -63,7 +65,12 @@ class Doctor:
         self._lock = threading.Lock()
         self._memories: list[Any] = []
         self._shown_by = sys.excepthook
-        self._thread = threading.Thread(target=self._watch, name="accel-doctor", daemon=True)
+        self._comparison: Comparison | None = None
+        self._alone = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"{_NAME}{name}", daemon=True)
+            for target, name in ((self._watch, ""), (self._correspond, "-messages"))
+        ]
 
     def start(self) -> "Doctor":
         """Begins to watch once all ranks have registered, so that the first collective is compared like every other.
@@ -72,7 +79,8 @@ class Doctor:
         """
         self.record.beat(describe_place(self.main))
         self._meet()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         active.add(self)
         atexit.register(self.close)
         self._shown_by, sys.excepthook = sys.excepthook, self._uncaught
@@ -99,11 +107,12 @@ class Doctor:
         if sys.excepthook == self._uncaught:  # otherwise a later hook has replaced it, and may call it
             sys.excepthook = self._shown_by
         atexit.unregister(self.close)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_GRACE)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_GRACE)
         farewell = _farewell()
         self.record.beat(LEFT + farewell)
-        if not self._thread.is_alive():
+        if not any(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(RuntimeError):
                 if self._peers.scattered or farewell:  # ranks that have not mapped the memory by now no longer can
                     self._peers.send()
@@ -112,7 +121,9 @@ class Doctor:
                 self._peers.stop_asking()
             self._peers.close()
             self.record.close()
-            self._group = None  # a process that is forked later has no use for it, nor for its connections
+            self._group = self._comparison = (
+                None  # a process that is forked later has no use for it, nor for its connections
+            )
 
     def concerns(self, group: Any) -> bool:
         """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
@@ -122,15 +133,38 @@ class Doctor:
         """An operation begins on the main thread.
 
         Raises:
-            CollectiveMismatchError: another rank of this machine has entered another operation in its place.
+            CollectiveMismatchError: another rank of this machine has entered another operation in its place, or one of
+                another machine has done so before the last :meth:`compare`.
         """
         self.record.enter(operation, detail, shared=shared, counted=counted)
+        problem = None
         if shared and self._memories and self.record.differs(self._memories):
             problem = self._mismatch()
-            if problem is not None:
-                self.record.withdraw()
+        elif self._comparison is not None and self._comparison.pending:
+            try:
+                problem = self._comparison.difference(self.record)
+            except RuntimeError as error:  # a rank is gone, or is in an operation that this one is not in
                 self.record.leave()
-                raise CollectiveMismatchError(problem)
+                self.explain(error)
+                raise
+        if problem is not None:
+            self.record.withdraw()
+            self.record.leave()
+            raise CollectiveMismatchError(problem)
+
+    def compare_machines(self) -> None:
+        """From now on :meth:`compare` compares ranks of several machines, if there are several. Collective."""
+        from accel_state.group import sibling_group
+        from accel_state.objects import all_gather_object
+
+        if self._comparison is None and any(all_gather_object(self._peers.scattered, group=self._group)):
+            assert self._group is not None
+            self._comparison = Comparison(sibling_group(self._group, backend="gloo"))
+
+    def compare(self) -> None:
+        """Compares what the ranks have done together so far; the next operation fails if that differs. Collective."""
+        if self._comparison is not None and not self._comparison.pending:
+            self._comparison.begin(self.record)
 
     def explain(self, error: Exception) -> None:
         """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
@@ -193,32 +227,44 @@ class Doctor:
         return [replace(state, reason=said[state.rank]) if state.rank in said else state for state in states]
 
     def _watch(self) -> None:
-        sent = 0.0
-        lost = False
-        while not self._closed.wait(_PULSE if self._informed.is_set() else 0.05):
+        while not self._closed.wait(self._pause):
             self.record.beat(describe_place(self.main))
-            try:
-                if not lost and not self._peers.complete:
-                    self._peers.meet()
-                    self._memories = self._peers.memories
-                if not lost and self._peers.complete and self._peers.scattered:
-                    if time.monotonic() - sent > _DISTANT_PULSE:
-                        self._peers.send()
-                        sent = time.monotonic()
-                    self._peers.receive()
-            except RuntimeError:
-                lost = True  # rank 0 is gone, or does not answer; only mapped memory is left
-            if lost or self._peers.complete:
-                self._informed.set()
             states = self._look()
-            if not lost and states[0].life in ("left", "dead"):
-                lost = True
-                self._peers.stop_asking()
+            if states[0].life in ("left", "dead"):
+                self._alone.set()
             own = states[self._rank]
             if own.waiting >= STALLED:
                 self._examine(states)
             else:
                 self._patience, self._remarked = REMARKABLE, None
+
+    def _correspond(self) -> None:
+        """Exchanges records with the ranks of other machines, as long as there are any and rank 0's store answers.
+
+        A store whose process is stopped keeps this thread waiting, and not the one that watches.
+        """
+        sent = 0.0
+        try:
+            while not self._closed.wait(self._pause) and not self._alone.is_set():
+                if not self._peers.complete:
+                    self._peers.meet()
+                    self._memories = self._peers.memories
+                if self._peers.complete:
+                    self._informed.set()
+                    if not self._peers.scattered:
+                        return
+                    if time.monotonic() - sent > _DISTANT_PULSE:
+                        self._peers.send()
+                        sent = time.monotonic()
+                    self._peers.receive()
+            if self._alone.is_set():
+                self._peers.stop_asking()
+        except RuntimeError:
+            self._informed.set()  # rank 0 is gone, and with it all that could still be known
+
+    @property
+    def _pause(self) -> float:
+        return _PULSE if self._informed.is_set() else 0.05
 
     def _examine(self, states: list[RankState]) -> None:
         found = diagnose(states)
@@ -278,7 +324,7 @@ def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
+        if not names.get(ident, "").startswith(_NAME):
             lines = [one for one in traceback.extract_stack(frame)[-14:] if not _starts(one)]
             parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_list(lines))}")
     return "".join(parts)

@@ -22,6 +22,7 @@ from accel.launch.planning import LaunchPlan
 from accel.launch.ports import check_free, reserved_port
 from accel.launch.probing import StoreProbe
 from accel_state.errors import LaunchError
+from accel_state.name_lookup import stop_name_lookups
 
 _POLL = 0.05
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -59,6 +60,7 @@ class MeetingPoint(RendezvousHandler, ABC):
         """How many restarts are left for all machines together, now that processes have failed; 0 ends the job."""
 
     def __enter__(self) -> Self:
+        stop_name_lookups()
         if self._is_host:
             check_free(self._port, "")
             self._store = self._open("127.0.0.1", host=True)
