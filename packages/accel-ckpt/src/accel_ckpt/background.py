@@ -19,6 +19,7 @@ import torch
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
+from accel_ckpt.failed_exit import UntoldFailure
 from accel_ckpt.jobs import default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
@@ -38,7 +39,11 @@ _LOG = logging.getLogger(__name__)
 
 @final
 class SaveHandle:
-    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds."""
+    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds.
+
+    If it fails and nobody is told, by ``wait``, ``raise_failure`` or the saver's next call, the process ends with a
+    status other than 0, whatever the script does.
+    """
 
     def __init__(self, path: Location, nbytes: int) -> None:
         self.path = path
@@ -46,7 +51,7 @@ class SaveHandle:
         self.stall = 0.0
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._untold: UntoldFailure | None = None
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error is not None else "committed"
@@ -69,11 +74,15 @@ class SaveHandle:
 
     def raise_failure(self, *, once: bool = False) -> None:
         """Raises what the save failed with; with ``once`` only if nobody was told yet."""
-        if self._error is not None and not (once and self._told):
-            self._told = True
+        if self._error is not None and not (once and self._untold is None):
+            if self._untold is not None:
+                self._untold.told()
+                self._untold = None
             raise CheckpointError(f"saving {self.path} in the background failed: {self._error}") from self._error
 
     def _finish(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._untold = UntoldFailure(f"saving {self.path} in the background failed: {error}")
         self._error = error
         self._over.set()
 
