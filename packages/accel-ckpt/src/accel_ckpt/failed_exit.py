@@ -33,7 +33,7 @@ class UntoldFailure:
             _LOG.error("%s", self._text)
             return
         _LOG.error("%s; the process ends with status %d", self._text, STATUS)
-        sys.stderr = _Unflushable(sys.stderr)  # type: ignore[assignment]
+        sys.stderr = _Unflushable(sys.stderr)
 
 
 @final

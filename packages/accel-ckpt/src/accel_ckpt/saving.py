@@ -141,8 +141,12 @@ class Attempt:
         ``pieces`` gives the bytes of this rank's tensor file.
         """
         with self.dropped_on_error():
-            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
-            if len(peers.keepers) > 1:
+            what = f"saving {self.target}"
+            told: list[Written] | None
+            if len(peers.keepers) == 1:  # rank 0 alone needs the entries, of which a large model has many
+                told = peers.at_first(what, lambda: self._write(pieces, threads))
+            else:
+                told = peers.together(what, lambda: self._write(pieces, threads))
                 self.witness("copy")
                 files = [records for records, _ in told]
                 bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
@@ -171,8 +175,9 @@ class Attempt:
         self.witness("written")
         return records, self.part.entries
 
-    def _seal(self, peers: Peers, told: "list[Written]") -> None:
+    def _seal(self, peers: Peers, told: "list[Written] | None") -> None:
         assert self.staging is not None
+        assert told is not None
         files = {name: record for records, _ in told for name, record in records.items()}
         _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
         manifest = Manifest(

@@ -84,8 +84,8 @@ class OptimizerState:
         new = [one for one in report.missing if one not in own[STATE]]
         if new and saved[STATE] and not self.backend.capabilities.optimizer_states_of_some:
             raise CheckpointMismatchError(
-                f"{self.backend.name} keeps states of all of an optimizer's parameters or of none, and the checkpoint's "
-                f"{name} has them not of {few(new)}; load the rest: load_state(strict=False, parts=['model'])"
+                f"{self.backend.name} keeps states of all of an optimizer's parameters or of none, and the "
+                f"checkpoint's {name} has them not of {few(new)}; load it without: load_state(strict=False, parts=...)"
             )
         return report
 
