@@ -124,6 +124,13 @@ def to_remove(saved: Sequence[SavedCheckpoint], retention: Retention, intact: fr
     return [entry for entry in ordered if entry.number not in kept]
 
 
+def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that were measured on a checkpoint, by name."""
+    given = metadata.get(METRICS)
+    names = given if isinstance(given, Mapping) else ()
+    return {name: value for name in names if (value := metric_of(metadata, name)) is not None}
+
+
 def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
     """The number called ``name``, among the metrics or elsewhere in the metadata; None if there is none."""
     for place in (metadata.get(METRICS), metadata):
