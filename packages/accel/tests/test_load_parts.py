@@ -172,16 +172,10 @@ def test_an_unknown_part_is_refused_with_the_nearest_and_all(tmp_path: Path, ran
 def test_damage_outside_of_the_parts_that_are_read_does_not_matter(tmp_path: Path) -> None:
     saving = Run(7)
     saving.accelerator.save_state(tmp_path / "a")
-    with open_checkpoint(tmp_path / "a") as saved:
-        reader = saved._reader
-        entries = saved.manifest.tensors
-        spans = {name: reader.span(entry.parts[0], entry) for name, entry in entries.items() if entry.parts}
-    # One block holds a file this small, so what shows is that a model is not loaded from a damaged one.
     file = tmp_path / "a" / "tensors-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert spans
     run = Run(3)
     before = run.parts()
     run.accelerator.load_state(tmp_path / "a", parts=["scheduler", "custom"])
