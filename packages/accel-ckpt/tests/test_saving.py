@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import accel_ckpt
+from accel_ckpt import open_checkpoint
 from accel_ckpt.blocks import BLOCK
+from accel_state import pickled
 from accel_state.errors import CheckpointError, CheckpointMismatchError
 
 DTYPES = [
@@ -355,3 +357,22 @@ def test_files_of_a_checkpoint_that_nobody_holds_are_closed_at_once(tmp_path: Pa
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks(2)
+def test_entries_of_the_manifest_go_to_the_first_rank_only(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+    known = pickled._as_object
+
+    def counted(data: torch.Tensor, length: int) -> object:
+        received.append(length)
+        return known(data, length)
+
+    monkeypatch.setattr(pickled, "_as_object", counted)
+    state = {"model": {f"layer.{number}": torch.full((3,), float(number)) for number in range(500)}}
+    accel_ckpt.save(tmp_path / "a", state)
+    entries = sum(size for size in received if size > 5000)
+    assert (entries > 0) == (rank == 0)
+    assert len(open_checkpoint(tmp_path / "a").manifest.tensors) == 500

@@ -73,7 +73,7 @@ def test_states_and_metadata_are_as_the_page_says(strategy: str, rank: int, tmp_
     assert set(own["rng"]) >= {"python", "torch"}
     assert set(own["gradients"]) == {"0", "1"}
     metadata = json.loads((folder / "manifest.json").read_bytes())["metadata"]
-    assert set(metadata) == {"accel", "user", "seed", "config", "topology", "strategy", "companions"}
+    assert set(metadata) == {"accel", "user", "seed", "config", "topology", "strategy", "numbers", "companions"}
     assert (metadata["user"], metadata["strategy"]) == ({"why": "to look"}, strategy)
     assert metadata["config"]["values"]["gradient_accumulation_steps"] == 2
 

@@ -156,9 +156,10 @@ def test_a_process_that_stands_in_an_operation_of_torch_is_given_up(
 def test_a_process_in_a_later_backward_is_given_up(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengthen(monkeypatch)
     monkeypatch.setattr(attendance, "AHEAD_GRACE", 0.3)
-    accelerator, model, _ = trained()
+    accelerator, model, optimizer = trained()
     for number in range(40):  # more than the hang doctor remembers
         accelerator.backward(model(torch.ones(2, 64)).sum())
+        optimizer.step()
         if number == 38 and rank == 0:
             accelerator.save_state(tmp_path / "a")
     accelerator.wait_for_everyone()

@@ -28,6 +28,7 @@ class Capabilities:
         meta_device: whether it takes models without values and gives them theirs.
         loads_in_place: whether a state may be loaded whose tensors are, in part, those of ``model_state`` and
             ``optimizer_state`` themselves, with new values in them.
+        optimizer_states_of_some: whether an optimizer may be given states of only some of its parameters.
     """
 
     device_types: frozenset[str] | None = None
@@ -40,6 +41,7 @@ class Capabilities:
     offload: bool = False
     meta_device: bool = False
     loads_in_place: bool = False
+    optimizer_states_of_some: bool = True
 
     def refusal(self, backend: str, policy: PrecisionPolicy, device_type: str, world_size: int) -> str | None:
         """Why the combination is not possible, with the nearest that is; None if it is."""

@@ -61,7 +61,11 @@ class DeepSpeedBackend(ZeroSpread, Backend):
     name: ClassVar[str] = "deepspeed"
     Config: ClassVar[type[BackendConfig]] = DeepSpeedConfig
     capabilities: ClassVar[Capabilities] = Capabilities(
-        precisions=frozenset({"no", "bf16", "fp16", "fp32-true"}), several_models=False, sharded=True, offload=True
+        precisions=frozenset({"no", "bf16", "fp16", "fp32-true"}),
+        several_models=False,
+        sharded=True,
+        offload=True,
+        optimizer_states_of_some=False,
     )
     distributed_type: ClassVar[str] = "DEEPSPEED"
 

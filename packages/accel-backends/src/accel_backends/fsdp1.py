@@ -71,7 +71,9 @@ class FSDP1Backend(Backend):
 
     name: ClassVar[str] = "fsdp1"
     Config: ClassVar[type[BackendConfig]] = FSDPConfig
-    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(2, None), sharded=True, offload=True, meta_device=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        ranks=(2, None), sharded=True, offload=True, meta_device=True, optimizer_states_of_some=False
+    )
     distributed_type: ClassVar[str] = "FSDP"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

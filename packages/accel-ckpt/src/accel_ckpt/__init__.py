@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from accel_ckpt.plain_files import load_model_files as load_model_files
     from accel_ckpt.replicas import Terms as Terms
     from accel_ckpt.resharding import reshard as reshard
+    from accel_ckpt.retention import Best as Best
     from accel_ckpt.retention import Retention as Retention
     from accel_ckpt.retention import SavedCheckpoint as SavedCheckpoint
     from accel_ckpt.retention import keep_all as keep_all
     from accel_ckpt.retention import keep_best as keep_best
     from accel_ckpt.retention import keep_every as keep_every
+    from accel_ckpt.retention import keep_for_run as keep_for_run
     from accel_ckpt.retention import keep_last as keep_last
     from accel_ckpt.retention import keep_union as keep_union
     from accel_ckpt.saving import save as save
@@ -49,11 +51,13 @@ _EXPORTS = {
     "accel_ckpt.replicas": ("Terms",),
     "accel_ckpt.resharding": ("reshard",),
     "accel_ckpt.retention": (
+        "Best",
         "Retention",
         "SavedCheckpoint",
         "keep_all",
         "keep_best",
         "keep_every",
+        "keep_for_run",
         "keep_last",
         "keep_union",
     ),

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
+from accel_ckpt.failed_exit import UntoldFailure
 from accel_ckpt.jobs import default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
@@ -38,15 +39,21 @@ _LOG = logging.getLogger(__name__)
 
 @final
 class SaveHandle:
-    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds."""
+    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds.
+
+    If it fails and nobody is told, by ``wait``, ``raise_failure`` or the saver's next call, the process ends with a
+    status other than 0, whatever the script does.
+    """
 
     def __init__(self, path: Location, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self.stall = 0.0
+        self.outcome = "no checkpoint was committed"
+        """What is at ``path`` if it failed."""
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._untold: UntoldFailure | None = None
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error is not None else "committed"
@@ -69,11 +76,18 @@ class SaveHandle:
 
     def raise_failure(self, *, once: bool = False) -> None:
         """Raises what the save failed with; with ``once`` only if nobody was told yet."""
-        if self._error is not None and not (once and self._told):
-            self._told = True
-            raise CheckpointError(f"saving {self.path} in the background failed: {self._error}") from self._error
+        if self._error is not None and not (once and self._untold is None):
+            if self._untold is not None:
+                self._untold.told()
+                self._untold = None
+            raise CheckpointError(self._failure(self._error)) from self._error
+
+    def _failure(self, error: BaseException) -> str:
+        return f"saving {self.path} in the background failed: {error}; {self.outcome}"
 
     def _finish(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._untold = UntoldFailure(self._failure(error))
         self._error = error
         self._over.set()
 
@@ -218,6 +232,7 @@ class AsyncSaver:
 
     def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
         error: BaseException | None = None
+        attempt: Attempt | None = None
         try:
             self._alike = False  # unless all ranks hear otherwise
             attempt = begin()
@@ -228,7 +243,8 @@ class AsyncSaver:
                 series.among(self._peers).prune()
         except BaseException as caught:
             error = caught
-            _LOG.warning("saving %s in the background failed: %s", handle.path, caught)
+            handle.outcome = _outcome(handle.path, attempt)
+            _LOG.warning("saving %s in the background failed: %s; %s", handle.path, caught, handle.outcome)
         finally:
             handle._finish(error)
 
@@ -242,6 +258,15 @@ _Begin = Callable[[], Attempt]
 
 def _fail(error: Exception, apart: Collection[str]) -> Draft:
     raise error
+
+
+def _outcome(path: Location, attempt: Attempt | None) -> str:
+    """Whether a save that failed has committed its checkpoint: ranks may fail after that, in pruning or at the end."""
+    try:
+        committed = attempt is not None and read_manifest(path).id == attempt.label.id
+    except CheckpointError:
+        committed = False
+    return "its checkpoint is committed nevertheless" if committed else "no checkpoint was committed"
 
 
 def _local_threads(peers: Peers) -> int:

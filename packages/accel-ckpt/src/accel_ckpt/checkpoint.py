@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.blocks import CheckedFile, read_whole
+from accel_ckpt.blocks import BLOCK, CheckedFile, read_whole
 from accel_ckpt.difference import Difference, compare
 from accel_ckpt.foreign import advice
 from accel_ckpt.jobs import run_jobs
@@ -241,6 +241,11 @@ class Checkpoint:
         """The content of one of the ``documents``."""
         file = self._files[name]
         return file.read(0, file.record.size)
+
+    def extra_pieces(self, name: str) -> Iterator[bytes]:
+        """The content of a file of the user's own, a block at a time, compared."""
+        size = self.manifest.extra[name].size
+        return (self._files[name].read(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK))
 
     def dtype_of(self, key: str) -> torch.dtype:
         """The dtype of a tensor of the manifest."""

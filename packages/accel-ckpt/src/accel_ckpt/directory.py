@@ -132,13 +132,18 @@ class CheckpointDirectory:
     def surplus(self, *, thorough: bool = False) -> list[SavedCheckpoint]:
         """What pruning would remove, oldest first: never the newest, nor the newest that is whole. Not a collective.
 
-        Whole is what has every file in its size; with ``thorough`` every byte is compared, as ``verify`` does.
+        Whole is what has every file in its size; with ``thorough`` every byte is compared, as ``verify`` does. Where
+        the policy goes by metadata that cannot be read, though it is not damaged, nothing is removed this time.
         """
         saved = self.entries()
         if len(saved) < 2:
             return []
         whole = next((entry.number for entry in reversed(saved) if _is_whole(entry.path, thorough)), None)
-        return to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole}))
+        try:
+            return to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole}))
+        except _UnreadableError as error:
+            _LOG.warning("%s: no checkpoint is removed this time, since metadata cannot be read: %s", self.path, error)
+            return []
 
     def prune(self, *, thorough: bool = False) -> list[Location]:
         """Removes the ``surplus``; of several copies of a checkpoint all or none."""
@@ -199,6 +204,11 @@ def _is_whole(place: Location, thorough: bool) -> bool:
 
 
 @final
+class _UnreadableError(CheckpointError):
+    """Metadata of a checkpoint that may well be intact."""
+
+
+@final
 class _Metadata(Mapping[str, Json]):
     """The metadata of one checkpoint, read when it is first needed: most policies go by numbers alone."""
 
@@ -209,8 +219,10 @@ class _Metadata(Mapping[str, Json]):
     def _known(self) -> Mapping[str, Json]:
         try:
             metadata = decode(read_manifest(self._path).metadata, _refuse)
-        except CheckpointError:
+        except CheckpointCorruptError:
             return {}
+        except CheckpointError as error:
+            raise _UnreadableError(str(error)) from error
         return metadata if isinstance(metadata, Mapping) else {}
 
     def __getitem__(self, name: str) -> Json:

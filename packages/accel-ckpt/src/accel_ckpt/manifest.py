@@ -21,6 +21,9 @@ MAX_MANIFEST = 2**31
 MAX_SHAPE = 2**63
 # With the widest dtype their bytes have a number of 63 bits.
 MAX_ELEMENTS = 2**58
+# In the subfolder of a save behind a URL from its begin: the place counts as taken, and one that cannot be written is
+# known at once.
+BEGUN = "begun"
 _SUBFOLDER = re.compile(r"[0-9a-f]{16}")
 _OWN_NAME = re.compile(r"tensors-\d{5,}\.safetensors|local-\d{5,}\.json")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -199,7 +202,7 @@ def _file_name(name: str) -> str:
 
 def is_own_name(name: str) -> bool:
     """Whether a checkpoint keeps this name in its folder for its own files."""
-    return name in (MANIFEST, TREE) or _OWN_NAME.fullmatch(name) is not None or is_subfolder(name)
+    return name in (MANIFEST, TREE) or _OWN_NAME.fullmatch(name) is not None or is_subfolder(name) or name == BEGUN
 
 
 def _extra_name(name: str) -> str:

@@ -33,7 +33,7 @@ class OpenedFiles:
             if record is None:
                 raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
             place = self._folder
-            *above, last = (self._manifest.place_of(name) if name in self._manifest.files else name).split("/")
+            *above, last = self._manifest.place_of(name).split("/")
             for part in above:
                 place = place / part
                 if isinstance(place, Path) and place.is_symlink():

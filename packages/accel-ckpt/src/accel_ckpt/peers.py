@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, final
 
 from accel_state.collectives import all_gather_object
 from accel_state.errors import AccelError, CheckpointError, relayed
+from accel_state.objects import gather_at_first
 from accel_state.peers import resolve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_LOST = "a rank is gone or does not answer, or the process group was destroyed"
 
 
 @final
@@ -92,8 +94,8 @@ class Peers:
             told = all_gather_object((said, None if error is not None else result), group=self.group)
         except AccelError:
             raise
-        except RuntimeError as lost:
-            raise error or CheckpointError(f"{what}: a rank is gone or does not answer: {lost}") from lost
+        except Exception as lost:  # of several types where the group was destroyed here
+            raise error or CheckpointError(f"{what}: {_LOST}: {lost}") from lost
         if error is not None:
             raise error
         failed = {rank: message for rank, (message, _) in enumerate(told) if message is not None}
@@ -101,6 +103,19 @@ class Peers:
             text = "; ".join(f"rank {rank} failed with {message}" for rank, message in failed.items())
             raise relayed(CheckpointError(f"{what}: {text}"))
         return [value for _, value in told]
+
+    def at_first(self, what: str, work: Callable[[], T]) -> list[T] | None:
+        """As ``together`` for large results: rank 0 alone learns them, the others get None."""
+        done: list[T] = []
+        self.together(what, lambda: done.append(work()))
+        if self.group is None:
+            return done
+        try:
+            return gather_at_first(done[0], group=self.group)
+        except AccelError:
+            raise
+        except Exception as lost:
+            raise CheckpointError(f"{what}: {_LOST}: {lost}") from lost
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """The keeper of each copy does ``work``; all ranks get their keeper's result, or any keeper's failure."""

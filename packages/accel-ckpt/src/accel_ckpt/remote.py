@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 from accel_ckpt.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, Source, in_blocks
 from accel_ckpt.jobs import default_threads
-from accel_ckpt.manifest import MANIFEST, is_subfolder, unpack
+from accel_ckpt.manifest import BEGUN, MANIFEST, is_subfolder, unpack
 from accel_ckpt.storage import Location, Storage, Url
 from accel_state.errors import AccelError, CheckpointCorruptError, CheckpointError
 
@@ -37,8 +37,6 @@ _FINAL = (
     NotImplementedError,
     AccelError,
 )
-# In the subfolder of a save from its begin: the place counts as taken, and one that cannot be written is known at once.
-_BEGUN = "begun"
 
 
 @final
@@ -267,7 +265,7 @@ class _RemoteStaged:
         self.folder: Location = target / self.id
         self._manifest = b""
         _check_replaceable(storage, target, overwrite=overwrite)
-        storage.put(self.folder / _BEGUN, b"")
+        storage.put(self.folder / BEGUN, b"")
 
     def brought(self) -> Mapping[str, FileRecord]:
         return {}
@@ -281,7 +279,7 @@ class _RemoteStaged:
             self._storage.put(self._target / MANIFEST, self._manifest, overwrite=self._overwrite)
         except FileExistsError as error:
             raise CheckpointError(f"{self._target}: another run has committed a checkpoint there") from error
-        self._storage.remove(self.folder / _BEGUN)
+        self._storage.remove(self.folder / BEGUN)
         for leftover in before:
             self._storage.remove(self._target / leftover)
 

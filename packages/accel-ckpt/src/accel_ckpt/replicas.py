@@ -37,8 +37,9 @@ class Terms:
     are saved, with a warning. ``refused(place)`` says what to do instead where that would be wrong: the save fails.
 
     ``fill(folder)`` is called before anything is read, on all ranks, if all have it: what it writes into the folder
-    becomes part of the checkpoint, digested and committed with it (of a URL nothing does: it gets the place itself).
-    It may still change the state. Of a file that several ranks write the last writer's is kept.
+    becomes part of the checkpoint, digested and committed with it. Behind a URL the folder is a temporary one of this
+    rank, whose files are uploaded. It may still change the state. Of a file that several ranks write the last writer's
+    is kept, behind a URL the lowest rank's.
     """
 
     own: Collection[str] = ()

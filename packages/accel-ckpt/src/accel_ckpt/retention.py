@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from accel_ckpt.storage import Location
 from accel_state.errors import CheckpointError
@@ -16,6 +16,20 @@ class SavedCheckpoint:
     number: int
     path: Location
     metadata: Mapping[str, Any]
+
+
+METRICS = "metrics"
+"""Entry of a checkpoint's metadata with the numbers that were measured on it, by name."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The ``count`` checkpoints with the smallest, or with ``mode="max"`` the largest, number called ``metric``."""
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
 
 
 Retention = Callable[[Sequence[SavedCheckpoint]], frozenset[int]]
@@ -50,7 +64,8 @@ def keep_every(step: int) -> Retention:
 def keep_best(metric: str, count: int = 1, *, mode: Literal["min", "max"] = "min") -> Retention:
     """The ``count`` with the smallest (or largest) number ``metric`` in their metadata; of equal ones the newer.
 
-    One without that number, or with NaN, is never among the best. ``metric`` may lead into nested metadata with dots.
+    One without that number, or with NaN, is never among the best. The number is looked for under ``"metrics"`` first;
+    ``metric`` may lead into nested metadata with dots.
 
     Raises:
         CheckpointError: ``count`` is below 1, or ``mode`` neither "min" nor "max".
@@ -61,10 +76,36 @@ def keep_best(metric: str, count: int = 1, *, mode: Literal["min", "max"] = "min
     sign = 1 if mode == "min" else -1
 
     def keep(saved: Sequence[SavedCheckpoint]) -> frozenset[int]:
-        scored = [(sign * value, -entry.number) for entry in saved if (value := _metric(entry, metric)) is not None]
+        scored = [
+            (sign * value, -entry.number)
+            for entry in saved
+            if (value := metric_of(entry.metadata, metric)) is not None and not math.isnan(value)
+        ]
         return frozenset(-number for _, number in sorted(scored)[:count])
 
     return keep
+
+
+def keep_unmeasured(metric: str) -> Retention:
+    """Those whose metadata has no number ``metric``: nothing can be said of them."""
+    return lambda saved: frozenset(entry.number for entry in saved if metric_of(entry.metadata, metric) is None)
+
+
+def keep_for_run(*, last: int | None = None, every: int | None = None, best: Best | None = None) -> Retention:
+    """What any of the rules that are given keeps: the newest, every so-many-th, the best. Without a rule, all.
+
+    The best alone say nothing of checkpoints that nobody has measured, so these are kept then.
+
+    Raises:
+        CheckpointError: a number is below 1.
+    """
+    rules = [] if last is None else [keep_last(last)]
+    rules += [] if every is None else [keep_every(every)]
+    if best is not None:
+        if not rules:
+            rules.append(keep_unmeasured(best.metric))
+        rules.append(keep_best(best.metric, best.count, mode=best.mode))
+    return keep_union(*rules) if rules else keep_all()
 
 
 def keep_union(*policies: Retention) -> Retention:
@@ -83,13 +124,31 @@ def to_remove(saved: Sequence[SavedCheckpoint], retention: Retention, intact: fr
     return [entry for entry in ordered if entry.number not in kept]
 
 
-def _metric(entry: SavedCheckpoint, name: str) -> float | None:
-    value: Any = entry.metadata
-    for part in (name,) if isinstance(value, Mapping) and name in value else name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that were measured on a checkpoint, by name."""
+    given = metadata.get(METRICS)
+    names = given if isinstance(given, Mapping) else ()
+    return {name: value for name in names if (value := metric_of(metadata, name)) is not None}
+
+
+def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
+    """The number called ``name``, among the metrics or elsewhere in the metadata; None if there is none."""
+    for place in (metadata.get(METRICS), metadata):
+        value = _found(place, name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def _found(place: Any, name: str) -> Any:
+    """What ``name`` leads to, a key or keys joined by dots, which may contain dots themselves."""
+    if not isinstance(place, Mapping):
         return None
-    return float(value)
+    if name in place:
+        return place[name]
+    parts = name.split(".")
+    splits = ((".".join(parts[:cut]), ".".join(parts[cut:])) for cut in range(1, len(parts)))
+    return next((value for head, rest in splits if (value := _found(place.get(head), rest)) is not None), None)
 
 
 def _at_least_one(what: str, count: int) -> None:

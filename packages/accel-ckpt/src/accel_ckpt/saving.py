@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 from accel_ckpt._version import __version__
@@ -14,9 +16,11 @@ from accel_ckpt.blocks import Content, Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part
+from accel_ckpt.extra_files import check_names, upload
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.replicas import Summary, Terms, alike, kept_apart, merge_structures
+from accel_ckpt.staging import files_below
 from accel_ckpt.storage import Location, Staged, Storage, Url, locate, storage_of
 from accel_ckpt.tree import Json, Tree
 from accel_state.errors import CheckpointError
@@ -24,6 +28,7 @@ from accel_state.errors import CheckpointError
 _LOG = logging.getLogger(__name__)
 # Called with the name of each stage just before it is entered; tests kill the process there.
 Witness = Callable[[str], None]
+_HOOKS = "hooks before saving"
 MakeDraft = Callable[[Collection[str]], Draft]
 """What this rank brings, with the states of the given names as its own."""
 
@@ -136,8 +141,12 @@ class Attempt:
         ``pieces`` gives the bytes of this rank's tensor file.
         """
         with self.dropped_on_error():
-            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
-            if len(peers.keepers) > 1:
+            what = f"saving {self.target}"
+            told: list[Written] | None
+            if len(peers.keepers) == 1:  # rank 0 alone needs the entries, of which a large model has many
+                told = peers.at_first(what, lambda: self._write(pieces, threads))
+            else:
+                told = peers.together(what, lambda: self._write(pieces, threads))
                 self.witness("copy")
                 files = [records for records, _ in told]
                 bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
@@ -166,8 +175,9 @@ class Attempt:
         self.witness("written")
         return records, self.part.entries
 
-    def _seal(self, peers: Peers, told: "list[Written]") -> None:
+    def _seal(self, peers: Peers, told: "list[Written] | None") -> None:
         assert self.staging is not None
+        assert told is not None
         files = {name: record for records, _ in told for name, record in records.items()}
         _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
         manifest = Manifest(
@@ -212,12 +222,31 @@ class _Place:
         return "" if self.staging is None else str(self.staging.folder)
 
     def fill(self, write: Callable[[Location], object]) -> None:
-        """Lets ``write`` put files there, and learns which are there then. Collective."""
+        """Lets ``write`` put files there, and learns which are there then. Collective.
+
+        Behind a URL each rank writes into a folder of its own, and uploads what no lower rank has.
+        """
         folder = self._peers.together(self.what, self.made)[self._peers.keeper]
-        place = self._target if isinstance(self._target, Url) else locate(folder)
-        self._peers.together("hooks before saving", lambda: write(place))
-        found = self._peers.together(self.what, lambda: {} if self.staging is None else self.staging.brought())
-        self.extra = found[self._peers.rank]
+        if not isinstance(self._target, Url):
+            self._peers.together(_HOOKS, lambda: write(locate(folder)))
+            found = self._peers.together(self.what, lambda: {} if self.staging is None else self.staging.brought())
+            self.extra = found[self._peers.rank]
+            return
+        with TemporaryDirectory(prefix="accel-save-") as temporary:
+            local = Path(temporary)
+            self._peers.together(_HOOKS, lambda: write(local))
+            told = self._peers.together(_HOOKS, lambda: _written_by_hooks(local))
+            lower = {name for names in told[: self._peers.rank] for name in names}
+            own = [name for name in told[self._peers.rank] if name not in lower]
+            storage, place = storage_of(self._target), locate(folder)
+            every = self._peers.together(self.what, lambda: upload(local, own, storage, place))
+        self.extra = {name: record for records in every for name, record in records.items()}
+
+
+def _written_by_hooks(folder: Path) -> list[str]:
+    names = files_below(folder)
+    check_names(names)
+    return names
 
 
 @final

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import final
 
 from accel_ckpt.blocks import Content, FileRecord
+from accel_ckpt.extra_files import check_names
 from accel_ckpt.files import read_record, write_file
 from accel_ckpt.manifest import MANIFEST, is_own_name, unpack
 from accel_ckpt.storage import Location
@@ -63,8 +64,7 @@ class Staging:
 
     def brought(self) -> Mapping[str, FileRecord]:
         names = files_below(self._path)
-        if taken := [name for name in names if is_own_name(name.partition("/")[0])]:
-            raise CheckpointError(f"a hook wrote {', '.join(taken)}, a name that the checkpoint's own files have")
+        check_names(names)
         return {name: read_record(self._path / name) for name in names}
 
     def seal(self, manifest: bytes) -> None:

@@ -31,6 +31,19 @@ def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: 
     return gather_pickled(obj, group)
 
 
+@recorded("gather_at_first")
+def gather_at_first(obj: Any, *, group: "ProcessGroup | None" = None) -> list[Any] | None:
+    """``obj`` of every rank, in order of rank, on rank 0 of the group, and None on the others; alone a list of one."""
+    group = resolve(group)
+    if group is None:
+        return [obj]
+    if is_verified(None):
+        verify_collective("gather_at_first", None, group)
+    from accel_state.pickled import gather_pickled_at_first
+
+    return gather_pickled_at_first(obj, group)
+
+
 @recorded("gather_object")
 def gather_object(object: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
     """The lists of all ranks joined in order of rank, on every rank; without a group the argument itself.

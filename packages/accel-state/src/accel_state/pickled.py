@@ -30,6 +30,20 @@ def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
     return [_as_object(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_pickled_at_first(obj: Any, group: "ProcessGroup") -> list[Any] | None:
+    """``obj`` of every rank, in order of rank, on rank 0 of the group; None on the others, which get lengths only."""
+    import torch.distributed as dist
+
+    own, device = _as_tensor(obj), _device_of(group)
+    lengths: list[int] = _gathered(torch.tensor([own.numel()], device=device), group).view(-1).tolist()
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel())).to(device)
+    rows = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
+    dist.gather(padded, rows, group=group, group_dst=0)
+    if rows is None:
+        return None
+    return [_as_object(row.cpu(), length) for row, length in zip(rows, lengths, strict=True)]
+
+
 def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
     """``obj`` of rank ``source`` of the group; what others give is not looked at."""
     import torch.distributed as dist

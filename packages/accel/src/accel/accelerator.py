@@ -13,16 +13,18 @@ from torch import nn
 from accel import accumulation
 from accel.attendance import Attendance
 from accel.clock import GradientAccumulationPlugin, StepClock
-from accel.facets.checkpoints import CheckpointFacet, LoadHook, SaveHook
+from accel.facets.checkpoints import LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
 from accel.facets.exchange import ExchangeFacet
 from accel.facets.gradients import GradientFacet
+from accel.facets.loading import LoadingFacet
 from accel.facets.memory import MemoryFacet
 from accel.facets.mesh import MeshFacet
 from accel.facets.observing import ObservingFacet, RunProgress
 from accel.facets.preemption import PreemptionFacet
 from accel.facets.process import ProcessFacet
+from accel.facets.saving import SavingFacet
 from accel.facets.settings import SettingsFacet
 from accel.facets.tracking import TrackingFacet
 from accel.facets.weights import WeightsFacet
@@ -54,7 +56,8 @@ class Accelerator(
     MeshFacet,
     PreemptionFacet,
     MemoryFacet,
-    CheckpointFacet,
+    SavingFacet,
+    LoadingFacet,
     WeightsFacet,
     ExchangeFacet,
     TrackingFacet,
@@ -347,6 +350,7 @@ class Accelerator(
         clock.claim_passes()
         if self._preemption is not None:
             self._preemption.before_backward()
+        clock.unstepped = clock.due or clock.unstepped
         if backend.scaler is not None:
             clock.settle_scale(backend)
         if weight is not None:

@@ -82,6 +82,22 @@ class Attendance:
         """
         return self._decide(all_needed=all_needed) if self._rank == 0 else self._ask()
 
+    def missing_but_for(self, reason: str | None) -> tuple[int, ...]:
+        """``missing``, where a ``reason`` says why the save cannot do without any rank.
+
+        Raises:
+            CheckpointError: ranks are absent that are needed; names them, and where they are.
+        """
+        missing = self.missing(all_needed=reason is not None)
+        if not missing or reason is None:
+            return missing
+        absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        places = "".join(f"\n  {place.text}" for rank, place in self.places.items() if rank in missing)
+        raise CheckpointError(
+            f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
+            f"processes, not under `if accelerator.is_main_process:`{places}"
+        )
+
     def _decide(self, *, all_needed: bool) -> tuple[int, ...]:
         late = self._store.add("late", 0)
         waiting = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]

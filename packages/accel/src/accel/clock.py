@@ -160,6 +160,7 @@ class StepClock:
         claimed: the models (positions) of all such groups.
         num_models: how many models there were when all of them were accumulated for last.
         unclaimed: a pass of a loader has begun since the last backward or step.
+        unstepped: since a backward that a step was due after, no optimizer has stepped, and no gradients were cleared.
         correction: what the gradients must be multiplied with after the last backward of the window, because it
             turned out shorter than could be known (a stream that ended); 1.0 nearly always.
     """
@@ -175,6 +176,7 @@ class StepClock:
         "plugin",
         "share",
         "unclaimed",
+        "unstepped",
         "window",
     )
 
@@ -185,6 +187,7 @@ class StepClock:
         self.correction = 1.0
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self.unclaimed = False
+        self.unstepped = False
         self._windows: dict[Key, Window] = {}
         self.key: Key = ()
         self.num_models = 0
@@ -224,11 +227,13 @@ class StepClock:
     def stepped(self) -> None:
         """An optimizer has stepped for the current group of models, or has left the step out."""
         self.claim_passes()
+        self.unstepped = False
         self.window.close()
         self.window.stepped = True
 
     def cleared(self, optimizer: object) -> None:
         """Notes that the gradients of an optimizer were cleared, so that losses of no step are forgotten."""
+        self.unstepped = False
         if self.window.weight is not None:
             self.window.cleared.add(id(optimizer))
 
@@ -346,6 +351,7 @@ class StepClock:
         self.key = ()
         self.window = self._windows.setdefault((), Window())
         self.due = True
+        self.unstepped = False
         self.share = 1.0 / self.plugin.num_steps
         self.correction = 1.0
 

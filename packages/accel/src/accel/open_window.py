@@ -1,10 +1,13 @@
-"""Gradients of an accumulation window that was open when a checkpoint was taken."""
+"""Gradients of an accumulation window when a checkpoint is taken: kept if it is open, refused if it is full."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from accel.load_report import few
+from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
@@ -16,6 +19,22 @@ GRADIENTS = "gradients"
 def collect(backend: "Backend", models: Sequence[nn.Module]) -> dict[str, Any]:
     """This rank's share of the gradients by model position and parameter name."""
     return {str(position): backend.held_gradients(model) for position, model in enumerate(models)}
+
+
+def refuse(held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Raises if there are gradients, as ``collect`` gives them, of a full window that no optimizer has stepped with.
+
+    A run that is resumed from such a checkpoint would go on with the next batch, without that step.
+
+    Raises:
+        CheckpointError: names some of their parameters.
+    """
+    names = [name for gradients in held.values() for name in gradients]
+    if names:
+        raise CheckpointError(
+            f"save_state was called between backward and optimizer.step(): the gradients of {few(names, 3)} are due "
+            "and would be lost. Call it after optimizer.step(), or drop them with optimizer.zero_grad() before"
+        )
 
 
 def restore(

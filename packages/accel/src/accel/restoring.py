@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from accel import open_window
+from accel.belonging import check_keys, check_parts
 from accel.clock import StepClock
+from accel.load_report import RNG, LoadOptions, LoadReport, PartReport
+from accel.run_facts import SEED_KEY, RunFacts
 from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
-RNG, SEED_KEY = "rng", "seed"
+CLOCK = "clock"
+"""Name of the part that counts micro-steps; the gradients of an open window go with it."""
 
 
 @final
@@ -43,6 +47,10 @@ class Restoration:
     small: Mapping[str, tuple[Stateful, Any]]
     own: Mapping[str, Any]
     """States of ``large`` that this rank saved as its own, since they were not like the first rank's."""
+    options: LoadOptions
+    reports: Mapping[str, PartReport]
+    kept: tuple[str, ...]
+    """Parts of the run that are not loaded."""
 
     @classmethod
     def read(
@@ -52,13 +60,14 @@ class Restoration:
         session: "Session",
         ranks: "Ranks",
         *,
+        options: LoadOptions,
         ignored: Collection[str],
         in_place: bool,
     ) -> "Restoration":
         """Compares the parts of the run with the saved ones, and reads all but models and optimizers. Collective.
 
         Of those, names, shapes and sizes are compared. Unless ``in_place`` they are read as well, and every byte of
-        the checkpoint is compared.
+        the checkpoint is compared, or of what is read if the options name parts.
 
         Raises:
             CheckpointMismatchError: the checkpoint is another run's.
@@ -69,26 +78,25 @@ class Restoration:
 
         peers = Peers.of(ranks)
 
-        def compare_names() -> None:
-            parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
-
-        _agreed(compare_names, peers)
-        wanted = {name: part for name, part in parts.items() if name not in ignored}
+        _agreed(lambda: _compare_names(checkpoint, parts, options, ignored), peers)
+        wanted = {name: part for name, part in parts.items() if name not in ignored and options.wants(name)}
         large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
         likes = {name: part.state_dict() for name, part in large.items()}
         places: dict[str, Any] = {}
         planned: list[Callable[[], Fetched]] = []
         small: dict[str, tuple[Stateful, Any]] = {}
         own: dict[str, Any] = {}
+        reports = {name: PartReport() for name in [*wanted, RNG] if options.wants(name)}
 
         def compare() -> None:
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
-                part.check(name, likes[name], checkpoint.facts(name))
+                reports[name] = part.check(name, likes[name], checkpoint.facts(name))
                 if (mine := _own(checkpoint, name, session)) is not None:
                     own[name] = mine
                 places[name] = part.placement() if isinstance(part, OptimizerState) else None
-            if session.rank < checkpoint.world_size and RNG not in checkpoint.local_names(session.rank):
+            saved_here = session.rank < checkpoint.world_size and options.wants(RNG)
+            if saved_here and RNG not in checkpoint.local_names(session.rank):
                 raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
             for name, one in wanted.items():
                 if name not in large:
@@ -99,17 +107,22 @@ class Restoration:
 
         _agreed(compare, peers)
         _agreed(plan, peers)
-        restoration = cls(checkpoint, session, peers, large, planned[0], small, own)
+        kept = tuple(name for name in [*parts, RNG] if name not in reports)
+        restoration = cls(checkpoint, session, peers, large, planned[0], small, own, options, reports, kept)
         if in_place:
             return restoration
         fetched = restoration.fetched()
         return replace(restoration, fetch=lambda: fetched)
 
     def fetched(self) -> "Fetched":
-        """Reads the values of models and optimizers, comparing every byte, also of what no rank reads. Collective."""
+        """Reads the values of models and optimizers, comparing every byte. Collective.
+
+        Also of what no rank reads, unless only parts are loaded.
+        """
         found: list[Fetched] = []
         _agreed(lambda: found.append(self.fetch()), self.peers)
-        self.checkpoint.verify(group=self.peers)
+        if self.options.parts is None:
+            self.checkpoint.verify(group=self.peers)
         return found[0]
 
     def apply(self) -> None:
@@ -143,8 +156,25 @@ class Restoration:
             error.add_note(self._in_parts())
             raise
 
+    def report(self, facts: RunFacts) -> LoadReport:
+        """What was loaded, and in what the run differs from the one that saved; said in the log by the main process.
+
+        A difference is a warning where training goes on with other numbers because of it.
+        """
+        report = LoadReport(self.checkpoint.path, self.reports, self.kept, facts.changes(self.checkpoint))
+        if self.session.is_main_process:
+            trains = self.options.wants(CLOCK) or any(isinstance(one, OptimizerState) for one in self.large.values())
+            for change in report.changes:
+                level = logging.WARNING if change.numbers and trains else logging.INFO
+                _LOG.log(level, "%s: %s", self.checkpoint.path.name, change)
+            for line in report.lines():
+                _LOG.warning("%s: %s", self.checkpoint.path.name, line)
+        return report
+
     def _in_parts(self) -> str:
         """The state of the run after a failure half-way, for its error."""
+        if not self.large:
+            return "nothing of the run has changed"
         return (
             f"of the run, {', '.join(self.large)} may hold a part of {self.checkpoint.path} now, and everything else "
             "is as it was; load_state of an intact checkpoint restores all of it"
@@ -171,17 +201,38 @@ def _agreed(work: Callable[[], None], peers: "Peers") -> None:
         raise CheckpointCorruptError("; ".join(found))
 
 
+def _compare_names(checkpoint: "Checkpoint", parts: TrainState, options: LoadOptions, ignored: Collection[str]) -> None:
+    if options.parts is not None:
+        check_parts(options.parts, [*checkpoint.names, RNG], [*parts, RNG])
+    else:
+        parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+
+
 def restore_local(
     checkpoint: "Checkpoint",
     session: "Session",
     backend: "Backend",
     models: Sequence[nn.Module],
     clock: StepClock,
+    options: LoadOptions,
 ) -> None:
-    """Random state, and gradients of a window that was open.
+    """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load."""
+    if options.wants(RNG):
+        _restore_random_state(checkpoint, backend)
+    if options.wants(CLOCK) and clock.open:
+        open_window.restore(
+            backend,
+            models,
+            lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
+            saved_ranks=checkpoint.world_size,
+            rank=session.rank,
+            world_size=session.world_size,
+        )
 
-    The state is this rank's, or that of the first rank which drops out of the same; where none was saved, one derived
-    from the run's seed.
+
+def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
+    """This rank's, or that of the first rank which drops out of the same; where none was saved, one derived from the
+    run's seed.
     """
     from accel_state import rng
 
@@ -200,20 +251,10 @@ def restore_local(
             )
     else:
         rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
-    if clock.open:
-        open_window.restore(
-            backend,
-            models,
-            lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
-            saved_ranks=checkpoint.world_size,
-            rank=session.rank,
-            world_size=session.world_size,
-        )
 
 
 def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> list[Callable[[], Any]]:
     """Loads all of ``parts``, or none. Returns what undoes it, part by part. Collective."""
-    from accel.belonging import check_keys
     from accel_state.objects import agree
 
     undo: list[Callable[[], Any]] = []

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
-from accel.belonging import check_model, check_optimizer
+from accel.belonging import check_model, check_optimizer, fitted_optimizer
+from accel.load_report import PartReport, few
 from accel_backends.names import named_parameters
 from accel_backends.states import STATE, with_aliases
 from accel_state.errors import CheckpointMismatchError, ConfigError
@@ -52,11 +53,11 @@ class ModelState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self.backend.load_model_state(self.model, state, strict=self.strict)
 
-    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
         held = {id(value): key for key, value in own.items()}
         aliases = {key: held[id(value)] for key, value in with_aliases(self.model, own).items()}
-        check_model(name, own, aliases, saved, strict=self.strict)
+        return check_model(name, own, aliases, saved, strict=self.strict)
 
 
 @final
@@ -67,16 +68,26 @@ class OptimizerState:
     backend: "Backend"
     optimizer: "Optimizer"
     models: Sequence[nn.Module]
+    strict: bool = True
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.backend.optimizer_state(self.optimizer, self.models))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self.strict:
+            state = fitted_optimizer(self.state_dict(), state)
         self.backend.load_optimizer_state(self.optimizer, self.models, state)
 
-    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
-        check_optimizer(name, type(self.optimizer).__name__, own, saved)
+        report = check_optimizer(name, type(self.optimizer).__name__, own, saved, strict=self.strict)
+        new = [one for one in report.missing if one not in own[STATE]]
+        if new and saved[STATE] and not self.backend.capabilities.optimizer_states_of_some:
+            raise CheckpointMismatchError(
+                f"{self.backend.name} keeps states of all of an optimizer's parameters or of none, and the "
+                f"checkpoint's {name} has them not of {few(new)}; load it without: load_state(strict=False, parts=...)"
+            )
+        return report
 
     def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
         """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""
@@ -186,7 +197,7 @@ class TrainState(Mapping[str, Stateful]):
                 parts.append(f"nothing here takes its {', '.join(unexpected)}")
             raise CheckpointMismatchError(
                 f"the checkpoint belongs to another run: {'; '.join(parts)}. Prepare and register the same objects, "
-                "in the same order, as when it was saved"
+                "in the same order, as when it was saved, or name the parts to load: load_state(parts=['model'])"
             )
 
     def __getitem__(self, name: str) -> Stateful:

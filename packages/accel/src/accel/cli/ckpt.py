@@ -33,18 +33,26 @@ ckpt.add_command(repair)
 @click.argument("folder", type=PLACE, metavar="DIR")
 @as_json
 def ls(folder: str, *, as_json: bool) -> int:
-    """Lists the checkpoints in DIR. Ends with 1 if the manifest of one is damaged."""
+    """Lists the checkpoints in DIR with the metrics they were saved with. Ends with 1 if a manifest is damaged."""
     from accel_ckpt.inspection import list_checkpoints
+    from accel_ckpt.retention import metrics_of
 
     listed = list_checkpoints(folder)
     if as_json:
         print_json([_listed_as_data(one) for one in listed])
     elif listed:
         rows = [
-            (one.path.name, one.created, one.world_size, readable_bytes(one.nbytes), one.problem or "")
+            (
+                one.path.name,
+                one.created,
+                one.world_size,
+                readable_bytes(one.nbytes),
+                ", ".join(f"{name}={value:.6g}" for name, value in metrics_of(one.metadata).items()),
+                one.problem or "",
+            )
             for one in listed
         ]
-        print_table(["checkpoint", "created", "ranks>", "size>", "problem"], rows)
+        print_table(["checkpoint", "created", "ranks>", "size>", "metrics", "problem"], rows)
     else:
         print(f"no checkpoints in {folder}{'' if '://' in folder else _where_else(Path(folder))}")
     return int(any(one.problem for one in listed))

@@ -1,6 +1,7 @@
 """An Accelerator's side towards the end of its time: saved at one step on all ranks, and taken up again."""
 
 import atexit
+import logging
 import os
 import sys
 import weakref
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from accel_ckpt.storage import Location
     from accel_state.session import Session
 
+_LOG = logging.getLogger(__name__)
 _STORE = "accel/preemption"
 
 
@@ -136,6 +138,9 @@ class _Farewell:
         listening = accelerator._preemption
         assert listening is not None
         listening.rewind_evaluations()
+        if accelerator.clock.unstepped:
+            accelerator.clock.unstepped = False
+            _LOG.warning("the run ends between backward and optimizer.step(): these gradients are not saved")
         done = "did what the run asked for"
         if self._action is not None:
             self._action()

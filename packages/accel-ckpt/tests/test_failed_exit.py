@@ -1,0 +1,64 @@
+"""A process whose last background save failed, and that nobody told, ends with a status other than 0."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_ckpt.failed_exit import STATUS
+
+SCRIPT = """
+import atexit, logging, sys, weakref
+import torch
+from accel_ckpt import AsyncSaver, saving
+
+class Kept: pass
+kept = Kept()
+atexit.register(print, "registered before")
+weakref.finalize(kept, print, "finalized")
+def fail(self, *_):
+    raise OSError("the disk is on fire")
+if {fails}:
+    saving.Attempt._write = fail
+saver = AsyncSaver()
+saver.save({path!r}, {{"w": torch.ones(3)}})
+atexit.register(print, "registered after")
+{end}
+"""
+
+
+def run(tmp_path: Path, end: str, *, fails: bool = True) -> "subprocess.CompletedProcess[str]":
+    script = SCRIPT.format(path=str(tmp_path / "one"), end=end, fails=fails)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "del saver"])
+def test_a_failure_that_nobody_was_told_of_ends_the_process_badly(tmp_path: Path, end: str) -> None:
+    done = run(tmp_path, end)
+    assert done.returncode == STATUS, done.stderr
+    assert "the disk is on fire; no checkpoint was committed; the process ends with status 120" in done.stderr
+    for line in ("registered before", "registered after", "finalized"):  # nothing of the end is skipped
+        assert line in done.stdout
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
+        ("try: saver.wait()\nexcept Exception as error: sys.exit(4)", 4, "the disk is on fire"),
+        ("try: saver.close()\nexcept Exception as error: pass", 0, "the disk is on fire"),
+    ],
+)
+def test_exceptions_and_failures_that_were_told_keep_their_status(
+    tmp_path: Path, end: str, status: int, words: str
+) -> None:
+    done = run(tmp_path, end)
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+
+
+def test_a_save_that_succeeds_changes_no_status(tmp_path: Path) -> None:
+    done = run(tmp_path, "", fails=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "one" / "manifest.json").exists()
