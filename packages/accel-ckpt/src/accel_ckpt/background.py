@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from socket import gethostname
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
-from accel_ckpt.jobs import default_threads
+from accel_ckpt.jobs import Seat, default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
 from accel_ckpt.replicas import Summary, Terms, alike
@@ -246,8 +245,8 @@ def _fail(error: Exception, apart: Collection[str]) -> Draft:
 
 def _local_threads(peers: Peers) -> int:
     """This rank's share of its machine's processors."""
-    hosts = peers.together("counting the ranks of each machine", gethostname)
-    return max(1, default_threads() // hosts.count(gethostname()))
+    seats = peers.together("counting the ranks of each machine", Seat.own)
+    return seats[peers.rank].threads(seats, default_threads())
 
 
 def _has_accelerator(part: RankPart) -> bool:
