@@ -15,7 +15,6 @@ from accel_ckpt.sharing import Interest, compared_by, pays, wanted_by_all
 from accel_state.collectives import all_gather_object
 from accel_state.errors import CheckpointError
 
-
 A, B = Seat("a", 0b11), Seat("b", 0b11)
 
 

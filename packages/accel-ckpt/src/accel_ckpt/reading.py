@@ -82,15 +82,15 @@ class TensorReader:
 
     def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
         """As ``read`` up to where tensors are touched: headers are read and compared with the manifest."""
+        entries = [(self.entry(request.key), self.dtype(request.key)) for request in wanted]
         memories = [
-            own_memory(r.like, self.dtype(r.key)) if r.in_place and r.like is not None else None for r in wanted
+            own_memory(request.like, dtype) if request.in_place and request.like is not None else None
+            for request, (_, dtype) in zip(wanted, entries, strict=True)
         ]
         shares: dict[object, _Share] = {}
         work, targets = _Work(), []
-        for request, memory in zip(wanted, apart(memories), strict=True):
-            key, like = request.key, request.like
-            entry = self.entry(key)
-            targets.append(_Target(key, entry, self.dtype(key), like, _share(key, entry, like, shares), memory))
+        for (key, like, _), (entry, dtype), memory in zip(wanted, entries, apart(memories), strict=True):
+            targets.append(_Target(key, entry, dtype, like, _share(key, entry, like, shares), memory))
             self._plan(targets[-1], work)
         blocks = {name: tuple(numbers) for name, numbers in self._blocks(work).items()}
         besides = {name: tuple(sorted(numbers)) for name, numbers in work.mapped.items()}
@@ -138,8 +138,9 @@ class TensorReader:
         size = target.tensor.element_size()
         filled = 0
         for box, here in target.share.boxes:
-            for part in target.entry.parts:
-                common = box if part.box == box else part.box.intersect(box)
+            same = next((part for part in target.entry.parts if part.box == box), None)
+            for part in target.entry.parts if same is None else (same,):
+                common = box if part is same else part.box.intersect(box)
                 if common is None:
                     continue
                 volume = common.volume

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.belonging import check_model, check_optimizer
 from accel_backends.names import named_parameters
-from accel_backends.states import STATE, with_aliases
+from accel_backends.states import STATE, names_stored
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ class ModelState:
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
-        held = {id(value): key for key, value in own.items()}
-        aliases = {key: held[id(value)] for key, value in with_aliases(self.model, own).items()}
-        check_model(name, own, aliases, saved, strict=self.strict)
+        check_model(name, own, names_stored(self.model), saved, strict=self.strict)
 
 
 @final
