@@ -14,6 +14,7 @@ from accel_ckpt.blocks import Content, Digest, FileRecord
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part
+from accel_ckpt.jobs import Seat, default_threads
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.replicas import Summary, Terms, alike, kept_apart, merge_structures
@@ -76,6 +77,8 @@ class Attempt:
     label: "_Label"
     staging: Staged | None
     """The keeper's; None on the others."""
+    threads: int
+    """This rank's share of the processors, which those that save beside it use too."""
     alike: bool = True
     """Whether all ranks bring the same tensors, so that each knows its part without asking."""
     extra: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -110,7 +113,7 @@ class Attempt:
             drafts.append(draft(()))
             folder = place.made()
             label = None if place.staging is None or peers.rank else _Label.of(place.staging, drafts[0])
-            return _Told(drafts[0].structure.summary(), folder, str(target), label)
+            return _Told(drafts[0].structure.summary(), folder, str(target), label, Seat.own())
 
         try:
             if terms.fill is not None:
@@ -128,12 +131,15 @@ class Attempt:
         kept, label = told[peers.keeper], told[0].label
         assert label is not None
         folder, storage = locate(kept.folder), storage_of(target)
-        return cls(locate(kept.target), storage, folder, planned, label, place.staging, same, place.extra)
+        threads = told[peers.rank].seat.threads([one.seat for one in told], default_threads())
+        target = locate(kept.target)
+        return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
 
-        ``pieces`` gives the bytes of this rank's tensor file.
+        ``pieces`` gives the bytes of this rank's tensor file; ``threads`` digest them (None: as many as it has share
+        of the processors).
         """
         with self.dropped_on_error():
             told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
@@ -142,8 +148,11 @@ class Attempt:
                 files = [records for records, _ in told]
                 bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
                 peers.together(f"copying {self.target} to every machine", bring)
-            peers.first(f"sealing {self.target}", lambda: self._seal(peers, told))
-            peers.first(f"committing {self.target}", self._commit)
+            if len(peers.keepers) > 1:  # no copy is committed unless all can be
+                peers.first(f"sealing {self.target}", lambda: self._seal(peers, told))
+                peers.first(f"committing {self.target}", self._commit)
+            else:
+                peers.first(f"committing {self.target}", lambda: self._seal_and_commit(peers, told))
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
@@ -162,7 +171,9 @@ class Attempt:
             records[name] = self.storage.write(self.folder / name, Content.of(document, self.digest))
         if self.part.items:
             name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
-            records[name] = self.storage.write(self.folder / name, Content(pieces, size, self.digest, threads))
+            records[name] = self.storage.write(
+                self.folder / name, Content(pieces, size, self.digest, self.threads if threads is None else threads)
+            )
         self.witness("written")
         return records, self.part.entries
 
@@ -184,6 +195,10 @@ class Attempt:
         )
         self.witness("seal")
         self.staging.seal(pack(manifest))
+
+    def _seal_and_commit(self, peers: Peers, told: "list[Written]") -> None:
+        self._seal(peers, told)
+        self._commit()
 
     def _commit(self) -> None:
         assert self.staging is not None
@@ -246,6 +261,7 @@ class _Told:
     folder: str
     target: str
     label: _Label | None
+    seat: Seat
 
 
 def _plan(
