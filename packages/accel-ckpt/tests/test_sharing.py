@@ -1,5 +1,6 @@
 """What several ranks want is compared by one of them, and read by one for all where that is faster."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accel_ckpt
-from accel_ckpt import sharing
+from accel_ckpt import checkpoint, sharing
 from accel_ckpt.blocks import BLOCK, CheckedFile
 from accel_ckpt.jobs import Seat
 from accel_ckpt.sharing import Interest, compared_by, pays, wanted_by_all
@@ -124,3 +125,32 @@ def test_what_is_passed_on_is_what_was_saved(
     dist.all_reduce(read)
     beyond = (read.item() - file.source.size) / BLOCK  # besides, each rank reads the header
     assert beyond < 0.1 if on else beyond >= 5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", ["nothing", "another save"])
+def test_a_rank_that_opens_early_finds_what_another_saves_before_it_opens(
+    tmp_path: Path, rank: int, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 saves by itself once rank 1 has looked."""
+    place, looked = tmp_path / "one", tmp_path / "looked"
+    if before == "another save":
+        accel_ckpt.save(place, {"w": torch.zeros(3)})
+    dist.barrier()
+    original = checkpoint.read_manifest
+
+    def noted(folder: Path) -> object:
+        try:
+            return original(folder)
+        finally:
+            looked.touch()
+
+    if rank == 1:
+        monkeypatch.setattr(checkpoint, "read_manifest", noted)
+    else:
+        while not looked.exists():
+            time.sleep(0.01)
+        accel_ckpt.save(place, {"w": torch.ones(3)}, alone=True)
+    opened = accel_ckpt.open_checkpoint(place, group=dist.group.WORLD)
+    assert torch.equal(opened.read("w"), torch.ones(3))
+    assert len({*all_gather_object(opened.manifest.id)}) == 1

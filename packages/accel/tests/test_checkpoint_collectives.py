@@ -1,4 +1,4 @@
-"""How often ranks wait for each other in ``save_state`` and ``load_state``: each time costs as much as megabytes read."""
+"""The number of collectives in ``save_state`` and ``load_state``: each costs as much as some megabytes read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -76,9 +76,7 @@ def test_ranks_wait_for_each_other_a_few_times_only(
 
 
 @pytest.mark.ranks(2)
-def test_ranks_wait_no_more_often_with_more_tensors(
-    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_no_more_often_with_more_tensors(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what is too long to be sent with its length, which takes one collective more each."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     accelerator.prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(100))))
