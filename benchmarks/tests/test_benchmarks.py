@@ -18,7 +18,7 @@ RUNS = {
     "dispatch": ([], {"work_us", "raw_adds_us", "goal", "accel"}),
     "fsdp": (["--cases", "clip"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-", "raw_MiB", "memory_ratio"}),
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
-    "load_state": (["--cases", "single"], {"mib", "base_ms", "goal", "accel"}),
+    "load_state": (["--cases", "single"], {"mib", "base_ms", "goal", "accel", "fastest", "limit", "to_limit"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
     "planner": (["--ranks", "1", "--shapes", "mlp"], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),

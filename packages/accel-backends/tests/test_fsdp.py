@@ -512,3 +512,24 @@ def test_ignored_modules_stay_whole() -> None:
     assert kinds["blocks.0.qkv.weight"] == "Parameter"
     assert kinds["blocks.0.out.weight"] == "DTensor"
     model(tokens(0)).mean().backward()
+
+
+@pytest.mark.ranks(2)
+def test_shards_that_lie_in_their_place_are_not_copied_onto_themselves(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend()
+    model = backend.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    held = backend.model_state(model)
+    loaded: list[nn.Module] = []
+    original = nn.Module._load_from_state_dict
+
+    def noted(self: nn.Module, *arguments: Any) -> None:
+        loaded.append(self)
+        original(self, *arguments)
+
+    monkeypatch.setattr(nn.Module, "_load_from_state_dict", noted)
+    backend.load_model_state(model, held)
+    assert loaded == []
+    backend.load_model_state(model, {name: torch.full(tuple(value.shape), 3.0) for name, value in held.items()})
+    assert all(bool(value.to_local().eq(3).all()) for value in backend.model_state(model).values())

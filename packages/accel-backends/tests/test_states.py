@@ -308,3 +308,47 @@ def test_groups_without_parameters_are_loaded(empty):
     again.add_param_group({"params": []})
     with pytest.raises(CheckpointMismatchError, match="its groups differ"):
         load_optimizer_state(again, [other], optimizer_state(optimizer, [model]))
+
+
+def copies(monkeypatch):
+    """The modules into which torch loads something from now on."""
+    loaded = []
+    original = nn.Module._load_from_state_dict
+
+    def noted(self, state_dict, *rest):
+        loaded.append(self)
+        return original(self, state_dict, *rest)
+
+    monkeypatch.setattr(nn.Module, "_load_from_state_dict", noted)
+    return loaded
+
+
+def test_what_lies_in_the_models_own_memory_is_not_copied_onto_itself(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held, other = model_state(model), {name: value + 1 for name, value in model_state(model).items()}
+    loaded = copies(monkeypatch)
+    with torch.no_grad():
+        held["0.weight"].fill_(7)
+    load_model_state(model, held)
+    assert loaded == []
+    assert model[0].weight.eq(7).all()
+    load_model_state(model, {**held, "1.bias": other["1.bias"]})
+    assert torch.equal(model[1].bias, other["1.bias"])
+
+
+@pytest.mark.parametrize("kind", ["pre-hook", "post-hook", "method"])
+def test_modules_that_look_at_what_they_are_given_see_values_in_their_place_too(kind):
+    seen = []
+
+    class Looking(nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            seen.extend(state_dict)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    model = nn.Sequential(Looking(2, 2) if kind == "method" else nn.Linear(2, 2))
+    if kind == "pre-hook":
+        model[0].register_load_state_dict_pre_hook(lambda module, state, *_: seen.extend(state))
+    if kind == "post-hook":
+        model[0].register_load_state_dict_post_hook(lambda module, keys: seen.append("loaded"))
+    load_model_state(model, model_state(model))
+    assert seen

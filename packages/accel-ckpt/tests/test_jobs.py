@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ckpt.jobs import default_threads, run_jobs
+from accel_ckpt.jobs import Seat, default_threads, run_jobs
 
 
 @settings(deadline=None)
@@ -77,3 +77,32 @@ def test_a_failure_ends_the_rest_and_is_raised(failing: int) -> None:
 
 def test_there_is_always_a_thread() -> None:
     assert 1 <= default_threads() <= 4
+
+
+ALL, LOW, HIGH = 0xFF, 0x0F, 0xF0
+
+
+@pytest.mark.parametrize(
+    ("others", "most", "threads"),
+    [
+        ([], 4, 4),
+        ([], 16, 8),
+        ([Seat("a", ALL)], 16, 4),
+        ([Seat("a", ALL)] * 15, 16, 1),  # never none
+        ([Seat("b", ALL)] * 15, 16, 8),  # another machine's
+        ([Seat("a", HIGH)], 16, 6),  # four alone, four shared by two
+        ([Seat("a", LOW), Seat("a", HIGH)], 16, 4),
+    ],
+)
+def test_processes_share_the_processors_that_each_may_use(others: list[Seat], most: int, threads: int) -> None:
+    own = Seat("a", ALL)
+    assert own.threads([own, *others], most) == threads
+
+
+def test_a_process_bound_to_its_own_processors_shares_them_with_nobody() -> None:
+    seats = [Seat("a", LOW), Seat("a", HIGH)]
+    assert [seat.threads(seats, 16) for seat in seats] == [4, 4]
+
+
+def test_this_process_has_as_many_threads_as_before_where_it_is_alone() -> None:
+    assert Seat.own().threads([Seat.own()], default_threads()) == default_threads()

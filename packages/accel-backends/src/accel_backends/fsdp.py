@@ -50,7 +50,7 @@ from accel_backends.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.names import innermost, named_parameters
 from accel_backends.outside_forward import outside_units, refuse_outside
 from accel_backends.replaced import replace_parameters
-from accel_backends.states import STATE, optimizer_names, with_aliases
+from accel_backends.states import STATE, load_model_state, optimizer_names
 from accel_backends.unit_watch import watch_units
 from accel_backends.wrapping import Units, parameters_to_split
 from accel_precision.autocast import cast_parameters
@@ -283,9 +283,8 @@ class FSDPBackend(Backend):
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads sharded or whole tensors, the latter given alike on every rank."""
-        own = with_aliases(model, self.model_state(model))
-        placed = {name: placed_like(value, own.get(name)) for name, value in state.items()}
-        super().load_model_state(model, placed, strict=strict)
+        self._rest([model])
+        load_model_state(model, state, strict=strict, place=placed_like)
 
     def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has added up here unreduced, and what has been reduced already, whole."""

@@ -6,6 +6,7 @@ from torch import nn
 
 from accel_backends.fsdp_states import is_dtensor, placed_like
 from accel_backends.names import named_parameters
+from accel_backends.states import ONLY_PLACES
 from accel_state.errors import BackendError
 
 
@@ -28,6 +29,9 @@ def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
         if prefix + name in state:
             state[prefix + name] = placed_like(state[prefix + name], parameter)
+
+
+setattr(_place, ONLY_PLACES, True)
 
 
 def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:

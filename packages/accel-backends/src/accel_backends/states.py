@@ -4,7 +4,7 @@ A model's state is ``{name: tensor}``, tied tensors once, under their first name
 ``{"state": {name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,10 +37,24 @@ def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: state[kept] for name, kept in names.items() if kept in state}
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+def names_stored(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, without wrappers, the name under which ``model_state`` has it."""
+    model = innermost(model)
+    prefixes = raw_prefixes(model)
+    return {_plain_name(raw, prefixes): name for raw, name in first_names(model).items()}
+
+
+def load_model_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    place: Callable[[Any, Any], Any] = lambda value, own: value,
+) -> tuple[list[str], list[str]]:
     """Loads what ``model_state`` gave, into this or any other wrapping of the same model.
 
-    Nothing is loaded unless everything fits. A tied tensor may be given under any of its names.
+    Nothing is loaded unless everything fits. A tied tensor may be given under any of its names. ``place(value, own)``
+    makes of a given value what the model's own is loaded from. Values that are the model's own memory stay as they are.
 
     Returns:
         The names that were missing and those that the model does not have; both empty if ``strict``.
@@ -66,7 +80,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     ]
     if misshapen:
         raise CheckpointMismatchError(f"state of another {type(model).__name__}: {_few(misshapen)}")
-    _load(model, {raw: given[name] for raw, name in wanted.items() if name in given})
+    loaded = {raw: place(given[name], own[raw]) for raw, name in wanted.items() if name in given}
+    if all(map(_loads_as_torch_does, model.modules())):
+        loaded = {raw: value for raw, value in loaded.items() if not _same_memory(value, own[raw])}
+    if loaded:
+        _load(model, loaded)
     return missing, unexpected
 
 
@@ -210,6 +228,10 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
     return found
 
 
+#: Set on a pre-hook of ``load_state_dict``, it says that the hook changes where given values lie, not what they are.
+ONLY_PLACES = "_accel_only_places"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_PLAIN = (torch.Tensor, nn.Parameter)
 # Models in which a module has more children than this are loaded child by child.
 _WIDE = 8
 
@@ -240,13 +262,37 @@ def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _loads_as_torch_does(module: nn.Module) -> bool:
-    """Whether a module has no hooks and methods that could look at what its children are given."""
+    """Whether a module has no hooks and methods that could look at what it or its children are given."""
     kind = type(module)
     return (
         kind.load_state_dict is nn.Module.load_state_dict
         and kind._load_from_state_dict is nn.Module._load_from_state_dict
-        and not module._load_state_dict_pre_hooks
-        and not module._load_state_dict_post_hooks
+        and all(map(_keeps_content, module._load_state_dict_pre_hooks.values()))
+        and all(map(_keeps_content, module._load_state_dict_post_hooks.values()))
+    )
+
+
+def _keeps_content(hook: Any) -> bool:
+    """Whether a hook of ``load_state_dict`` leaves what is loaded as it is: ours, and FSDP2's, which reshard."""
+    function = getattr(hook, "hook", hook)  # torch wraps those that get the module
+    return hasattr(function, ONLY_PLACES) or getattr(function, "__module__", "").startswith(_FSDP2)
+
+
+def _same_memory(value: Any, own: Any) -> bool:
+    """Whether a value is a view of all of the model's own tensor, so that copying it there would change nothing."""
+    if type(value) not in _PLAIN or type(own) not in _PLAIN:
+        if not (hasattr(value, "_local_tensor") and hasattr(own, "_local_tensor")):
+            return False
+        if value.placements != own.placements or value.device_mesh != own.device_mesh:
+            return False
+        value, own = value._local_tensor, own._local_tensor
+        if type(value) not in _PLAIN or type(own) not in _PLAIN:
+            return False
+    return (
+        value.data_ptr() == own.data_ptr() != 0
+        and (value.dtype, value.device, value.shape) == (own.dtype, own.device, own.shape)
+        and value.stride() == own.stride()
+        and (value.is_conj(), value.is_neg()) == (own.is_conj(), own.is_neg())
     )
 
 

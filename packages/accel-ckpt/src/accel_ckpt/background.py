@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from socket import gethostname
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from accel_ckpt.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.draft import Draft, RankPart, make_draft, make_part
 from accel_ckpt.failed_exit import UntoldFailure
-from accel_ckpt.jobs import default_threads
+from accel_ckpt.jobs import Seat, default_threads
 from accel_ckpt.memory import new_tensor
 from accel_ckpt.peers import Peers, Ranks, host_group
 from accel_ckpt.replicas import Summary, Terms, alike
@@ -271,8 +270,8 @@ def _outcome(path: Location, attempt: Attempt | None) -> str:
 
 def _local_threads(peers: Peers) -> int:
     """This rank's share of its machine's processors."""
-    hosts = peers.together("counting the ranks of each machine", gethostname)
-    return max(1, default_threads() // hosts.count(gethostname()))
+    seats = peers.together("counting the ranks of each machine", Seat.own)
+    return seats[peers.rank].threads(seats, default_threads())
 
 
 def _has_accelerator(part: RankPart) -> bool:

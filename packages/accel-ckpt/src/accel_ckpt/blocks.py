@@ -149,9 +149,12 @@ class CheckedFile:
 
     def unchecked(self, begin: int = 0, end: int | None = None) -> list[int]:
         """The blocks that bytes ``begin`` to ``end`` touch and nobody compared yet."""
-        stop = self.record.size if end is None else end
-        touched = range(begin // self.block, -(-stop // self.block)) if stop > begin else range(0)
+        touched = self.touched(begin, self.record.size if end is None else end)
         return [number for number in touched if not self._checked[number]]
+
+    def touched(self, begin: int, end: int) -> range:
+        """The blocks in which bytes ``begin`` to ``end`` lie."""
+        return range(begin // self.block, -(-end // self.block)) if end > begin else range(0)
 
     def check(self, number: int) -> None:
         """Reads one block and compares it.

@@ -12,27 +12,23 @@ import torch
 
 from accel_ckpt.blocks import BLOCK, CheckedFile, read_whole
 from accel_ckpt.difference import Difference, compare
+from accel_ckpt.fetching import Fetched, Place, PlannedFetch, Requests, fill
 from accel_ckpt.foreign import advice
 from accel_ckpt.jobs import run_jobs
 from accel_ckpt.layout import Box
 from accel_ckpt.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.opened_files import OpenedFiles
 from accel_ckpt.peers import Peers, Ranks
-from accel_ckpt.reading import Request, TensorReader, placed_like
+from accel_ckpt.reading import Request, TensorReader
+from accel_ckpt.sharing import Interest
 from accel_ckpt.storage import Location, Storage, is_folder, locate, storage_of
-from accel_ckpt.tensors import memory_key
 from accel_ckpt.tree import Json, Tree, decode, leaves
 from accel_ckpt.tree import Path as TreePath
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
-Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 _MAX_TREE = 2**31
 # How often a checkpoint that was replaced while its bytes were compared is opened anew.
 _REPLACED = 3
-# Tensors to read, each with what it is to be like, by what stands for it in a tree.
-_Requests = dict[object, Request]
-Fetched = dict[str, Callable[[], Tree]]
-"""By name, a function that puts a tree's tensors into their places and returns the tree."""
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
@@ -65,21 +61,34 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
 
 
 def _opened(path: str | os.PathLike[str], peers: Peers) -> "Checkpoint":
-    """The checkpoint, of which all ranks see the same."""
+    """The checkpoint, of which all ranks see the same, as it is once all have called.
+
+    Each opens what it sees at once. A rank that has just written it sees that save, so that all see it if they see the
+    same; if not, those that came early look again.
+    """
     opened: list[Checkpoint] = []
-    peers.together(f"opening {path}", lambda: None)
 
     def identity() -> str:
         opened.append(Checkpoint(locate(path)))
-        return opened[0].manifest.id
+        return opened[-1].manifest.id
 
+    def seen() -> str | None:
+        try:
+            return identity()
+        except CheckpointError:
+            return None
+
+    if peers.size > 1:
+        told = peers.together(f"opening {path}", seen)
+        if told[0] is not None and len({*told}) == 1:
+            return opened[0]
     told = peers.together(f"opening {path}", identity)
     if other := [rank for rank, one in enumerate(told) if one != told[0]]:
         raise CheckpointError(
             f"{path}: rank 0 sees the save {told[0]} there and rank {other[0]} the save {told[other[0]]}; every "
             "machine needs a copy of the same"
         )
-    return opened[0]
+    return opened[-1]
 
 
 @final
@@ -145,20 +154,21 @@ class Checkpoint:
         places: Mapping[str, Place | None] | None = None,
         group: Ranks = None,
         in_place: bool = False,
+        verify: bool = False,
     ) -> Fetched:
         """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
 
         It is compared and in this machine's memory then; the function returned for a name puts its tensors into their
         places. So all of a run's states can be known to be intact before the first is loaded, without reading anything
-        twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one
-        (``verify`` with the same group knows what nobody has compared yet), where that is faster one reads it for all,
-        and all raise if one does. Collective then.
+        twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one,
+        where that is faster one reads it for all, and all raise if one does. Collective then. With ``verify`` what
+        nobody wants is compared as well, by a share of each.
 
         With ``in_place`` a tensor is read into the memory of the one in ``likes``, which is then the result, if that is
         contiguous memory of the CPU, of the saved dtype, which no other tensor shares; tensors of ``places`` are never
         written. Damage within a block is then found when parts of ``likes`` have been written, all else before.
         """
-        return self.plan(likes, places=places, group=group, in_place=in_place)()
+        return self.plan(likes, places=places, group=group, in_place=in_place, verify=verify)()
 
     def plan(
         self,
@@ -167,6 +177,7 @@ class Checkpoint:
         places: Mapping[str, Place | None] | None = None,
         group: Ranks = None,
         in_place: bool = False,
+        verify: bool = False,
     ) -> Callable[[], Fetched]:
         """``fetch`` up to where tensors are read: compares headers with the manifest and ``likes``.
 
@@ -174,30 +185,47 @@ class Checkpoint:
         machine take a share each. What is returned does the rest. With a ``group`` both are collective.
         """
         peers = Peers(None) if group is None else Peers.of(group)
-        planned: dict[str, tuple[Tree, _Requests]] = {}
+        planned: list[PlannedFetch] = []
 
-        def wanted() -> list[Request]:
-            if in_place:
-                share = peers.neighbours.index(peers.rank)
-                self._refuse(self._damage(share, len(peers.neighbours), tensors=False))
-            for name, like in likes.items():
-                place = None if places is None else places.get(name)
-                tree, held = self._tree(TREE, name), {} if like is None else leaves(like)
-                planned[name] = self._requests(tree, held, place, in_place=in_place)
-            return [request for _, requests in planned.values() for request in requests.values()]
+        def plan() -> Interest:
+            planned.append(self.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
+            return planned[0].interest
 
-        read = self._reader.plan(wanted, peers)
+        interests = peers.together("planning what to read", plan)
 
         def fetch() -> Fetched:
-            finish = iter(read())
-            puts = {name: dict(zip(requests, finish, strict=False)) for name, (_, requests) in planned.items()}
-
-            def fill(name: str) -> Tree:
-                return _fill(planned[name][0], {target: put() for target, put in puts[name].items()})
-
-            return {name: partial(fill, name) for name in planned}
+            fetched: list[Fetched] = []
+            peers.together("reading", lambda: fetched.append(planned[0].read(interests)))
+            planned[0].trust(interests)
+            return fetched[0]
 
         return fetch
+
+    def planned(
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        peers: Peers,
+        in_place: bool,
+        verify: bool,
+    ) -> PlannedFetch:
+        """This rank's part of ``plan``, for ranks that agree on other things at the same time; not a collective.
+
+        ``plan`` shows its use: all ranks learn the ``interest`` of each, then ``read``, and ``trust`` once they know
+        that none failed.
+        """
+        if in_place:
+            share = peers.neighbours.index(peers.rank)
+            self._refuse(self._damage(share, len(peers.neighbours), tensors=False))
+        requests, trees = Requests(self._reader), {}
+        for name, like in likes.items():
+            place = None if places is None else places.get(name)
+            held = {} if like is None else leaves(like)
+            trees[name] = requests.add(self._tree(TREE, name), held, place, in_place=in_place)
+        compared = frozenset(self.documents if in_place else ())
+        plan = self._reader.plan(requests.wanted)
+        return PlannedFetch(self.manifest, self._files, peers, plan, trees, compared if verify else None)
 
     def read_local(self, name: str, rank: int) -> Tree | None:
         """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
@@ -295,28 +323,9 @@ class Checkpoint:
         self.close()
 
     def _read(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> Tree:
-        shell, wanted = self._requests(document, like, place)
-        return _fill(shell, dict(zip(wanted, self._reader.read(list(wanted.values())), strict=True)))
-
-    def _requests(
-        self, document: Json, like: Mapping[TreePath, Any], place: Place | None, *, in_place: bool = False
-    ) -> "tuple[Tree, _Requests]":
-        """The tree with marks where tensors belong, and the tensors to read for them, tied ones once."""
-        wanted: _Requests = {}
-
-        def request(key: str, path: TreePath) -> "_Wanted":
-            model = like.get(path)
-            entry = self._reader.entry(key)
-            if path not in like and place is not None:
-                model = place(path, self._reader.dtype(key), entry.shape)
-            if not isinstance(model, torch.Tensor) or tuple(model.shape) != entry.shape:
-                model = None
-            own = model if in_place and path in like else None
-            target = (key, placed_like(model), None if own is None else memory_key(own))
-            wanted.setdefault(target, Request(key, model, own is not None))
-            return _Wanted(target)
-
-        return decode(document, request), wanted
+        requests = Requests(self._reader)
+        tree = requests.add(document, like, place)
+        return fill(tree, self._reader.read(requests.wanted).__getitem__)
 
     def _entry_facts(self, key: str) -> torch.Tensor:
         entry = self._reader.entry(key)
@@ -402,24 +411,6 @@ def _near(storage: Storage, folder: Location) -> str:
     beside = storage.listing(folder.parent) if is_folder(storage, folder.parent) else ()
     near = get_close_matches(folder.name, [name for name in beside if not name.startswith(".")], n=3)
     return f"; near it: {', '.join(near)}" if near else ""
-
-
-@final
-class _Wanted:
-    """Stands in a tree for a tensor that is yet to be read."""
-
-    def __init__(self, target: object) -> None:
-        self.target = target
-
-
-def _fill(tree: Tree, tensors: Mapping[object, torch.Tensor]) -> Tree:
-    if isinstance(tree, _Wanted):
-        return tensors[tree.target]
-    if isinstance(tree, dict):
-        return {key: _fill(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_fill(value, tensors) for value in tree)
-    return tree
 
 
 def _no_tensor(key: str, path: TreePath) -> Tree:

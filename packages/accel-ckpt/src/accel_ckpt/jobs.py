@@ -2,11 +2,43 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
+from socket import gethostname
+from typing import final
 
 _Job = Callable[[], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a process runs: its machine, and the processors that it may use there as the bits of a number."""
+
+    host: str
+    processors: int
+
+    @classmethod
+    def own(cls) -> "Seat":
+        """This process's."""
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return cls(gethostname(), sum(1 << number for number in usable))
+
+    def threads(self, every: Sequence["Seat"], most: int) -> int:
+        """How many threads, 1 to ``most``, keep this process's share of its processors busy.
+
+        ``every`` are the seats of all processes that work at the same time, this one's among them. Each processor is
+        shared by those that may use it. More threads than that only wait for each other.
+        """
+        here = [seat.processors for seat in every if seat.host == self.host]
+        share = sum(
+            1 / sum(processors >> number & 1 for processors in here)
+            for number in range(self.processors.bit_length())
+            if self.processors >> number & 1
+        )
+        return max(1, min(most, int(share + 1e-6)))
 
 
 def default_threads() -> int:

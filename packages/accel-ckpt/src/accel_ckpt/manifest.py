@@ -220,26 +220,37 @@ def _record(name: str, entry: Any, block: int) -> FileRecord:
 
 
 def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEntry:
-    shape = tuple(_natural(size) for size in entry["shape"])
+    shape = _naturals(entry["shape"])
     if entry["dtype"] not in CODES and entry["dtype"] not in RAW:
         raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
-    if len(shape) > 64 or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+    elements = prod(shape)
+    if len(shape) > 64 or (elements or prod(max(size, 1) for size in shape)) > MAX_ELEMENTS:
         raise ValueError(f"{name}: shape {shape!r:.100}")
-    parts = tuple(
-        Part(file, str(key), Box(tuple(map(_natural, offset)), tuple(map(_natural, lengths))))
-        for file, key, offset, lengths in entry["parts"]
-    )
-    for part in parts:
-        if part.file not in files:
-            raise ValueError(f"{name}: is said to be in {part.file!r:.100}, which is not listed")
-        ends = [a + n for a, n in zip(part.box.offset, part.box.shape, strict=True)]
-        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"{name}: part at {part.box.offset} of {part.box.shape} lies outside of {shape}")
-    if sum(part.box.volume for part in parts) != prod(shape):
+    covered = 0
+    parts: list[Part] = []
+    for file, key, offset, lengths in entry["parts"]:
+        if file not in files:
+            raise ValueError(f"{name}: is said to be in {file!r:.100}, which is not listed")
+        box = Box(tuple(offset), tuple(lengths))
+        _naturals((*box.offset, *box.shape))
+        fits = len(box.offset) == len(box.shape) == len(shape)
+        if not fits or any([a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)]):
+            raise ValueError(f"{name}: part at {box.offset} of {box.shape} lies outside of {shape}")
+        covered += prod(box.shape)
+        parts.append(Part(file, str(key), box))
+    if covered != elements:
         raise ValueError(f"{name}: its parts do not make up the shape {shape}")
-    if overlap([part.box for part in parts]):
+    if len(parts) > 1 and overlap([part.box for part in parts]):
         raise ValueError(f"{name}: its parts overlap")
-    return TensorEntry(str(entry["dtype"]), shape, parts)
+    return TensorEntry(str(entry["dtype"]), shape, tuple(parts))
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    for value in found:
+        if type(value) is not int or not 0 <= value < MAX_SHAPE:
+            _natural(value)
+    return found
 
 
 def _natural(value: Any) -> int:

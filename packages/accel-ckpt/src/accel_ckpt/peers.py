@@ -104,18 +104,33 @@ class Peers:
             raise relayed(CheckpointError(f"{what}: {text}"))
         return [value for _, value in told]
 
-    def at_first(self, what: str, work: Callable[[], T]) -> list[T] | None:
-        """As ``together`` for large results: rank 0 alone learns them, the others get None."""
-        done: list[T] = []
-        self.together(what, lambda: done.append(work()))
-        if self.group is None:
-            return done
+    def at_first(self, what: str, work: Callable[[], T], then: Callable[[list[T]], object]) -> None:
+        """Every rank does ``work``, and rank 0 alone ``then`` with all results; if any of it fails, every rank raises.
+
+        Large results travel to rank 0 only. The agreement behind them carries failures.
+        """
+        result: Any = None
+        error: Exception | None = None
         try:
-            return gather_at_first(done[0], group=self.group)
-        except AccelError:
-            raise
-        except Exception as lost:
-            raise CheckpointError(f"{what}: {_LOST}: {lost}") from lost
+            result = work()
+        except Exception as caught:
+            error = caught
+        told: list[Any] | None = [(error is None, result)]
+        if self.group is not None:
+            try:
+                told = gather_at_first((error is None, result), group=self.group)
+            except AccelError:
+                raise
+            except Exception as lost:
+                raise error or CheckpointError(f"{what}: {_LOST}: {lost}") from lost
+
+        def follow() -> None:
+            if error is not None:
+                raise error
+            if told is not None and all(done for done, _ in told):
+                then([value for _, value in told])
+
+        self.together(what, follow)
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """The keeper of each copy does ``work``; all ranks get their keeper's result, or any keeper's failure."""

@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from socket import gethostname
 from typing import NamedTuple, final
 
 import torch
 
-from accel_ckpt.blocks import read_range
-from accel_ckpt.container import Span, itemsize, read_header, stored_as
-from accel_ckpt.jobs import run_jobs
+from accel_ckpt.blocks import CheckedFile, read_range
+from accel_ckpt.container import Span, read_header, stored_as
+from accel_ckpt.jobs import Seat, run_jobs
 from accel_ckpt.layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
 from accel_ckpt.manifest import MANIFEST, Manifest, Part, TensorEntry
 from accel_ckpt.memory import new_tensor
@@ -27,7 +26,6 @@ from accel_ckpt.tensors import (
     dtensor_layout,
     dtype_of,
     own_memory,
-    placement_key,
     row_major,
 )
 from accel_state.errors import CheckpointCorruptError
@@ -56,6 +54,7 @@ class TensorReader:
         self._headers: dict[str, Mapping[str, Span]] = {}
         # Where the tensors of a file begin, so where its header ends.
         self._begins: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def entry(self, key: str) -> TensorEntry:
         """What the manifest says of a tensor."""
@@ -66,54 +65,44 @@ class TensorReader:
 
     def dtype(self, key: str) -> torch.dtype:
         """A tensor's dtype."""
-        found = dtype_of(self.entry(key).dtype)
+        name = self.entry(key).dtype
+        found = self._dtypes.get(name) or dtype_of(name)
         if found is None:
-            raise CheckpointCorruptError(f"this torch has no dtype {self.entry(key).dtype!r}, which {key} has")
+            raise CheckpointCorruptError(f"this torch has no dtype {name!r}, which {key} has")
+        self._dtypes[name] = found
         return found
 
     def read(self, wanted: Sequence[Request]) -> list[torch.Tensor]:
         """A tensor of the saved dtype for each request, in groups that bound what the host's memory holds."""
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
-            results += [put() for put in self.plan(lambda batch=batch: batch, Peers(None))()]  # type: ignore[misc]
+            planned = self.plan(batch)
+            results += [put() for put in planned.read([planned.interest], Peers(None))]
         return results
 
-    def plan(self, wanted: Callable[[], Sequence[Request]], peers: Peers) -> Callable[[], Puts]:
-        """As ``read``, in two steps: now headers are read and compared with the manifest, and no tensor is touched.
-
-        What is returned reads all of them, into this machine's memory. ``peers`` take both steps together: each
-        compares a share of what several read, or reads it for all.
-        """
-        work = _Work()
-        targets: list[_Target] = []
-
-        def plan() -> Interest:
-            requests = wanted()
-            memories = apart([own_memory(r.like, self.dtype(r.key)) if r.in_place else None for r in requests])  # type: ignore[arg-type]
-            for request, memory in zip(requests, memories, strict=True):
-                key, like = request.key, request.like
-                targets.append(_Target(key, self.entry(key), self.dtype(key), like, memory=memory))
-            for target in targets:
-                self._plan(target, work)
-            return Interest(gethostname(), {name: tuple(blocks) for name, blocks in self._blocks(work).items()})
-
-        interests = peers.together("planning what to read", plan)
-
-        def fetch() -> Puts:
-            self._read_for_all(work, interests, peers)
-            compares = compared_by(interests, peers.neighbours)
-            peers.together("reading", lambda: self._run(work, lambda place: compares(peers.rank, place)))
-            return [target.finish for target in targets]
-
-        return fetch
+    def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
+        """As ``read`` up to where tensors are touched: headers are read and compared with the manifest."""
+        entries = [(self.entry(request.key), self.dtype(request.key)) for request in wanted]
+        memories = [
+            own_memory(request.like, dtype) if request.in_place and request.like is not None else None
+            for request, (_, dtype) in zip(wanted, entries, strict=True)
+        ]
+        shares: dict[object, _Share] = {}
+        work, targets = _Work(), []
+        for (key, like, _), (entry, dtype), memory in zip(wanted, entries, apart(memories), strict=True):
+            targets.append(_Target(key, entry, dtype, like, _share(key, entry, like, shares), memory))
+            self._plan(targets[-1], work)
+        blocks = {name: tuple(numbers) for name, numbers in self._blocks(work).items()}
+        besides = {name: tuple(sorted(numbers)) for name, numbers in work.mapped.items()}
+        return ReadPlan(self._files, self._storage, work, targets, Interest(Seat.own(), blocks, besides))
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """One part of a tensor, on the CPU."""
         layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
-        target, work = _Target(key, self.entry(key), self.dtype(key), None, layout), _Work()
+        target, work = _Target(key, self.entry(key), self.dtype(key), None, _Share.of(layout)), _Work()
         self._plan(target, work)
         self._blocks(work)
-        self._run(work, lambda place: True)
+        _run(self._files, work, self._storage.threads)
         return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
@@ -145,64 +134,93 @@ class TensorReader:
                 numbers.setdefault(name, []).append(number)
         return numbers
 
-    def _read_for_all(self, work: "_Work", interests: Sequence[Interest], peers: Peers) -> None:
+    def _plan(self, target: "_Target", work: "_Work") -> None:
+        size = target.tensor.element_size()
+        filled = 0
+        for box, here in target.share.boxes:
+            same = next((part for part in target.entry.parts if part.box == box), None)
+            for part in target.entry.parts if same is None else (same,):
+                common = box if part is same else part.box.intersect(box)
+                if common is None:
+                    continue
+                volume = common.volume
+                filled += volume
+                span = self.span(part, target.entry)
+                inside = here if common is box else _shift(common, box, here)
+                source, place = _run_start(common, part.box), _run_start(inside, target.share.whole)
+                if source is None or place is None:
+                    first, last = run_start(common, part.box), run_start(_last(common), part.box)
+                    begin, end = span.begin + first * size, span.begin + (last + 1) * size
+                    file = self._files[part.file]
+                    work.mapped.setdefault(part.file, set()).update(file.touched(begin, end))
+                    work.strided.append(partial(_copy, file, begin, end, target, part.box, common, inside))
+                    continue
+                view = target.bytes[place * size : (place + volume) * size]
+                work.ranges.setdefault(part.file, []).append((span.begin + source * size, view))
+        if filled != target.tensor.numel():
+            raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
+
+
+@final
+class ReadPlan:
+    """What one process reads, planned by itself; ``interest`` says it to those that read at the same time."""
+
+    def __init__(
+        self, files: OpenedFiles, storage: Storage, work: "_Work", targets: "Sequence[_Target]", interest: Interest
+    ) -> None:
+        self._files, self._storage, self._work, self._targets = files, storage, work, targets
+        self.interest = interest
+
+    def read(self, interests: Sequence[Interest], peers: Peers, others: Sequence[Place] = ()) -> Puts:
+        """Reads all tensors into this machine's memory, and compares this process's share of what is read.
+
+        ``interests`` are those of all ``peers``, which call this at the same time. Of a block that several of them read
+        on one machine one compares all of it, or reads it for all. Blocks in ``others`` are compared too. Collective
+        where blocks are passed on; failures are the caller's to agree on.
+
+        Raises:
+            CheckpointCorruptError: names the file and the bytes that differ.
+        """
+        self._read_for_all(interests, peers)
+        compares = compared_by(interests, peers.neighbours)
+        most = self._storage.threads
+        threads = self.interest.seat.threads([one.seat for one in interests], most) if self._storage.cached else most
+        _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
+        return [target.finish for target in self._targets]
+
+    def _read_for_all(self, interests: Sequence[Interest], peers: Peers) -> None:
         """Fills blocks that all want from one reader, where each would read them for itself and that is slower."""
-        readers = len({interest.host for interest in interests}) if self._storage.cached else peers.size
+        machines = {interest.seat.host for interest in interests}
+        readers = len(machines) if self._storage.cached else peers.size
         if readers < 2 or len(peers.keepers) > 1:
             return
         common = wanted_by_all(interests)
-        blocks = [(self._files[name], number, work.blocks[name, number]) for name, number in common]
+        blocks = [(self._files[name], number, self._work.blocks[name, number]) for name, number in common]
         for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
-            del work.blocks[place]
-
-    def _run(self, work: "_Work", compares: Callable[[Place], bool]) -> None:
-        fills = [
-            partial(self._files[name].fill, number, parts, compare=compares((name, number)))
-            for (name, number), parts in work.blocks.items()
-        ]
-        run_jobs(fills, self._storage.threads)
-        run_jobs(work.strided, self._storage.threads)
-
-    def _plan(self, target: "_Target", work: "_Work") -> None:
-        size = itemsize(target.entry.dtype)
-        filled = 0
-        for box, here in target.boxes:
-            for part in target.entry.parts:
-                common = part.box.intersect(box)
-                if common is None:
-                    continue
-                filled += common.volume
-                span = self.span(part, target.entry)
-                ranges = work.ranges.setdefault(part.file, [])
-                inside = _shift(common, box, here)
-                if is_run(common, part.box) and is_run(inside, target.whole):
-                    begin = span.begin + run_start(common, part.box) * size
-                    place = run_start(inside, target.whole) * size
-                    view = target.bytes[place : place + common.volume * size]
-                    ranges.append((begin, view))
-                else:
-                    work.strided.append(partial(self._copy, target, span, part, common, inside))
-        if filled != prod(target.shape):
-            raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
-
-    def _copy(self, target: "_Target", span: Span, part: Part, common: Box, inside: Box) -> None:
-        """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
-        file = self._files[part.file]
-        size = itemsize(target.entry.dtype)
-        last = Box(tuple(a + n - 1 for a, n in zip(common.offset, common.shape, strict=True)), common.shape)
-        begin = span.begin + run_start(common, part.box) * size
-        end = span.begin + (run_start(last, part.box) + 1) * size
-        content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
-        aligned = content if begin % size == 0 else content.clone()
-        saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(part.box.shape))
-        target.tensor[inside.within(target.whole)].copy_(saved)
+            del self._work.blocks[place]
 
 
-def placed_like(model: torch.Tensor | None) -> object:
-    """Equal for two models that ask for the same place."""
-    if model is None or as_dtensor(model) is None:
-        return "cpu" if model is None or model.device.type == "meta" else str(model.device)
-    return placement_key(model)
+def _run(
+    files: OpenedFiles,
+    work: "_Work",
+    threads: int,
+    compares: Callable[[Place], bool] = lambda place: True,
+    others: Sequence[Place] = (),
+) -> None:
+    fills = [
+        partial(files[name].fill, number, parts, compare=compares((name, number)))
+        for (name, number), parts in work.blocks.items()
+    ]
+    run_jobs([*fills, *(partial(files[name].check, number) for name, number in others)], threads)
+    run_jobs(work.strided, threads)
+
+
+def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box, common: Box, inside: Box) -> None:
+    """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
+    content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
+    aligned = content if begin % target.tensor.element_size() == 0 else content.clone()
+    saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(outer.shape))
+    target.tensor[inside.within(target.share.whole)].copy_(saved)
 
 
 @final
@@ -213,11 +231,44 @@ class _Work:
     ranges: dict[str, list[tuple[int, memoryview]]] = field(default_factory=dict)
     blocks: dict[Place, Parts] = field(default_factory=dict)
     strided: list[Callable[[], None]] = field(default_factory=list)
+    mapped: dict[str, set[int]] = field(default_factory=dict)
+    """The blocks that ``strided`` copies from, and compares, by file."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """This process's part of a tensor: the shape of its memory, and the boxes in it, as ``layout.boxes`` has them."""
+
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[Box, Box]]
+    whole: Box
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_Share":
+        shape = local_shape(layout)
+        return cls(shape, boxes(layout), Box((0,) * len(shape), shape))
+
+
+def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Share]) -> _Share:
+    """The part that belongs where ``like`` is; ``known`` has those of tensors of the same shape and placement."""
+    dtensor = None if like is None else as_dtensor(like)
+    if dtensor is None:
+        same: object = entry.shape
+        if same not in known:
+            known[same] = _Share.of(whole(entry.shape))
+        return known[same]
+    local = tuple(dtensor._local_tensor.shape)
+    same = (entry.shape, local, id(dtensor.device_mesh), dtensor.placements)
+    if same not in known:
+        layout = dtensor_layout(key, dtensor)
+        known[same] = _Share(local, [], Box((0,) * len(local), local)) if layout is None else _Share.of(layout)
+    return known[same]
 
 
 @final
 class _Target:
-    """A tensor that is being filled: this rank's part of it in CPU memory, and how to make the result of that."""
+    """A tensor that is being filled: this process's part of it in CPU memory, and how to make the result of that."""
 
     def __init__(
         self,
@@ -225,20 +276,12 @@ class _Target:
         entry: TensorEntry,
         dtype: torch.dtype,
         like: torch.Tensor | None,
-        part: Layout | None = None,
-        *,
+        share: _Share,
         memory: torch.Tensor | None = None,
     ) -> None:
-        self.key, self.entry, self.like = key, entry, like
-        dtensor = None if like is None else as_dtensor(like)
-        layout = part or (whole(entry.shape) if dtensor is None else dtensor_layout(key, dtensor))
-        self.shape = (0,) * len(entry.shape) if layout is None else local_shape(layout)
-        if dtensor is not None and layout is None:
-            self.shape = tuple(dtensor._local_tensor.shape)
-        self.boxes = [] if layout is None else boxes(layout)
-        self.whole = Box((0,) * len(self.shape), self.shape)
-        self.in_place = memory is not None and tuple(memory.shape) == self.shape
-        self.tensor = memory if self.in_place and memory is not None else new_tensor(self.shape, dtype)
+        self.key, self.entry, self.like, self.share = key, entry, like, share
+        self.in_place = memory is not None and tuple(memory.shape) == share.shape
+        self.tensor = memory if self.in_place and memory is not None else new_tensor(share.shape, dtype)
         self.bytes = byte_view(self.tensor)
 
     def finish(self) -> torch.Tensor:
@@ -253,6 +296,18 @@ class _Target:
         local = self.tensor.to(dtensor.device_mesh.device_type if device.type == "meta" else device)
         placed: torch.Tensor = distributed_like(local, dtensor)
         return placed
+
+
+def _last(box: Box) -> Box:
+    """The last element of a box."""
+    return Box(tuple(a + n - 1 for a, n in zip(box.offset, box.shape, strict=True)), (1,) * len(box.shape))
+
+
+def _run_start(part: Box, outer: Box) -> int | None:
+    """How many elements precede ``part`` in the memory of ``outer``; None where it does not lie there in one piece."""
+    if part is outer or part == outer:
+        return 0
+    return run_start(part, outer) if is_run(part, outer) else None
 
 
 def _shift(common: Box, box: Box, here: Box) -> Box:

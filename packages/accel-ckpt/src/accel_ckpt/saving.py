@@ -17,6 +17,7 @@ from accel_ckpt.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.copies import complete
 from accel_ckpt.draft import Draft, RankPart, join_entries, make_draft, make_part
 from accel_ckpt.extra_files import check_names, upload
+from accel_ckpt.jobs import Seat, default_threads
 from accel_ckpt.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.peers import Peers, Ranks
 from accel_ckpt.replicas import Summary, Terms, alike, kept_apart, merge_structures
@@ -81,6 +82,8 @@ class Attempt:
     label: "_Label"
     staging: Staged | None
     """The keeper's; None on the others."""
+    threads: int
+    """This rank's share of the processors, which those that save beside it use too."""
     alike: bool = True
     """Whether all ranks bring the same tensors, so that each knows its part without asking."""
     extra: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -115,7 +118,7 @@ class Attempt:
             drafts.append(draft(()))
             folder = place.made()
             label = None if place.staging is None or peers.rank else _Label.of(place.staging, drafts[0])
-            return _Told(drafts[0].structure.summary(), folder, str(target), label)
+            return _Told(drafts[0].structure.summary(), folder, str(target), label, Seat.own())
 
         try:
             if terms.fill is not None:
@@ -133,25 +136,28 @@ class Attempt:
         kept, label = told[peers.keeper], told[0].label
         assert label is not None
         folder, storage = locate(kept.folder), storage_of(target)
-        return cls(locate(kept.target), storage, folder, planned, label, place.staging, same, place.extra)
+        threads = told[peers.rank].seat.threads([one.seat for one in told], default_threads())
+        target = locate(kept.target)
+        return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra)
 
     def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
 
-        ``pieces`` gives the bytes of this rank's tensor file.
+        ``pieces`` gives the bytes of this rank's tensor file; ``threads`` digest them (None: as many as it has share
+        of the processors).
         """
         with self.dropped_on_error():
-            what = f"saving {self.target}"
-            told: list[Written] | None
             if len(peers.keepers) == 1:  # rank 0 alone needs the entries, of which a large model has many
-                told = peers.at_first(what, lambda: self._write(pieces, threads))
-            else:
-                told = peers.together(what, lambda: self._write(pieces, threads))
-                self.witness("copy")
-                files = [records for records, _ in told]
-                bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
-                peers.together(f"copying {self.target} to every machine", bring)
-            peers.first(f"sealing {self.target}", lambda: self._seal(peers, told))
+                written = partial(self._write, pieces, threads)
+                peers.at_first(f"saving {self.target}", written, self._seal_and_commit)
+                return
+            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
+            self.witness("copy")
+            files = [records for records, _ in told]
+            bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
+            peers.together(f"copying {self.target} to every machine", bring)
+            # No copy is committed unless all can be.
+            peers.first(f"sealing {self.target}", lambda: self._seal(told))
             peers.first(f"committing {self.target}", self._commit)
 
     @contextmanager
@@ -171,19 +177,20 @@ class Attempt:
             records[name] = self.storage.write(self.folder / name, Content.of(document, self.digest))
         if self.part.items:
             name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
-            records[name] = self.storage.write(self.folder / name, Content(pieces, size, self.digest, threads))
+            records[name] = self.storage.write(
+                self.folder / name, Content(pieces, size, self.digest, self.threads if threads is None else threads)
+            )
         self.witness("written")
         return records, self.part.entries
 
-    def _seal(self, peers: Peers, told: "list[Written] | None") -> None:
+    def _seal(self, told: "list[Written]") -> None:
         assert self.staging is not None
-        assert told is not None
         files = {name: record for records, _ in told for name, record in records.items()}
         _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
         manifest = Manifest(
             id=self.label.id,
             created=self.label.created,
-            world_size=peers.size,
+            world_size=len(told),
             files=files,
             tensors=join_entries([entries for _, entries in told]),
             metadata=self.label.metadata,
@@ -194,6 +201,10 @@ class Attempt:
         )
         self.witness("seal")
         self.staging.seal(pack(manifest))
+
+    def _seal_and_commit(self, told: "list[Written]") -> None:
+        self._seal(told)
+        self._commit()
 
     def _commit(self) -> None:
         assert self.staging is not None
@@ -275,6 +286,7 @@ class _Told:
     folder: str
     target: str
     label: _Label | None
+    seat: Seat
 
 
 def _plan(

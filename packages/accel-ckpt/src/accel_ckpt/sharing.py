@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from accel_ckpt.blocks import CheckedFile
+from accel_ckpt.jobs import Seat
 from accel_ckpt.peers import Peers, sends_from_host
 from accel_ckpt.tensors import byte_view
 from accel_state.errors import CheckpointError
@@ -28,10 +29,12 @@ _AT_ONCE = 2**28
 @final
 @dataclass(frozen=True, slots=True)
 class Interest:
-    """What a rank wants to read: on which machine it is, and the numbers of the blocks by file."""
+    """What a rank wants to read: where it runs, and the numbers of the blocks by file."""
 
-    host: str
+    seat: Seat
     blocks: Mapping[str, tuple[int, ...]]
+    besides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Blocks that it compares itself, whoever else does."""
 
 
 def compared_by(interests: Sequence[Interest], neighbours: Sequence[int]) -> Callable[[int, Place], bool]:
@@ -43,11 +46,21 @@ def compared_by(interests: Sequence[Interest], neighbours: Sequence[int]) -> Cal
     wanting = _by_block(interests)
 
     def compares(rank: int, place: Place) -> bool:
-        host = interests[rank].host
-        here = [other for other in wanting[place] if other in neighbours and interests[other].host == host]
+        host = interests[rank].seat.host
+        here = [other for other in wanting[place] if other in neighbours and interests[other].seat.host == host]
         return here[place[1] % len(here)] == rank
 
     return compares
+
+
+def covered(interests: Sequence[Interest], neighbours: Sequence[int]) -> dict[str, set[int]]:
+    """The blocks, by file, that are compared by a rank that sees the same copy once all have read what they want."""
+    found: dict[str, set[int]] = {}
+    for rank in neighbours:
+        for wanted in (interests[rank].blocks, interests[rank].besides):
+            for file, numbers in wanted.items():
+                found.setdefault(file, set()).update(numbers)
+    return found
 
 
 def wanted_by_all(interests: Sequence[Interest]) -> list[Place]:

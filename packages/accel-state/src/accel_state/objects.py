@@ -4,7 +4,7 @@ Objects travel pickled, and only between the live processes of one group; nothin
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveError, relayed
@@ -13,6 +13,8 @@ from accel_state.verify import is_verified, verify_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 @recorded("all_gather_object")
@@ -95,7 +97,7 @@ def broadcast_object_list(
 
 
 @recorded("agree")
-def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note: str | None = None) -> list[str | None]:
+def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note: T | None = None) -> list[T | None]:
     """Raises on every rank when any rank has an error.
 
     A collective, after work that can fail on one rank only. A rank that has an error raises it; the others raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -22,11 +22,13 @@ from accel.train_state import LoaderState, ModelState, OptimizerState, Stateful,
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
-    from accel_ckpt.checkpoint import Fetched
+    from accel_ckpt.fetching import Fetched, PlannedFetch
     from accel_ckpt.peers import Peers, Ranks
+    from accel_ckpt.sharing import Interest
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 CLOCK = "clock"
 """Name of the part that counts micro-steps; the gradients of an open window go with it."""
 
@@ -43,7 +45,8 @@ class Restoration:
     large: Mapping[str, ModelState | OptimizerState]
     """Models and optimizers."""
     fetch: "Callable[[], Fetched]"
-    """Reads their values, into the tensors that they have where that is possible."""
+    """Reads their values, into the tensors that they have where that is possible, and compares every byte, also of
+    what no rank reads. Collective."""
     small: Mapping[str, tuple[Stateful, Any]]
     own: Mapping[str, Any]
     """States of ``large`` that this rank saved as its own, since they were not like the first rank's."""
@@ -67,7 +70,8 @@ class Restoration:
         """Compares the parts of the run with the saved ones, and reads all but models and optimizers. Collective.
 
         Of those, names, shapes and sizes are compared. Unless ``in_place`` they are read as well, and every byte of
-        the checkpoint is compared, or of what is read if the options name parts.
+        the checkpoint is compared, or of what is read if the options name parts. The ranks agree once, after all of
+        that.
 
         Raises:
             CheckpointMismatchError: the checkpoint is another run's.
@@ -78,17 +82,18 @@ class Restoration:
 
         peers = Peers.of(ranks)
 
-        _agreed(lambda: _compare_names(checkpoint, parts, options, ignored), peers)
         wanted = {name: part for name, part in parts.items() if name not in ignored and options.wants(name)}
         large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
         likes = {name: part.state_dict() for name, part in large.items()}
         places: dict[str, Any] = {}
-        planned: list[Callable[[], Fetched]] = []
+        planned: list[PlannedFetch] = []
         small: dict[str, tuple[Stateful, Any]] = {}
         own: dict[str, Any] = {}
         reports = {name: PartReport() for name in [*wanted, RNG] if options.wants(name)}
+        verify = options.parts is None
 
-        def compare() -> None:
+        def compare() -> "Interest":
+            _compare_names(checkpoint, parts, options, ignored)
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
                 reports[name] = part.check(name, likes[name], checkpoint.facts(name))
@@ -101,29 +106,17 @@ class Restoration:
             for name, one in wanted.items():
                 if name not in large:
                     small[name] = (one, _read(checkpoint, name, one, session))
+            planned.append(checkpoint.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
+            return planned[0].interest
 
-        def plan() -> None:
-            planned.append(checkpoint.plan(likes, places=places, group=peers, in_place=in_place))
-
-        _agreed(compare, peers)
-        _agreed(plan, peers)
+        interests = _agreed(compare, peers)
+        fetch = partial(_fetched, planned[0], interests, peers)
         kept = tuple(name for name in [*parts, RNG] if name not in reports)
-        restoration = cls(checkpoint, session, peers, large, planned[0], small, own, options, reports, kept)
+        restoration = cls(checkpoint, session, peers, large, fetch, small, own, options, reports, kept)
         if in_place:
             return restoration
-        fetched = restoration.fetched()
+        fetched = fetch()
         return replace(restoration, fetch=lambda: fetched)
-
-    def fetched(self) -> "Fetched":
-        """Reads the values of models and optimizers, comparing every byte. Collective.
-
-        Also of what no rank reads, unless only parts are loaded.
-        """
-        found: list[Fetched] = []
-        _agreed(lambda: found.append(self.fetch()), self.peers)
-        if self.options.parts is None:
-            self.checkpoint.verify(group=self.peers)
-        return found[0]
 
     def apply(self) -> None:
         """Loads all parts. Collective.
@@ -140,7 +133,7 @@ class Restoration:
 
         undo = _load_small(self.small, self.session)
         try:
-            values = self.fetched()
+            values = self.fetch()
 
             def load() -> None:
                 for name, part in self.large.items():
@@ -181,24 +174,34 @@ class Restoration:
         )
 
 
-def _agreed(work: Callable[[], None], peers: "Peers") -> None:
-    """Does ``work`` on all ranks; damage that one of them finds is damage on all, any other failure fails all."""
+def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "Peers") -> "Fetched":
+    """Reads what was planned on all ranks. Collective."""
+    found: list[Fetched] = []
+    _agreed(lambda: found.append(planned.read(interests)), peers)
+    planned.trust(interests)
+    return found[0]
+
+
+def _agreed(work: Callable[[], T], peers: "Peers") -> list[T]:
+    """What ``work`` gives on each rank; damage that one of them finds is damage on all, any other failure fails all."""
     from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
     from accel_state.objects import agree
 
+    result: Any = None
     damage: str | None = None
     error: Exception | None = None
     try:
-        work()
+        result = work()
     except CheckpointMismatchError as caught:
         error = caught
     except CheckpointError as caught:
         damage = str(caught)
     except Exception as caught:
         error = caught
-    told = agree(error, group=peers.group, note=damage)
-    if found := sorted({text for text in told if text is not None}):
+    told: list[Any] = agree(error, group=peers.group, note=(damage, result))
+    if found := sorted({text for text, _ in told if text is not None}):
         raise CheckpointCorruptError("; ".join(found))
+    return [value for _, value in told]
 
 
 def _compare_names(checkpoint: "Checkpoint", parts: TrainState, options: LoadOptions, ignored: Collection[str]) -> None:

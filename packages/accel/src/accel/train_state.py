@@ -11,7 +11,7 @@ from torch import nn
 from accel.belonging import check_model, check_optimizer, fitted_optimizer
 from accel.load_report import PartReport, few
 from accel_backends.names import named_parameters
-from accel_backends.states import STATE, with_aliases
+from accel_backends.states import STATE, names_stored
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class ModelState:
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
-        held = {id(value): key for key, value in own.items()}
-        aliases = {key: held[id(value)] for key, value in with_aliases(self.model, own).items()}
-        return check_model(name, own, aliases, saved, strict=self.strict)
+        return check_model(name, own, names_stored(self.model), saved, strict=self.strict)
 
 
 @final
