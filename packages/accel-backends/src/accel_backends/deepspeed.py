@@ -243,6 +243,15 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             return {}
         return prepared.gradients.held(named_parameters(prepared.engine))
 
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As every backend; the loss scale is the engine's own. Reduces what has not been reduced."""
+        prepared = self._engines.find(model)
+        if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
+            return super().full_gradients(model)
+        prepared.gradients.settle()
+        scale = prepared.gradients.loss_scale
+        return {name: held / scale for name, held in super().full_gradients(model).items()}
+
     def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Starts a window with these shares; collective."""
         prepared = self._engines.find(model)

@@ -11,6 +11,8 @@ from torch import nn
 from accel.accumulation import forget_dropped
 from accel.clock import StepClock, Window
 from accel.optimizer import PreparedOptimizer
+from accel_state.doctor.active import recorded
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
@@ -70,6 +72,26 @@ class GradientFacet(ABC):
         else:
             chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
+
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The gradients of the next step by parameter name: whole, averaged over processes, without the loss scale.
+
+        They are copies, on every process, however the backend spreads gradients; parameters without a gradient are
+        left out. To be called on all processes, after the last backward of a window. Clipping that the step does by
+        itself (DeepSpeed's) is not in them.
+
+        Raises:
+            BackendError: a step is not due, so that the processes have not put their parts together yet.
+        """
+        if not self.clock.due:
+            raise BackendError(
+                "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
+                "call it where accelerator.sync_gradients is True"
+            )
+        if self.backend.scaler is not None:
+            self.backend.unscale(self._holding(model.parameters()))
+        read = self.backend.full_gradients
+        return recorded("full_gradients")(read)(model) if self.backend.capabilities.sharded else read(model)
 
     def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
         """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
