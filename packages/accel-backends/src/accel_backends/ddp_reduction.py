@@ -129,7 +129,8 @@ class Reduction:
             _set_requires_grad(frozen, True)
             torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
             _set_requires_grad(frozen, False)
-        _drop_nothing(without)
+        if without:
+            _drop_nothing(without)
 
     def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
         """Parameters whose gradients the reducer waits for, the first 100 of them; none if it has reduced all."""
@@ -158,7 +159,8 @@ class Reduction:
             elif parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], self._group)
-        _drop_nothing(without)
+        if without:
+            _drop_nothing(without)
 
     def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient of a parameter that was not used."""
@@ -187,12 +189,11 @@ def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
 @torch.no_grad()
 def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
     """Deletes the gradients that are -0.0 in all elements or have no elements."""
-    if parameters:
-        device = parameters[0].device  # waited for once
-        unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
-        for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
-            if nothing:
-                parameter.grad = None
+    device = parameters[0].device  # waited for once
+    unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
+    for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
+        if nothing:
+            parameter.grad = None
 
 
 def _is_nothing(gradient: torch.Tensor | None) -> torch.Tensor:

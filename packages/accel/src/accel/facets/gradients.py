@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.accumulation import forget_dropped
+from accel.accumulation import Weight, forget_dropped, normalise, weighted_scale
 from accel.clock import StepClock, Window
 from accel.optimizer import PreparedOptimizer
 from accel_state.doctor.active import recorded
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
@@ -26,6 +26,7 @@ class GradientFacet(ABC):
     backend: "Backend"
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
+    _joining: bool
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward keeps this rank's gradients of ``model`` to itself."""
@@ -122,6 +123,44 @@ class GradientFacet(ABC):
         for position, marks in zip(alone, before, strict=True):
             if self.backend.gradient_marks(self._models[position]) != marks:
                 clock.window.reached.add(position)
+
+    def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
+        """Backward of a sum, whose window is divided by all weights of all ranks when it ends; collective then."""
+        if self._joining:
+            raise BackendError(
+                "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
+                "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
+            )
+        window = self.clock.window
+        if self.clock.due:
+            self._forget_dropped(window)
+        scale = weighted_scale(window, weight, self.backend, loss.device)
+        self._backward(loss * scale, 1.0, kwargs)
+        if self.clock.due:
+            normalise(window, self._accumulated(), self.backend)
+
+    def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
+        """Which prepared models these are; () for all of them or none in particular."""
+        if len(models) == len(self._models) == 1 and models[0] is self._models[0]:
+            self.clock.num_models = 1
+            return ()
+        positions = tuple(map(self._position, models))
+        if len(positions) < len(self._models):
+            return positions
+        self.clock.num_models = len(positions)
+        return ()
+
+    def _position(self, model: nn.Module) -> int:
+        for position, prepared in enumerate(self._models):
+            if prepared is model:
+                return position
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            return self._position(compiled)
+        raise PrepareError(
+            f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
+            "prepare returned"
+        )
 
     def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
         """The prepared optimizers, their inner ones, that update some of these parameters."""
