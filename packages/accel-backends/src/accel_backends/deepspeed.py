@@ -61,7 +61,10 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
     name: ClassVar[str] = "deepspeed"
     Config: ClassVar[type[BackendConfig]] = DeepSpeedConfig
     capabilities: ClassVar[Capabilities] = Capabilities(
-        precisions=frozenset({"no", "bf16", "fp16", "fp32-true"}), several_models=False, sharded=True, offload=True
+        precisions=frozenset({"no", "bf16", "fp16", "bf16-true", "fp32-true"}),
+        several_models=False,
+        sharded=True,
+        offload=True,
     )
     distributed_type: ClassVar[str] = "DEEPSPEED"
 
