@@ -46,8 +46,8 @@ class ZeroClipping(BackendGradients):
 
         Raises:
             BackendError: a norm that is not positive; parameters of no or several engines; a clip beside the
-                configuration's ``gradient_clipping``; another norm, or some of the parameters, where not every element
-                of a gradient is on one rank (experts, shared layers) or here at all (nvme).
+                configuration's ``gradient_clipping``; another norm, or some of the parameters, of a model with experts
+                or layers that ranks share, with Muon, or with gradients on a disk.
         """
         if not norm_type > 0.0:
             raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
@@ -106,7 +106,7 @@ class PartOfGradients:
         what: the call that is made, for errors.
 
     Raises:
-        BackendError: the gradients are on a disk.
+        BackendError: the gradients are on a disk, or the optimizer has made updates of them (Muon).
     """
 
     def __init__(self, gradients: "Gradients", chosen: frozenset[int] | None, what: str) -> None:
@@ -121,7 +121,7 @@ class PartOfGradients:
         """Their joint norm over all ranks, without the loss scale; inf where it is not finite. Collective.
 
         Raises:
-            BackendError: some elements are on several ranks, and others are not.
+            BackendError: some elements are on several ranks, and others on one.
         """
         import torch.distributed as dist
 

@@ -229,7 +229,8 @@ class PartitionedGradients(Gradients):
         Raises:
             BackendError: an optimizer (Muon) whose parts hold its updates already.
         """
-        if self.optimizer.groups_lacking_loss_scale:
+        muon = "muon" in type(self.engine.basic_optimizer).__name__.lower()
+        if muon and any(getattr(one, "use_muon", False) for one in self.parameters.values()):  # the same on all ranks
             self._refuse_updates(what)
         return self.parts()
 
