@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,25 @@ def paired(
     finally:
         gc.enable()
     return found
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Calls of Python functions and of C functions by Python in this thread while ``run`` runs.
+
+    The number is the same on any machine, however busy, unless what runs depends on time.
+    """
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def ratio(times: Rounds, name: str, base: str) -> float:

@@ -24,7 +24,7 @@ RUNS = {
     "planner": (["--ranks", "1", "--shapes", "mlp"], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
     "planner_xla": ([], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
     "resume": ([], {"raw_us", "accel_us", "accel_ratio"}),
-    "step_overhead": (["--ranks", "1"], {"raw_us", "accel_adds_us", "accel_ratio"}),
+    "step_overhead": (["--ranks", "1"], {"raw_us", "accel_adds_us", "accel_cpu_us", "accel_calls", "accel_ratio"}),
     "tracking": ([], {"step_us", "number_adds_us", "tensor_adds_us", "behind_us"}),
 }
 

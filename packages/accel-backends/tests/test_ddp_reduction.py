@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -271,5 +272,48 @@ def test_more_parameters_may_be_left_out_than_an_error_of_torch_lists(rank: int,
             (reference(batch[each], tuple(range(lengths[each]))).square().mean() / RANKS).backward()
         without = [name for name, parameter in reference.named_parameters() if parameter.grad is None]
         assert [name for name, one in model.module.named_parameters() if one.grad is None] == without
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+def test_windows_with_a_static_graph_are_those_of_one_process(rank: int) -> None:
+    """torch records the graph in the first backward, which raised an internal assertion under ``no_sync``."""
+    ddp, model, own, reference, other = prepared(static_graph=True)
+    for number in range(STEPS):
+        for micro in range(3):
+            batch = rows(number, micro)
+            with ddp.no_sync(model) if micro < 2 else nullcontext():
+                ddp.backward(model(batch[rank], (0, 1)).square().mean())
+            for each in range(RANKS):
+                (reference(batch[each], (0, 1)).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["two backwards", "another method"])
+def test_a_static_graph_refuses_a_backward_without_a_forward(rank: int, kind: str) -> None:
+    """torch left these gradients unreduced, so that ranks trained apart."""
+    ddp, model, *_ = prepared(static_graph=True)
+    batch = rows(0, 0)[rank]
+    output = model(batch, (0, 2))
+    ddp.backward(output.square().mean(), retain_graph=True)
+    again = output.abs().mean() if kind == "two backwards" else model.module(batch, (0, 2)).mean()
+    with pytest.raises(BackendError, match="static_graph=True: torch reduces one backward for each forward"):
+        ddp.backward(again)
+
+
+@pytest.mark.ranks(2)
+def test_a_static_graph_stays_out_of_the_backward_of_another_model(rank: int) -> None:
+    ddp, model, own, reference, other = prepared(static_graph=True)
+    beside: Any = nn.Linear(WIDTH, 1).double()
+    beside = ddp.prepare(Bundle([beside])).models[0]
+    for number in range(3):
+        batch = rows(number, 0)
+        ddp.backward(model(batch[rank], (0, 1)).square().mean())
+        ddp.backward(beside(batch[rank]).square().mean())
+        for each in range(RANKS):
+            (reference(batch[each], (0, 1)).square().mean() / RANKS).backward()
         step(own, other)
         assert_equal(model, reference)

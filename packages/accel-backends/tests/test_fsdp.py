@@ -344,6 +344,10 @@ def stepping(model: nn.Module, **options: Any) -> Bundle:
     return Bundle([model], [torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), **options)])
 
 
+def fused(model: nn.Module) -> Bundle:
+    return Bundle([model], [torch.optim.SGD(model.parameters(), lr=0.1, fused=True)])
+
+
 def on_device_only(model: nn.Module) -> Bundle:
     kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim"})
     return Bundle([model], [kind(model.parameters())])
@@ -354,6 +358,7 @@ Unfit = tuple[dict[str, Any], Any]
 UNFIT: dict[str, Unfit] = {
     "class": ({"transformer_cls_names_to_wrap": "TinyBlok"}, lambda model, rank: model),
     "dtypes": ({}, lambda model, rank: changed(model, "blocks.0.norm1", "double")),
+    "fused": ({}, lambda model, rank: fused(model)),
     "capturable": (OFFLOAD, lambda model, rank: stepping(model, capturable=True)),
     "bitsandbytes": (OFFLOAD, lambda model, rank: on_device_only(model)),
     "part": ({}, lambda model, rank: sharded_in_part(model)),
@@ -376,6 +381,7 @@ UNFIT: dict[str, Unfit] = {
         ("class", r"transformer layer class TinyBlok in the model\. TinyTransformer consists of .*mean 'TinyBlock'"),
         ("dtypes", r"one unit \(blocks\.0\) have several dtypes: blocks\.0\.norm1\.weight is fp64, .* is fp32"),
         ("capturable", r"AdamW\(capturable=True\).*cpu_offload=False"),
+        ("fused", r"SGD\(fused=True\).*nearest: foreach=True"),
         ("part", r"blocks\.0 of this TinyTransformer is sharded already"),
         ("ranks", r"rank 0 has parameter embedding\.weight .*fp32, trained where rank 1 has .*fp64"),
         ("checkpointing", "TinyMLP has no blocks that could be computed again"),

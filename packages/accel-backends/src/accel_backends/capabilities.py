@@ -59,7 +59,8 @@ class Capabilities:
             return f"backend {backend!r} runs on {span} process(es), and there are {world_size}"
         wanted = precision_of(policy)
         if wanted not in self.precisions:
-            order = ("bf16", "fp16", "no") if policy.autocast else ("bf16-true", "fp16-true", "fp32-true", "bf16", "no")
+            halves = ("bf16-true", "fp16-true", "bf16", "fp16") if wanted in ("bf16-true", "fp16-true") else ()
+            order = ("bf16", "fp16", "no") if policy.autocast else (*halves, "fp32-true", "bf16", "no")
             nearest = next((name for name in order if name in self.precisions), "no")
             return (
                 f"backend {backend!r} does not carry out precision {policy.name!r}; nearest that it does: {nearest!r}"

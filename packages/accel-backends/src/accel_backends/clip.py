@@ -54,8 +54,8 @@ def clip_grad_norm(
     if not gradients and (pieces is None or not listed):
         return torch.tensor(0.0)
     with torch.no_grad():
-        places = _by_place(gradients)
-        sharded = pieces is not None or any(_is_sharded(gradient) for gradient in gradients)
+        places, sharded = _sorted(gradients)
+        sharded = sharded or pieces is not None
         total = (
             total_norm(gradients if pieces is None else _with_empty(listed), norm_type, pieces=pieces)
             if sharded
@@ -172,11 +172,24 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_place(gradients: list[torch.Tensor]) -> Places:
+    return _sorted(gradients)[0]
+
+
+def _sorted(gradients: list[torch.Tensor]) -> tuple[Places, bool]:
+    """What is here of each gradient, by place, and whether any is sharded; one pass without a call for each."""
     groups: Places = {}
+    sharded = False
     for gradient in gradients:
-        local = _local(gradient)
-        groups.setdefault((local.device, local.dtype), []).append(local)
-    return groups
+        local = gradient
+        if type(gradient) is not torch.Tensor or gradient.is_sparse:
+            local = _local(gradient)
+            sharded = sharded or _is_sharded(gradient)
+        place = local.device, local.dtype
+        if place in groups:
+            groups[place].append(local)
+        else:
+            groups[place] = [local]
+    return groups, sharded
 
 
 def _norms(places: Places, norm_type: float) -> list[torch.Tensor]:

@@ -26,6 +26,6 @@ def refuse_copies(modules: Iterable[nn.Module], kind: str, backend: str) -> None
 def _refuse(kind: str, backend: str, memo: Any) -> NoReturn:
     raise BackendError(
         f"copy.deepcopy of a {kind} that backend {backend!r} has prepared, of which every rank holds a part; copy the "
-        "bare model before prepare, give the copy to a prepare of its own, and update it from the parameters of the "
-        "other, which are in the same parts; or build one from accelerator.get_state_dict(model)"
+        "bare model before prepare (or give it to torch's AveragedModel) and update the copy within "
+        "accelerator.full_parameters(model, writeback=False); or build one from accelerator.get_state_dict(model)"
     )

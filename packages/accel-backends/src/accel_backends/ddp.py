@@ -165,9 +165,17 @@ class DDPBackend(Backend):
         return self.session.world_size
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """DDP's own: gradients add up on each rank until a backward outside of it reduces them."""
+        """DDP's own: gradients add up on each rank until a backward outside of it reduces them.
+
+        With ``static_graph`` the first backward reduces all the same, because torch records the graph in it; averaging
+        an average together with later gradients gives the average of all.
+        """
         wrapped = find_ddp(model)
-        return _NOTHING if wrapped is None else wrapped.no_sync()
+        if wrapped is None:
+            return _NOTHING
+        if wrapped.static_graph and not any(one.recorded for one in self._reductions if one.model is wrapped):
+            return _NOTHING
+        return wrapped.no_sync()
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Prepares DDP's reducer for a backward whose forward ran under ``no_sync``."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_backends.averaging import average_tensors
 from accel_backends.names import named_parameters
 from accel_backends.sparse import sparse_embeddings
+from accel_precision.scaler import GradientMarks, gradient_marks
 from accel_state.errors import BackendError
 
 # The part of torch's error that lists the reducer's parameters without a gradient in a backward.
@@ -35,13 +36,19 @@ class Reduction:
         model: the DDP model.
         group: its process group.
         given: the user wrapped the model, and may have frozen or thawed parameters since.
+
+    Attributes:
+        recorded: there has been a backward that synchronised, in which torch records a static graph.
     """
 
-    __slots__ = ("_expected", "_group", "_model", "_others", "_sparse")
+    __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_sparse", "recorded")
 
     def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
+        self.recorded = False
+        # With a static graph, the gradients before a backward that no forward of this model came before.
+        self._before: GradientMarks | None = None
         self._expected: list[torch.Tensor] = []  # in the reducer's order, by which it numbers them
         self._others: list[torch.Tensor] = []
         self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
@@ -59,6 +66,9 @@ class Reduction:
     def prepare(self, loss: torch.Tensor) -> None:
         """Before a backward: prepares the reducer if the last forward did not, or if a backward has followed it.
 
+        With a static graph the reducer counts the gradients of one backward for each forward, and cannot be prepared
+        again; ``finish`` refuses a second one.
+
         Raises:
             BackendError: a second backward within ``join``, where ranks without batches repeat one for each forward.
         """
@@ -66,6 +76,8 @@ class Reduction:
         if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
             return
         if model.static_graph:
+            if model.require_forward_param_sync is _SPENT:
+                self._before = gradient_marks(self._expected)
             return
         if model._join_config.enable and model.require_forward_param_sync is _SPENT:
             raise BackendError(
@@ -76,10 +88,24 @@ class Reduction:
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
     def finish(self) -> None:
-        """After a backward: reduces the parameters that it left out, and those that were frozen when DDP was built."""
+        """After a backward: reduces the parameters that it left out, and those that were frozen when DDP was built.
+
+        Raises:
+            BackendError: with a static graph, gradients of this model from a backward without a forward of its own.
+        """
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
             return
+        before, self._before = self._before, None
+        if before is not None:
+            if gradient_marks(self._expected) != before:
+                raise BackendError(
+                    "static_graph=True: torch reduces one backward for each forward of the prepared model, and this is "
+                    "another after the same forward, or one through another method; nearest: add the losses up and "
+                    "call backward once, or leave static_graph out"
+                )
+            return
+        self.recorded = True
         self._complete(model)
         model.__dict__["require_forward_param_sync"] = _SPENT
         for parameter in self._others:
@@ -103,7 +129,8 @@ class Reduction:
             _set_requires_grad(frozen, True)
             torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
             _set_requires_grad(frozen, False)
-        _drop_nothing(without)
+        if without:
+            _drop_nothing(without)
 
     def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
         """Parameters whose gradients the reducer waits for, the first 100 of them; none if it has reduced all."""
@@ -132,7 +159,8 @@ class Reduction:
             elif parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], self._group)
-        _drop_nothing(without)
+        if without:
+            _drop_nothing(without)
 
     def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient of a parameter that was not used."""
@@ -161,12 +189,11 @@ def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
 @torch.no_grad()
 def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
     """Deletes the gradients that are -0.0 in all elements or have no elements."""
-    if parameters:
-        device = parameters[0].device  # waited for once
-        unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
-        for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
-            if nothing:
-                parameter.grad = None
+    device = parameters[0].device  # waited for once
+    unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
+    for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
+        if nothing:
+            parameter.grad = None
 
 
 def _is_nothing(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Optimizer states, gradients and parameters spread over ranks by DeepSpeed's ZeRO."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from accel_backends.config import BackendConfig
 from accel_backends.copying import refuse_copies
 from accel_backends.deepspeed_agreement import LAYERS, SEQUENCES
 from accel_backends.deepspeed_bind import bind_model, check_bundle_pieces
+from accel_backends.deepspeed_clipping import ZeroClipping
 from accel_backends.deepspeed_config import DeepSpeedConfig
 from accel_backends.deepspeed_engine import Prepared, run_backward
 from accel_backends.deepspeed_engines import Engines
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @final
-class DeepSpeedBackend(ZeroSpread, Backend):
+class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
     """Trains through DeepSpeed's engines: one for each model with its optimizer, any number side by side.
 
     A prepared model is the engine, which looks like the model that it wraps. Backward adds to what the engine has
@@ -61,7 +61,7 @@ class DeepSpeedBackend(ZeroSpread, Backend):
     name: ClassVar[str] = "deepspeed"
     Config: ClassVar[type[BackendConfig]] = DeepSpeedConfig
     capabilities: ClassVar[Capabilities] = Capabilities(
-        precisions=frozenset({"no", "bf16", "fp16", "fp32-true"}),
+        precisions=frozenset({"no", "bf16", "fp16", "bf16-true", "fp32-true"}),
         several_models=False,
         sharded=True,
         offload=True,
@@ -189,68 +189,6 @@ class DeepSpeedBackend(ZeroSpread, Backend):
             for prepared in used:
                 prepared.open = False
 
-    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-        """Multiplies what engines have accumulated, before the reduction where there has been none."""
-        for model in models:
-            prepared = self._engines.find(model)
-            if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
-                prepared.gradients.scale(factor)
-
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """The norm over all ranks; the engine's next step clips to ``max_norm`` while it updates. Collective.
-
-        Raises:
-            BackendError: another norm than 2, parameters of no or several engines or only some of one, or another
-                ``max_norm`` than the configuration's ``gradient_clipping``.
-        """
-        if norm_type != 2:
-            raise BackendError(
-                f"clip_grad_norm_ with norm_type={norm_type}: DeepSpeed clips to the 2-norm; nearest: 2.0"
-            )
-        prepared = self._engines.of_parameters(parameters, self._owned, "clip_grad_norm_")
-        assert prepared.gradients is not None
-        limited = max_norm != math.inf
-        stated, origin = prepared.clip
-        if limited and stated and stated != max_norm:
-            raise BackendError(
-                f"clip_grad_norm_ was given max_norm={max_norm}, and gradient_clipping is {stated} ({origin}); make "
-                "them agree, or let the DeepSpeed config say 'auto'"
-            )
-        if not prepared.gradients.filled:
-            return torch.zeros((), device=self.device)
-        norm = prepared.gradients.norm()
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise BackendError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
-        if limited:
-            prepared.gradients.clip(max_norm, norm)
-        return norm
-
-    def norm_so_far(
-        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """As every backend; the loss scale is the engine's own.
-
-        Raises:
-            BackendError: parameters of no or several engines or only some of one.
-        """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = self._engines.of_parameters(parameters, self._owned, "clip_grad_norm_").gradients
-        assert gradients is not None
-        return super().norm_so_far(parameters, models, norm_type) / gradients.loss_scale
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limits the elements of the gradients that this rank's optimizer updates; collective."""
-        prepared = self._engines.of_parameters(parameters, self._owned, "clip_grad_value_")
-        if prepared.gradients is not None and prepared.gradients.filled:
-            prepared.gradients.limit(clip_value)
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """The engine's step; False if it was left out on all ranks because gradients overflowed.
 
@@ -308,6 +246,15 @@ class DeepSpeedBackend(ZeroSpread, Backend):
         if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
             return {}
         return prepared.gradients.held(named_parameters(prepared.engine))
+
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As every backend; the loss scale is the engine's own. Reduces what has not been reduced."""
+        prepared = self._engines.find(model)
+        if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
+            return super().full_gradients(model)
+        prepared.gradients.settle()
+        scale = prepared.gradients.loss_scale
+        return {name: held / scale for name, held in super().full_gradients(model).items()}
 
     def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Starts a window with these shares; collective."""

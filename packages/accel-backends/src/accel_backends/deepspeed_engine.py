@@ -289,7 +289,7 @@ class _Remember:
 def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:
     """Inputs of the model in the dtype it computes in, outputs in that of the policy."""
     compute, output = policy.compute, policy.output
-    if not policy.autocast or compute is None:
+    if compute is None or compute.itemsize > 2:
         return []
 
     def convert(dtype: torch.dtype, data: Any) -> Any:

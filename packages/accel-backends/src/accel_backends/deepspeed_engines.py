@@ -69,25 +69,22 @@ class Engines:
                 return prepared
         raise BackendError(f"this {type(optimizer).__name__} belongs to no engine; prepare it together with its model")
 
-    def of_parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str) -> Prepared:
-        """The engine whose training parameters these are, all of them.
+    def of_parameters(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str
+    ) -> tuple[Prepared, frozenset[int] | None]:
+        """The engine of these parameters, and their ids; None: they are all of it that train.
 
         Raises:
-            BackendError: they are none's, several engines', or not all of one; ``what`` was to be done with them.
+            BackendError: they are none's or several engines'; ``what`` was to be done with them.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ids = set(map(id, listed))
+        ids = frozenset(map(id, listed))
         for prepared in self._all:
             if prepared.gradients is None or not ids <= prepared.gradients.parameters.keys():
                 continue
             trained = prepared.gradients.parameters
             left_out = trained.keys() - ids if len(ids) < len(trained) else ()
-            if missing := sum(trained[key].requires_grad for key in left_out):
-                raise BackendError(
-                    f"{what} was given {len(ids)} parameters of an engine and not its other {missing} that train; "
-                    "DeepSpeed clips all of an engine: give it model.parameters()"
-                )
-            return prepared
+            return prepared, ids if any(trained[key].requires_grad for key in left_out) else None
         owned.checked(listed)  # raises if some are of no model
         raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
 

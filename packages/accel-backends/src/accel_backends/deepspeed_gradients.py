@@ -35,21 +35,24 @@ class Gradients(ABC):
         names: of those, by id.
         filled: whether there has been a backward since the last step.
         settled: whether they have been reduced to where the engine's step reads them.
+        written: what is settled has been changed since.
         running: a backward of the backend is running.
         order: in which order backwards reduce; None where none does.
         backwards: how many have begun.
         keeps: whether parameters hold gradients when these are settled.
+        spread: whether ranks hold different parts when they are settled.
         presence: which parameters have got any.
         left_out: keeps parameters without a gradient on any rank unchanged in a step; None: the optimizer does.
     """
 
     keeps: ClassVar[bool] = False
+    spread: ClassVar[bool] = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
         self.filled = False
-        self.settled = False
+        self.settled = self.written = False
         self.running = False
         self._boundary: bool | None = None
         self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
@@ -60,6 +63,8 @@ class Gradients(ABC):
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
         # Called with this rank's parts just before each step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
+        # The norm that the next step clips to, and the norm that was measured then; None: no clip waits for the step.
+        self._clip: tuple[float, torch.Tensor] | None = None
         # An object, the name of a method of it, and the result for the settled gradients, which the step takes instead.
         self._done: tuple[Any, str, Any] | None = None
         self.order: ReductionOrder | None = None
@@ -156,15 +161,35 @@ class Gradients(ABC):
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Makes the next step clip to ``max_norm``; ``norm`` is the norm now."""
         self.optimizer.clip_grad = max_norm
+        self._clip = max_norm, norm
 
-    def limit(self, value: float) -> None:
-        """Limits each element, the loss scale taken into account."""
-        self.settle()
-        bound = value * self.loss_scale
+    def clip_now(self) -> None:
+        """Clips to what the next step would clip to, before gradients are changed in another way."""
+        if self._clip is None:
+            return
+        max_norm, norm = self._clip
+        self.shrink(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._unclip()
+        self.changed()
+
+    def shrink(self, factor: torch.Tensor) -> None:
+        """Multiplies what is settled."""
         for tensor in self.in_place():
-            tensor.clamp_(-bound, bound)
+            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+
+    def changed(self) -> None:
+        """What is settled was written to: it has to be measured again."""
         self._done = None
+        self.written = True
         self.measure()
+
+    def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
+        """What of each parameter's settled gradient the next step takes, by the parameter's id. Default: ``parts``.
+
+        Raises:
+            BackendError: it is on a disk; ``what`` was to be done with it.
+        """
+        return self.parts()
 
     def step(self) -> bool:
         """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective.
@@ -196,11 +221,21 @@ class Gradients(ABC):
     def stepped(self) -> None:
         """Starts the next window: the gradients have been stepped with or dropped, and a clip was for them only."""
         self._reads.show()
-        if hasattr(self.optimizer, "clip_grad"):
-            self.optimizer.clip_grad = self.engine.gradient_clipping()
-        self.filled = self.settled = False
+        self._unclip()
+        self.filled = self.settled = self.written = False
         self._done = None
         self.presence.received.clear()
+
+    def _refuse_updates(self, what: str) -> None:
+        raise BackendError(
+            f"{what}: DeepSpeed's {type(self.engine.basic_optimizer).__name__} has made updates of the gradients by "
+            "then; nearest: clip_grad_norm_ of all parameters with norm_type=2"
+        )
+
+    def _unclip(self) -> None:
+        self._clip = None
+        if hasattr(self.optimizer, "clip_grad"):
+            self.optimizer.clip_grad = self.engine.gradient_clipping()
 
     def at_boundary(self, boundary: bool) -> None:
         """Whether what the engine does next is for the end of a window: a reduction or a step."""
@@ -211,8 +246,9 @@ class Gradients(ABC):
     def _open(self) -> None:
         """Before accumulated gradients are added to or changed."""
         if self.settled:
+            self.clip_now()
             self.reopen()
-            self.settled = False
+            self.settled = self.written = False
         self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -267,6 +303,18 @@ class Gradients(ABC):
     def loss_scale(self) -> float:
         """The factor by which gradients are multiplied until the step."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
+
+    @property
+    def group(self) -> Any:
+        """The ranks that settled gradients are spread over; None: all."""
+        return getattr(self.optimizer, "dp_process_group", None)
+
+    @property
+    def uneven(self) -> str:
+        """What makes some elements count on several ranks and others on one; empty: nothing."""
+        if self.engine.autotp_size() > 1:
+            return "layers that ranks share"
+        return "experts" if getattr(self.optimizer, "has_moe_layers", False) else ""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The gradients of an engine of stage 1 or 2, whose ranks each get the part that their optimizer updates."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast, final
 
 import torch
@@ -75,10 +75,19 @@ class PartitionedGradients(Gradients):
     def reopen(self) -> None:
         """Keeps aside what the next reduction would replace."""
         if self._accumulates():
+            if self.offload and self.written:
+                self._write_back()
             return
         self._aside = [tensor.clone() for tensor in self.in_place()]
         for index in list(self.optimizer.averaged_gradients):
             self.optimizer.averaged_gradients[index] = None
+
+    def _write_back(self) -> None:
+        """What adds up on the host becomes what was settled and changed since."""
+        for parameter, part in self.on_host():
+            key = self.optimizer.get_param_id(parameter)
+            _, start, _, size = self.optimizer.grad_position[key]
+            self.optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, int(start), int(size)).copy_(part)
 
     def pending(self) -> Iterable[torch.Tensor]:
         """What is kept aside, and what has been accumulated since."""
@@ -213,6 +222,17 @@ class PartitionedGradients(Gradients):
             pieces = [one for one in tensors or () if not getattr(one, "_zero_padding", False)]
             found |= zip(map(id, self.optimizer.params_in_partition[index]), pieces, strict=False)
         return found
+
+    def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
+        """The same.
+
+        Raises:
+            BackendError: an optimizer (Muon) whose parts hold its updates already.
+        """
+        muon = "muon" in type(self.engine.basic_optimizer).__name__.lower()
+        if muon and any(getattr(one, "use_muon", False) for one in self.parameters.values()):  # the same on all ranks
+            self._refuse_updates(what)
+        return self.parts()
 
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """With offloading, this rank's part."""

@@ -91,6 +91,10 @@ class OwnParts(Parts):
 
     spread: ClassVar[bool] = False
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._known: frozenset[int] = frozenset()
+
     def part(self, parameter: nn.Parameter) -> Part:
         """All of it."""
         return Part(0, parameter.numel(), parameter, 0)
@@ -106,7 +110,9 @@ class OwnParts(Parts):
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether it is in a group."""
-        return id(parameter) in self.group_numbers()
+        if len(self._known) != sum(len(group["params"]) for group in self.optimizer.param_groups):
+            self._known = frozenset(self.group_numbers())
+        return id(parameter) in self._known
 
     def refresh(self) -> None:
         """They are the weights that the model computes with."""

@@ -28,7 +28,7 @@ class Spread(nn.Parameter):
                 f"{self.__dict__[_NAME]}.grad was read after backward, and DeepSpeed has spread the gradients over "
                 "ranks by then (ZeRO stages 2 and 3 in backward, stage 1 in clip_grad_norm_), so that it is None and "
                 "the step takes others; clip with accelerator.clip_grad_norm_ or clip_grad_value_, change gradients "
-                "with register_hook, read copies from accelerator.backend.held_gradients(model), or use zero_stage=0"
+                "with register_hook, read copies from accelerator.full_gradients(model), or use zero_stage=0"
             )
         return found
 

@@ -178,17 +178,45 @@ def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:
         fill(f"{section}.enabled", section == name, f"precision {policy.name}", absent=section == name)
     if name not in ("bf16", "fp16"):
         return
+    if policy.true:
+        _true_precision(config, policy, fill)
     reduce = dtype_name(policy.reduce or policy.params) if policy.reduce or policy.params else "fp32"
     fill("communication_data_type", reduce, f"precision {policy.name}", absent=True)
     stage = find(config, f"{ZERO}.stage", 0)
     offloads = find(config, f"{ZERO}.offload_optimizer.device", "none") != "none"
     if stage >= 2 or (stage == 1 and offloads):
-        fill("data_types.grad_accum_dtype", "fp32", f"precision {policy.name}", absent=True)
+        accumulate = name if policy.true else "fp32"
+        fill("data_types.grad_accum_dtype", accumulate, f"precision {policy.name}", absent=True)
     if name == "fp16" and run.scaler is not None:
         scaler, origin = run.scaler, "GradScalerKwargs"
         fill("fp16.initial_scale_power", round(math.log2(scaler.init_scale)), origin, absent=True)
         fill("fp16.loss_scale_window", scaler.growth_interval, origin, absent=True)
         fill("fp16.hysteresis", 1, origin, absent=True)
+
+
+def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) -> None:
+    """No fp32 copies: the optimizer updates weights, and keeps states, in the dtype that the model computes in.
+
+    Raises:
+        ConfigError: stage 0, where DeepSpeed always makes such copies; or the configuration wants them.
+    """
+    if int(find(config, f"{ZERO}.stage", 0)) == 0:
+        raise ConfigError(
+            f"precision {policy.name!r} at stage 0, where DeepSpeed keeps fp32 copies of the weights; nearest: "
+            "zero_stage=1, or mixed_precision='bf16'"
+        )
+    if find(config, f"{ZERO}.offload_optimizer.device", "none") != "none":
+        raise ConfigError(
+            f"precision {policy.name!r} with offload_optimizer, where DeepSpeed takes only its own Adam, with "
+            "states in bf16; nearest: offload_param alone, or mixed_precision='bf16'"
+        )
+    for key in ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"):
+        if find(config, key, AUTO) not in (True, AUTO):
+            raise ConfigError(
+                f"precision is {policy.name!r}, and the DeepSpeed config says {key} = false; make them agree, or use "
+                "mixed_precision='bf16'"
+            )
+        fill(key, True, f"precision {policy.name}", absent=True)
 
 
 def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:

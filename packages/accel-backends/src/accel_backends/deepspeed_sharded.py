@@ -1,6 +1,6 @@
 """The gradients of an engine of stage 3, whose ranks keep parts of them from the first backward on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -42,7 +42,18 @@ class ShardedGradients(Gradients):
             self.optimizer.finalize_gradient_accumulation_boundary()
 
     def reopen(self) -> None:
-        """Nothing: the buffer stays as it is."""
+        """Nothing where the step takes the buffer itself; otherwise the buffer becomes what the step would take."""
+        if self.written and self.optimizer.offload_optimizer:
+            held = self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            for parameter, part in self.on_host():
+                held[parameter.ds_id].narrow(0, 0, part.numel()).copy_(part)  # type: ignore[attr-defined]
+
+    def shrink(self, factor: torch.Tensor) -> None:
+        """With offloading the buffer, too, because gradients on a disk are copied from it again."""
+        super().shrink(factor)
+        if self.optimizer.offload_optimizer:
+            buffer = self.optimizer.grad_partitions_flat_buffer
+            buffer.mul_(factor.to(buffer.device, buffer.dtype))
 
     def remove(self) -> None:
         """Restores the engine's own methods, those of the gathers included."""
@@ -76,13 +87,7 @@ class ShardedGradients(Gradients):
     def in_place(self) -> list[torch.Tensor]:
         """The one buffer, or with offloading its copies where the optimizer is."""
         if self.optimizer.offload_optimizer:
-            found = [part.grad for part in self.optimizer.fp32_partitioned_groups_flat]
-            if any(part is None for part in found):
-                raise BackendError(
-                    "clip_grad_value_: gradients have gone to the disk with the optimizer (nvme); nearest: "
-                    "clip_grad_norm_, or offload_optimizer_device='cpu'"
-                )
-            return found
+            return [part.grad for part in self.optimizer.fp32_partitioned_groups_flat if part.grad is not None]
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def parts(self) -> dict[int, torch.Tensor]:
@@ -91,13 +96,31 @@ class ShardedGradients(Gradients):
         held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return {id(parameter): held[parameter.ds_id] for group in optimizer.fp16_groups for parameter in group}
 
+    def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
+        """Its part, with offloading where the optimizer is.
+
+        Raises:
+            BackendError: that is on a disk, or an optimizer (Muon) has made an update of it.
+        """
+        if self.optimizer.use_muon:
+            self._refuse_updates(what)
+        if not self.optimizer.offload_optimizer:
+            return self.parts()
+        if any(part.grad is None for part in self.optimizer.fp32_partitioned_groups_flat):
+            raise BackendError(
+                f"{what}: gradients have gone to the disk with the optimizer (nvme); nearest: clip_grad_norm_ of all "
+                "parameters with norm_type=2, or offload_optimizer_device='cpu'"
+            )
+        return {id(parameter): part for parameter, part in self.on_host()}
+
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """With offloading, this rank's part."""
         optimizer = self.optimizer
         for group in optimizer.fp16_groups if optimizer.offload_optimizer else ():
             for parameter in group:
                 index, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                yield parameter, optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, start, size)
+                if (flat := optimizer.fp32_partitioned_groups_flat[index].grad) is not None:  # None: on a disk
+                    yield parameter, flat.narrow(0, start, size)
 
     def pending(self) -> Iterable[torch.Tensor]:
         """The one buffer."""

@@ -64,12 +64,12 @@ class Layout:
 
 
 def whole_of(parts: Parts, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-    """A parameter's fp32 weight, or one of its optimizer states, whole on every rank; collective."""
+    """A parameter's weight as the optimizer has it, or one of its optimizer states, whole on every rank; collective."""
     import torch.distributed as dist
 
     shape = local_shape_of(parameter)
     with parts.held(parameter) as part:
-        dtype = torch.float32 if part.flat is None else _source(parts, part, key).dtype
+        dtype = _dtype_elsewhere(parts, key) if part.flat is None else _source(parts, part, key).dtype
         whole = torch.zeros(shape.numel(), dtype=dtype, device=parts.engine.device)
         if part.size and part.flat is not None:
             whole.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
@@ -89,6 +89,13 @@ def put_part(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: st
         if part.size and part.flat is not None:
             target = part.of(_source(parts, part, key))
             target.copy_(value.reshape(-1).narrow(0, part.start, part.size))
+
+
+def _dtype_elsewhere(parts: Parts, key: str | None) -> torch.dtype:
+    """The dtype of a weight or a state that other ranks have: that of this rank's own."""
+    flats = parts.flats()
+    found = flats if key is None else [parts.state[flat][key] for flat in flats if key in parts.state.get(flat, ())]
+    return found[0].dtype if found else torch.float32
 
 
 def _source(parts: Parts, part: Part, key: str | None) -> torch.Tensor:

@@ -19,6 +19,7 @@ class WholeGradients(Gradients):
     """
 
     keeps: ClassVar[bool] = True
+    spread: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)

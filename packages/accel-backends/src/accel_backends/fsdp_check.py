@@ -23,6 +23,10 @@ _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
 _OF_VERSION = {2: "fsdp", 1: "fsdp1"}
 
 
+# Optimizers of torch whose fused steps take no DTensors.
+_FUSED_WHOLE = (torch.optim.SGD, torch.optim.Adagrad)
+
+
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
     """Refuses a model that ``fully_shard`` cannot take.
 
@@ -154,7 +158,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
     Raises:
         PrepareError: one that steps on a device only, with offloaded parameters; one that cannot step on shards; one
             with a state that cannot be split as its parameter is; a fused one for sharded and whole parameters in one
-            group.
+            group, or, with version 2, other than Adam and AdamW.
     """
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -163,6 +167,16 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
             _check_offloaded(optimizer, kind)
         for number, group in enumerate(optimizer.param_groups):
             split = {id(parameter) in sharded for parameter in group["params"]}
+            if (
+                group.get("fused")
+                and True in split
+                and config.fsdp_version == 2
+                and isinstance(optimizer, _FUSED_WHOLE)
+            ):
+                raise PrepareError(
+                    f"{kind}(fused=True): torch {torch.__version__.partition('+')[0]} has no fused step of {kind} for "
+                    "the shards of fsdp_version=2, only those of Adam and AdamW; nearest: foreach=True"
+                )
             if len(split) > 1 and group.get("fused"):
                 raise PrepareError(
                     f"group {number} of {kind} is fused and has both parameters that are sharded and ones that are not "

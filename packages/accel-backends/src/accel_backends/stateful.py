@@ -50,6 +50,13 @@ class BackendStates(ABC):
         """
         return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
 
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Copies of the next step's gradients, whole, by parameter name, without a loss scale of the backend's own.
+
+        Collective; to be called after the last backward of a window. Default: of what ``held_gradients`` gives.
+        """
+        return {name: held.detach().clone() for name, held in self.held_gradients(model).items()}
+
     def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Puts back what ``held_gradients`` gave, or any shares with that average; collective."""
         for name, parameter in named_parameters(model).items():

@@ -35,7 +35,7 @@ from accel.preparation import batch_sizes, check_driven, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.train_state import Companion, Stateful
 from accel_state.doctor.active import recorded
-from accel_state.errors import UNSENDABLE, BackendError, ConfigError, PrepareError
+from accel_state.errors import UNSENDABLE, ConfigError, PrepareError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -347,25 +347,15 @@ class Accelerator(
         if not self._models:
             raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
         clock, backend = self.clock, self.backend
-        clock.claim_passes()
+        if clock.unclaimed:
+            clock.claim_passes()
         if self._preemption is not None:
             self._preemption.before_backward()
         clock.unstepped = clock.due or clock.unstepped
         if backend.scaler is not None:
             clock.settle_scale(backend)
         if weight is not None:
-            if self._joining:
-                raise BackendError(
-                    "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
-                    "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
-                )
-            window = clock.window
-            if clock.due:
-                self._forget_dropped(window)
-            scale = accumulation.weighted_scale(window, weight, backend, loss.device)
-            self._backward(loss * scale, 1.0, kwargs)
-            if clock.due:
-                accumulation.normalise(window, self._accumulated(), backend)
+            self._weighted_backward(loss, weight, kwargs)
             return
         if clock.key:
             self._backward(loss, clock.scale, kwargs)
@@ -373,29 +363,6 @@ class Accelerator(
             backend.backward(loss, scale=clock.scale, **kwargs)
         if clock.due and clock.correction != 1.0:
             accumulation.correct_short_window(clock, self._accumulated(), backend)
-
-    def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
-        """Which prepared models these are; () for all of them or none in particular."""
-        if len(models) == len(self._models) == 1 and models[0] is self._models[0]:
-            self.clock.num_models = 1
-            return ()
-        positions = tuple(map(self._position, models))
-        if len(positions) < len(self._models):
-            return positions
-        self.clock.num_models = len(positions)
-        return ()
-
-    def _position(self, model: nn.Module) -> int:
-        for position, prepared in enumerate(self._models):
-            if prepared is model:
-                return position
-        compiled = model._modules.get("_orig_mod")
-        if compiled is not None:
-            return self._position(compiled)
-        raise PrepareError(
-            f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
-            "prepare returned"
-        )
 
     # ---------------------------------------------------------------------------------------------------- end
 

@@ -135,7 +135,8 @@ class Window:
         self.size = size
         if self.reached:
             self.reached.clear()
-        self.close()
+        if self.weight is not None or self.denominator is not None or self.seen:
+            self.close()
 
     def close(self) -> None:
         """Forgets the weights given so far: their step was taken, their gradients dropped, or a window begins."""
@@ -216,7 +217,7 @@ class StepClock:
     @property
     def scale(self) -> float:
         """``share``, times what this rank's part weighs where ranks share the sequences of a batch."""
-        loader = self.active_loader
+        loader = self.active_loader if self._loaders else None
         return self.share if loader is None else self.share * loader.weight
 
     @property
@@ -226,10 +227,13 @@ class StepClock:
 
     def stepped(self) -> None:
         """An optimizer has stepped for the current group of models, or has left the step out."""
-        self.claim_passes()
+        if self.unclaimed:
+            self.claim_passes()
         self.unstepped = False
-        self.window.close()
-        self.window.stepped = True
+        window = self.window
+        if window.weight is not None or window.denominator is not None or window.seen:
+            window.close()
+        window.stepped = True
 
     def cleared(self, optimizer: object) -> None:
         """Notes that the gradients of an optimizer were cleared, so that losses of no step are forgotten."""
@@ -262,7 +266,7 @@ class StepClock:
         window.rounds = 0
         self.window = window
         self.key = key
-        loader = self.active_loader
+        loader = self.active_loader if self._loaders else None
         planned = loader.window if loader is not None else None
         if planned is not None:
             return self._tick_planned(window, planned)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.accumulation import forget_dropped
+from accel.accumulation import Weight, forget_dropped, normalise, weighted_scale
 from accel.clock import StepClock, Window
 from accel.optimizer import PreparedOptimizer
+from accel_state.doctor.active import recorded
+from accel_state.errors import BackendError, PrepareError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
@@ -24,6 +26,7 @@ class GradientFacet(ABC):
     backend: "Backend"
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
+    _joining: bool
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward keeps this rank's gradients of ``model`` to itself."""
@@ -71,6 +74,26 @@ class GradientFacet(ABC):
             chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
 
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The gradients of the next step by parameter name: whole, averaged over processes, without the loss scale.
+
+        They are copies, on every process, however the backend spreads gradients; parameters without a gradient are
+        left out. To be called on all processes, after the last backward of a window. Clipping that the step does by
+        itself (DeepSpeed's) is not in them.
+
+        Raises:
+            BackendError: a step is not due, so that the processes have not put their parts together yet.
+        """
+        if not self.clock.due:
+            raise BackendError(
+                "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
+                "call it where accelerator.sync_gradients is True"
+            )
+        if self.backend.scaler is not None:
+            self.backend.unscale(self._holding(model.parameters()))
+        read = self.backend.full_gradients
+        return recorded("full_gradients")(read)(model) if self.backend.capabilities.sharded else read(model)
+
     def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
         """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
         return self.backend.autocast(autocast_handler)
@@ -100,6 +123,44 @@ class GradientFacet(ABC):
         for position, marks in zip(alone, before, strict=True):
             if self.backend.gradient_marks(self._models[position]) != marks:
                 clock.window.reached.add(position)
+
+    def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
+        """Backward of a sum, whose window is divided by all weights of all ranks when it ends; collective then."""
+        if self._joining:
+            raise BackendError(
+                "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
+                "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
+            )
+        window = self.clock.window
+        if self.clock.due:
+            self._forget_dropped(window)
+        scale = weighted_scale(window, weight, self.backend, loss.device)
+        self._backward(loss * scale, 1.0, kwargs)
+        if self.clock.due:
+            normalise(window, self._accumulated(), self.backend)
+
+    def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
+        """Which prepared models these are; () for all of them or none in particular."""
+        if len(models) == len(self._models) == 1 and models[0] is self._models[0]:
+            self.clock.num_models = 1
+            return ()
+        positions = tuple(map(self._position, models))
+        if len(positions) < len(self._models):
+            return positions
+        self.clock.num_models = len(positions)
+        return ()
+
+    def _position(self, model: nn.Module) -> int:
+        for position, prepared in enumerate(self._models):
+            if prepared is model:
+                return position
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            return self._position(compiled)
+        raise PrepareError(
+            f"accumulate was given a {type(model).__name__} that prepare did not return; give it the model that "
+            "prepare returned"
+        )
 
     def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
         """The prepared optimizers, their inner ones, that update some of these parameters."""
