@@ -94,7 +94,8 @@ class PreparedLoader:
                     self._last = run
                     yield batch
             else:
-                for batch in self._ahead(run, batches):
+                following = self._in_step if run.reads_in_step else self._ahead
+                for batch in following(run, batches):
                     run.delivered += 1
                     self._last = run
                     yield batch
@@ -121,6 +122,13 @@ class PreparedLoader:
                 following = placer.start(following)
             yield current if placer is None else current.take()  # type: ignore[attr-defined]
             current = following
+
+    def _in_step(self, run: Pass, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass on the device, each read when the loop wants it."""
+        placer = self._placer
+        for batch in batches:
+            run.at_end = run.is_last
+            yield batch if placer is None else placer.start(batch).take()
 
     def _begin(self) -> Pass:
         progress, position = self._progress, self._counted()

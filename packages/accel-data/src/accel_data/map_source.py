@@ -2,14 +2,16 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
 from accel_data.cursor import Cursor, Step
+from accel_data.global_rng import SeededGlobals
+from accel_data.index_batches import IndexBatches, WorkerSeeds
 from accel_data.keyed import derive_key
 from accel_data.options import LoaderOptions
 from accel_data.orders import Epoch, Order
@@ -17,7 +19,6 @@ from accel_data.orders_special import NodeBlocks
 from accel_data.reading import (
     Basis,
     Reading,
-    SeededGlobals,
     Surroundings,
     fingerprint_of,
     order_of,
@@ -25,8 +26,9 @@ from accel_data.reading import (
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
 from accel_data.skipping import iterated, let_go, swapped
 from accel_data.source import Json, Pass, Source
+from accel_data.stateful_loader import is_torchs_iteration
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
-from accel_state.errors import ConfigError, DataError, DataStateError
+from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism import DataShard
 
 SEED_KEY = "seed"
@@ -37,45 +39,23 @@ SAMPLER_KEY = "sampler"
 
 
 @final
-class ShardedBatches(BatchSampler):
-    """What stands in the DataLoader where the user's sampler stood: this rank's index batches.
-
-    The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
-    """
-
-    def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
-        self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
-        self.batch_size = batch_size  # type: ignore[assignment]
-        self.drop_last = reading.drop_last
-        self.num_processes, self.process_index = shard.count, shard.index
-        self.split_batches = options.split_batches
-        self.batched = reading.batched
-        self.walk: Walk | None = None
-        self.length: int | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.walk is None:
-            raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
-        batches = self.walk.batches()
-        return batches if self.batched else (index for batch in batches for index in batch)
-
-    def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError("the number of batches is unknown: the user's sampler has no length")
-        return self.length
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "walk": None}
-
-
-@final
 class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of a walk."""
 
-    def __init__(self, dataloader: DataLoader[Any], walk: Walk, generator: torch.Generator) -> None:
-        self.batches, self._walk, self._dataloader = iterated(dataloader, generator), walk, dataloader
+    def __init__(self, dataloader: DataLoader[Any], indices: IndexBatches, generator: torch.Generator) -> None:
+        assert indices.walk is not None
+        self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
         # A subclass may give more or fewer batches than its sampler.
-        self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
+        own = is_torchs_iteration(dataloader)
+        self.exact = self._walk.exact and own
+        self.reads_in_step = own and not dataloader.num_workers
+        indices.looks_ahead = self.reads_in_step and not self.exact
+        self.batches = iterated(dataloader, generator)
+
+    @property
+    def is_last(self) -> bool:
+        """By number, or because no index batch follows."""
+        return self.delivered + 1 == self.length if self.exact else self._indices.exhausted
 
     @property
     def length(self) -> int | None:  # type: ignore[override]
@@ -127,7 +107,7 @@ class MapSource(Source):
         self._rank_batch = check_split(size, shard.count) if options.split_batches else size
         self._order, self._basis = self._make_order(), Basis(reading.sampler)
         self._check_options()
-        self._batches = ShardedBatches(reading, shard, batch_size=self._rank_batch, options=options)
+        self._batches = IndexBatches(reading, shard, batch_size=self._rank_batch, options=options)
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
         self._batches.length = self.length(Cursor())
         self._measured: bool | None = self.even_batches
@@ -242,8 +222,8 @@ class MapSource(Source):
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         self._enter_epoch(cursor.epoch)
-        self._batches.walk = walk = self._walk(cursor)
-        return MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
+        self._batches.walk = self._walk(cursor)
+        return MapPass(self.dataloader, self._batches, self._seeded(cursor.epoch))
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
         """Makes the order again where the user gave the sampler other weights, indices or numbers.
@@ -260,8 +240,13 @@ class MapSource(Source):
     def _seeded(self, epoch: int) -> torch.Generator:
         """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
         generator = self._generator = self._generator or torch.Generator()
-        if self.dataloader.num_workers:
-            generator.manual_seed(derive_key(torch.initial_seed(), epoch, self._shard.index))
+        workers = self.dataloader.num_workers
+        if workers:
+            base = derive_key(torch.initial_seed(), epoch, self._shard.index)
+            generator.manual_seed(base)
+            # Workers that outlive an epoch have a copy of the dataset that nobody else can reach.
+            told = epoch if self.dataloader.persistent_workers and self._surroundings.dataset_listens else None
+            self._batches.seeds = WorkerSeeds(base, told, workers)
         return generator
 
     def _enter_epoch(self, epoch: int) -> None:

@@ -32,6 +32,8 @@ class Pass(ABC):
         batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
         length: how many batches ``batches`` will give, or None when only its end tells.
         exact: ``length`` is certain, so that the loader need not look ahead to know the last batch.
+        reads_in_step: ``next`` reads a batch in this process, and ``is_last`` is known then. The loader never reads
+            ahead of the loop, because the dataset's random draws would come before those of the step.
         remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
             nothing. A pass may learn it as late as when its last batch is taken.
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
@@ -45,12 +47,18 @@ class Pass(ABC):
     batches: Iterator[Any]
     length: int | None = None
     exact: bool = False
+    reads_in_step: bool = False
     remainder: int = -1
     delivered: int = 0
     at_end: bool = False
     complete: bool = False
     resumes: bool = True
     trouble: Callable[[], str | None] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch taken last is the last one. Asked with ``reads_in_step`` only, before it is counted."""
+        return self.delivered + 1 == self.length
 
     @property
     def readers(self) -> Iterator[Any]:

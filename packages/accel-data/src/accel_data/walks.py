@@ -40,6 +40,9 @@ class Walk(Protocol):
     def batches(self) -> Iterator[list[Any]]:
         """The index batches; read ahead of what is delivered."""
 
+    def position(self, number: int) -> int:
+        """Samples of the epoch before the batch that follows the ``number``-th; asked when that has been made."""
+
     def step(self, number: int) -> Step:
         """The facts after the ``number``-th batch was delivered; 0: before the first."""
 
@@ -81,6 +84,10 @@ class OrderWalk:
     def remainder(self) -> int:
         """Computed."""
         return last_remainder(self._sharding, self._start.samples, self._shard.count)
+
+    def position(self, number: int) -> int:
+        """Computed."""
+        return self._sharding.seek(self._start.samples, number)
 
     def step(self, number: int) -> Step:
         """Computed."""
@@ -157,6 +164,10 @@ class ItemWalk:
         """From the sampler's ``len`` or, once it is reached, its end."""
         known = self._sharding if self._sharding.total < UNKNOWN_TOTAL else self._planned
         return -1 if known is None else last_remainder(known, self._start.samples, self._shard.count)
+
+    def position(self, number: int) -> int:
+        """Computed."""
+        return self._sharding.seek(self._start.samples, number)
 
     def step(self, number: int) -> Step:
         """Computed; a short last step is known by the time its batch was made."""
