@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from accel_data.prepare import prepare_data_loader as prepare_data_loader
     from accel_data.prepare import prepare_loader as prepare_loader
     from accel_data.prepare import skip_first_batches as skip_first_batches
+    from accel_data.sample_random import SampleRng as SampleRng
+    from accel_data.sample_random import sample_rng as sample_rng
     from accel_data.samplers import BatchSamplerShard as BatchSamplerShard
     from accel_data.samplers import OrderSampler as OrderSampler
     from accel_data.samplers import SeedableRandomSampler as SeedableRandomSampler
@@ -100,6 +102,10 @@ _EXPORTS = {
         "prepare_data_loader",
         "prepare_loader",
         "skip_first_batches",
+    ),
+    "accel_data.sample_random": (
+        "SampleRng",
+        "sample_rng",
     ),
     "accel_data.samplers": (
         "BatchSamplerShard",
