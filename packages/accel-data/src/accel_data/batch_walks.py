@@ -12,11 +12,16 @@ from typing import Any, NamedTuple, final
 import torch
 
 from accel_data.cursor import Cursor, ShardFunction, Share, Step
+from accel_data.global_rng import drawn
+from accel_data.index_agreement import IndexTrail
 from accel_data.orders import Epoch
 from accel_data.sharding import wrap
 from accel_data.walks import check_indices, sized
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
+
+_BATCHES_AHEAD = 16
+"""How many batches of a sampler of the user's are made before they are needed, at most."""
 
 Part = tuple[list[Any], int] | None
 """What a rank gets in a round: its indices and how many of them are real, or None."""
@@ -117,7 +122,9 @@ class BatchWalk:
         size: int | None,
         rng: AbstractContextManager[None],
         ahead: int,
+        trail: IndexTrail | None = None,
     ) -> None:
+        self._trail = trail
         self._sampler, self._cut, self._rng = batch_sampler, cut, rng
         self.exact = False
         self._start, self._shard, self._size = start, shard, size
@@ -147,20 +154,21 @@ class BatchWalk:
     def batches(self) -> Iterator[list[Any]]:
         """Reads a round, keeps this rank's part."""
         size = self._cut.round_size
-        with self._rng:
-            stream = iter(self._sampler)
-            head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
-            following = rest if rest is not None else _list_or_none(stream)
+        stream = drawn(_Lists(self._sampler), self._rng, limit=_BATCHES_AHEAD)
+        head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
+        following = rest if rest is not None else next(stream, None)
         number, samples = 0, self._start.samples
         while following is not None:
-            with self._rng:
-                group = [following, *(list(batch) for batch in islice(stream, size - 1))]
-                following = _list_or_none(stream) if len(group) == size else None
-                while following is not None and len(group[0]) < self._least:
-                    group[0], following = group[0] + following, _list_or_none(stream)
-                    self._passed += 1
+            group = [following, *islice(stream, size - 1)]
+            following = next(stream, None) if len(group) == size else None
+            while following is not None and len(group[0]) < self._least:
+                group[0], following = group[0] + following, next(stream, None)
+                self._passed += 1
             for batch in group:
                 check_indices(batch, self._size)
+            if self._trail is not None:
+                self._trail.add(group)
+                self._trail.complete = following is None
             head += group[: size - len(head)]
             parts = deal(group, head, self._cut, final=following is None)
             if not parts:
@@ -179,8 +187,15 @@ class BatchWalk:
             self.remainder = 0
 
 
-def _list_or_none(stream: Iterator[Sequence[Any]]) -> list[Any] | None:
-    return next((list(batch) for batch in stream), None)
+@final
+class _Lists:
+    """The batches of a sampler, each copied when it is made: some samplers fill one list again and again."""
+
+    def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        self._sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(list, self._sampler)
 
 
 def recorded_step(steps: Iterable[tuple[int, Step]], number: int) -> Step:

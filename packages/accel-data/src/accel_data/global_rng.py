@@ -1,11 +1,13 @@
 """The global random generators of a process: torch's (CPU), ``random``'s, and numpy's where the process uses it."""
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, final
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
+
+ItemT = TypeVar("ItemT")
 
 
 class GlobalGenerator(NamedTuple):
@@ -40,38 +42,51 @@ class SeededGlobals(AbstractContextManager[None]):
     """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
 
     A sampler that shuffles with them then gives the same indices on every rank and again on resuming. Entered again,
-    they go on where they were left: torch's, and those of the others that were drawn from the first time, because
-    exchanging the states of all three costs more than a batch of indices.
+    they go on where they were left.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._inside: list[tuple[GlobalGenerator, Any]] | None = None
+        self._inside: list[Any] | None = None
         self._outside: list[tuple[GlobalGenerator, Any]] = []
 
     def __enter__(self) -> None:
-        if self._inside is not None:
-            self._outside = [(generator, generator.get()) for generator, _ in self._inside]
-            for generator, state in self._inside:
-                generator.set(state)
-            return
         self._outside = [(generator, generator.get()) for generator in global_generators()]
-        for generator, _ in self._outside:
-            generator.seed(self._seed)
+        for number, (generator, _) in enumerate(self._outside):
+            if self._inside is not None and number < len(self._inside):
+                generator.set(self._inside[number])
+            else:
+                generator.seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
-        states = [(generator, generator.get()) for generator, _ in self._outside]
-        if self._inside is None:
-            torchs, *others = states
-            self._inside = [torchs, *(drawn for drawn in others if self._was_drawn_from(*drawn))]
-        else:
-            self._inside = states
+        self._inside = [generator.get() for generator, _ in self._outside]
         for generator, state in self._outside:
             generator.set(state)
 
-    def _was_drawn_from(self, generator: GlobalGenerator, state: Any) -> bool:
-        generator.seed(self._seed)
-        return pickle.dumps(generator.get()) != pickle.dumps(state)
+
+def drawn(sampler: Iterable[ItemT], rng: AbstractContextManager[None], *, limit: int) -> Iterator[ItemT]:
+    """The items of a sampler of the user's, each made inside ``rng``.
+
+    Up to ``limit`` items are made ahead, because entering ``rng`` exchanges the states of three generators, which takes
+    longer than making an item. An error of the sampler is raised behind the items before it.
+    """
+    with rng:
+        items = iter(sampler)
+    size = 1
+    while True:
+        made: list[ItemT] = []
+        error: Exception | None = None
+        with rng:
+            try:
+                made.extend(islice(items, size))
+            except Exception as raised:
+                error = raised
+        yield from made
+        if error is not None:
+            raise error
+        if len(made) < size:
+            return
+        size = min(2 * size, limit)
 
 
 def seed_globals(seed: int) -> None:

@@ -76,7 +76,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         observer = self._observer
         run = self._begin()
-        watch = None if self._alarm is None else self._alarm.watch()
+        watch = None if self._alarm is None else self._alarm.watch(run.trail)
         complete = False
         if observer is not None:
             observer.began(self)

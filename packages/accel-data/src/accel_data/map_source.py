@@ -1,18 +1,22 @@
 """Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
 
+import copy
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
-from accel_data.cursor import Cursor, Step
+from accel_data.cursor import Cursor
 from accel_data.global_rng import SeededGlobals
+from accel_data.index_agreement import IndexCheck, IndexTrail
 from accel_data.index_batches import IndexBatches, WorkerSeeds
 from accel_data.keyed import derive_key
+from accel_data.map_pass import MapPass
 from accel_data.options import LoaderOptions
 from accel_data.orders import Epoch, Order
 from accel_data.orders_special import NodeBlocks
@@ -24,9 +28,8 @@ from accel_data.reading import (
     order_of,
 )
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
-from accel_data.skipping import iterated, let_go, swapped
-from accel_data.source import Json, Pass, Source
-from accel_data.stateful_loader import is_torchs_iteration
+from accel_data.skipping import swapped
+from accel_data.source import Json, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
 from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism import DataShard
@@ -39,50 +42,12 @@ SAMPLER_KEY = "sampler"
 
 
 @final
-class MapPass(Pass):
-    """One iteration of the user's DataLoader over the batches of a walk."""
-
-    def __init__(self, dataloader: DataLoader[Any], indices: IndexBatches, generator: torch.Generator) -> None:
-        assert indices.walk is not None
-        self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
-        # A subclass may give more or fewer batches than its sampler.
-        own = is_torchs_iteration(dataloader)
-        self.exact = self._walk.exact and own
-        self.reads_in_step = own and not dataloader.num_workers
-        indices.looks_ahead = self.reads_in_step and not self.exact
-        self.batches = iterated(dataloader, generator)
-
-    @property
-    def is_last(self) -> bool:
-        """By number, or because no index batch follows."""
-        return self.delivered + 1 == self.length if self.exact else self._indices.exhausted
-
-    @property
-    def length(self) -> int | None:  # type: ignore[override]
-        """As far as the walk knows."""
-        return self._walk.length
-
-    @property
-    def remainder(self) -> int:  # type: ignore[override]
-        """As far as the walk knows."""
-        return self._walk.remainder
-
-    def close(self) -> None:
-        """Ends the workers, unless they are to stay."""
-        super().close()
-        let_go(self._dataloader)
-
-    def step(self, number: int) -> Step:
-        """What the walk computes or has recorded."""
-        return self._walk.step(number)
-
-
-@final
 class MapSource(Source):
     """The batches of a map-style DataLoader for one data rank.
 
     Attributes:
         seed: decides, with the epoch, every order; equal on all ranks. None where the order is always the same.
+        check: of the indices that a sampler of the user's gives; None where no other rank is given them.
 
     Raises:
         ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
@@ -95,12 +60,15 @@ class MapSource(Source):
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
+        self.check: IndexCheck | None = None
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._generator: torch.Generator | None = None
+        self._last_pass: MapPass | None = None
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
+        self._sampler_epoch: int | None = None
         self._passed: tuple[Cursor, int] | None = None
         self.even_batches = options.even_batches
         size = reading.batch_size
@@ -116,7 +84,7 @@ class MapSource(Source):
         self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last_epoch": None, "_generator": None}
+        return {**vars(self), "_last_epoch": None, "_generator": None, "_last_pass": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:
@@ -191,7 +159,7 @@ class MapSource(Source):
         split = self._options.split_batches
         return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
 
-    def _walk(self, cursor: Cursor) -> Walk:
+    def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
         reading, shard, order = self._reading, self._shard, self._order
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
@@ -203,8 +171,11 @@ class MapSource(Source):
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
         if reading.whole:
             cut = self._cut()
-            return BatchWalk(reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead)
-        return ItemWalk(reading.sampler, self._sharding(UNKNOWN_TOTAL), start=cursor, shard=shard, size=size, rng=rng)
+            return BatchWalk(
+                reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
+            )
+        sharding = self._sharding(UNKNOWN_TOTAL)
+        return ItemWalk(reading.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
         """The order of one epoch; the one asked for last is kept, for a pass is often broken off and started again."""
@@ -221,9 +192,24 @@ class MapSource(Source):
         self._follow_sampler(inside=cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
-        self._enter_epoch(cursor.epoch)
-        self._batches.walk = self._walk(cursor)
-        return MapPass(self.dataloader, self._batches, self._seeded(cursor.epoch))
+        replayed = self._enter_epoch(cursor.epoch)
+        trail = None if self.check is None or self._order is not None else self.check.trail(cursor)
+        self._batches.walk = self._walk(cursor, trail)
+        seeds = self._seeded(cursor.epoch)
+        self._last_pass = MapPass(self._readers(), self._batches, seeds, trail=trail, closed=replayed)
+        return self._last_pass
+
+    def _readers(self) -> DataLoader[Any]:
+        """The loader, or a copy with workers of its own where those that stay still read for another pass.
+
+        torch's loader has one set of such workers, and would end that pass to start this one.
+        """
+        loader = self.dataloader
+        if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
+            return loader
+        other = copy.copy(loader)
+        vars(other).update(_iterator=None, persistent_workers=False)
+        return other
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
         """Makes the order again where the user gave the sampler other weights, indices or numbers.
@@ -249,13 +235,22 @@ class MapSource(Source):
             self._batches.seeds = WorkerSeeds(base, told, workers)
         return generator
 
-    def _enter_epoch(self, epoch: int) -> None:
-        """Makes the user's samplers start this epoch, as they did when the position was saved."""
-        if self._sampler_pending:
-            self._surroundings.load(self._sampler_pending)
-            self._sampler_pending = None
-        self._surroundings.begin(epoch, self.seed or 0)
-        self._sampler_start = self._surroundings.states()
+    def _enter_epoch(self, epoch: int) -> Callable[[], None] | None:
+        """Makes the user's samplers start this epoch, as they did when the position was saved.
+
+        Returns what to call when the pass is over, where the epoch is the one entered last: samplers with a state then
+        start it from the state in which they started it before, and get back the one that they are in now, because a
+        pass around this one may be under way.
+        """
+        surroundings, states, again = self._surroundings, self._sampler_pending, None
+        if not states and epoch == self._sampler_epoch and self._sampler_start:
+            states, again = self._sampler_start, partial(surroundings.load, surroundings.states())
+        if states:
+            surroundings.load(states)
+        self._sampler_pending, self._sampler_epoch = None, epoch
+        surroundings.begin(epoch, self.seed or 0)
+        self._sampler_start = surroundings.states()
+        return again
 
     def length(self, cursor: Cursor) -> int | None:
         """Computed, or from the ``len`` of the user's sampler."""

@@ -20,6 +20,8 @@ from accel_data.cursor import Cursor, Step
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from accel_data.index_agreement import IndexTrail
+
 Json = Any
 """What JSON can say: dicts with string keys, lists, strings, numbers, booleans, None."""
 
@@ -39,6 +41,7 @@ class Pass(ABC):
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
             and whether the user then went on to the end of the loop.
         resumes: set by the loader: a run that is resumed reads the rest of this pass after the loop broke out of it.
+        trail: the digests of the indices that every rank has to be given in this pass; None: they are computed.
         trouble: set by the loader: what another rank has said went wrong with it, for a pass that waits for others;
             None where nobody listens.
     """
@@ -53,6 +56,7 @@ class Pass(ABC):
     at_end: bool = False
     complete: bool = False
     resumes: bool = True
+    trail: "IndexTrail | None" = None
     trouble: Callable[[], str | None] | None = None
 
     @property
