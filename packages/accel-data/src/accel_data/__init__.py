@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from accel_data.cursor import Step as Step
     from accel_data.cursor import Window as Window
     from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
-    from accel_data.loader import LoaderObserver as LoaderObserver
     from accel_data.loader import PreparedLoader as PreparedLoader
+    from accel_data.observer import LoaderObserver as LoaderObserver
     from accel_data.options import LoaderOptions as LoaderOptions
     from accel_data.orders import Epoch as Epoch
     from accel_data.orders import Order as Order
@@ -74,10 +74,8 @@ _EXPORTS = {
         "Window",
     ),
     "accel_data.iterable": ("IterableDatasetShard",),
-    "accel_data.loader": (
-        "LoaderObserver",
-        "PreparedLoader",
-    ),
+    "accel_data.loader": ("PreparedLoader",),
+    "accel_data.observer": ("LoaderObserver",),
     "accel_data.options": ("LoaderOptions",),
     "accel_data.orders": (
         "Epoch",

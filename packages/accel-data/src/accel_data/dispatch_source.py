@@ -133,6 +133,9 @@ class DispatchSource(Source):
         """What rank 0 recorded for the pass being read: only there the data has been seen."""
         return self._base.record(between=between) if self._record is None else dict(self._record)
 
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        return self._base.adapted(record, cursor)
+
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         self._base.restore(record, cursor, private)
         self._record = None

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
@@ -12,6 +11,16 @@ from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
 from accel_data.cursor import Cursor
+from accel_data.dataset_changes import (
+    BEGUN_KEY,
+    FINGERPRINT_KEY,
+    LENGTH_KEY,
+    ORDER_KEY,
+    DatasetFacts,
+    adapted,
+    check_dataset,
+    order_begun,
+)
 from accel_data.global_rng import SeededGlobals
 from accel_data.index_agreement import IndexCheck, IndexTrail
 from accel_data.index_batches import IndexBatches, WorkerSeeds
@@ -35,9 +44,6 @@ from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism import DataShard
 
 SEED_KEY = "seed"
-ORDER_KEY = "order"
-LENGTH_KEY = "length"
-FINGERPRINT_KEY = "fingerprint"
 SAMPLER_KEY = "sampler"
 
 
@@ -70,6 +76,7 @@ class MapSource(Source):
         self._sampler_pending: Json = None
         self._sampler_epoch: int | None = None
         self._passed: tuple[Cursor, int] | None = None
+        self._begun: tuple[int, Order] | None = None
         self.even_batches = options.even_batches
         size = reading.batch_size
         self._rank_batch = check_split(size, shard.count) if options.split_batches else size
@@ -159,8 +166,12 @@ class MapSource(Source):
         split = self._options.split_batches
         return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
 
+    def _order_of(self, epoch: int) -> Order | None:
+        """The order of one epoch: of one that is finished over the samples it began with, another than of the next."""
+        return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
+
     def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
-        reading, shard, order = self._reading, self._shard, self._order
+        reading, shard, order = self._reading, self._shard, self._order_of(cursor.epoch)
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         if order is not None:
@@ -266,14 +277,15 @@ class MapSource(Source):
                 return None
             last = last_batch_size(reading.batch_sampler)
             return rounds_of(max(batches - passed, 0), self._cut(), rank, last=last)
-        if self._order is not None:
-            return batches_of(self._computed(self._order), cursor.samples, rank)
+        order = self._order_of(cursor.epoch)
+        if order is not None:
+            return batches_of(self._computed(order), cursor.samples, rank)
         total = sized(reading.sampler)
         return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         """Computed; a sampler of batches is walked, on indices only."""
-        order = self._order
+        order = self._order_of(cursor.epoch)
         if callable(self._options.sharding):
             return self._skip_by_function(cursor, batches)
         if order is not None:
@@ -306,9 +318,10 @@ class MapSource(Source):
 
     def is_over(self, cursor: Cursor) -> bool:
         """Computed; with samplers of the user and functions only reading tells."""
-        if self._order is None or callable(self._options.sharding) or not cursor.samples:
+        order = self._order_of(cursor.epoch)
+        if order is None or callable(self._options.sharding) or not cursor.samples:
             return False
-        return not self._computed(self._order).steps(cursor.samples)
+        return not self._computed(order).steps(cursor.samples)
 
     def epoch_chosen(self) -> int | None:
         """What was set on the sampler, or the batch sampler, that the user gave."""
@@ -331,6 +344,8 @@ class MapSource(Source):
             LENGTH_KEY: sized(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
+        if not between and self._begun is not None and self._begun[0] == self._sampler_epoch:
+            record |= {ORDER_KEY: self._begun[1].describe(), BEGUN_KEY: True}
         states = self._sampler_pending or (self._surroundings.states() if between else self._sampler_start)
         return {**record, SAMPLER_KEY: states} if states else record
 
@@ -344,41 +359,32 @@ class MapSource(Source):
             self._described = (order, order.describe())
         return self._described[1]
 
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """See ``dataset_changes``."""
+        self._follow_sampler()
+        return adapted(self._facts(), record, cursor, warns=self._shard.index == 0)
+
+    def _facts(self) -> DatasetFacts:
+        dataset = self.dataloader.dataset
+        return DatasetFacts(sized(dataset), fingerprint_of(dataset), self._order, self._description())
+
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Compares what the position was saved with to what is read now, and takes over the seed."""
         self._follow_sampler()
-        self._check_dataset(record, cursor)
+        check_dataset(self._facts(), record, cursor, warns=self._shard.index == 0)
         here = self._description()
         saved = record.get(ORDER_KEY, here)
-        if cursor.samples and saved != here:
+        order = order_begun(self._order, saved) if record.get(BEGUN_KEY) else None
+        if cursor.samples and saved != here and order is None:
             differing = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
             told = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in differing)
             raise DataStateError(
                 f"the position is sample {cursor.samples} of another order: {told}. Use the same sampler, or resume "
                 "at the start of an epoch"
             )
-        total = self.total_dataset_length if self._order is not None else None
-        if total is not None and cursor.samples > total:
-            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {total}")
+        total = self._order if order is None else order
+        if total is not None and cursor.samples > len(total):
+            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {len(total)}")
+        self._begun = None if order is None else (cursor.epoch, order)
         self.seed = record.get(SEED_KEY, self.seed)
         self._sampler_pending = record.get(SAMPLER_KEY)
-
-    def _check_dataset(self, record: Mapping[str, Json], cursor: Cursor) -> None:
-        """Refuses a position inside an epoch of other data; of an epoch that begins with other data it warns."""
-        dataset = self.dataloader.dataset
-        length, saved_length = sized(dataset), record.get(LENGTH_KEY)
-        mark, saved_mark = fingerprint_of(dataset), record.get(FINGERPRINT_KEY)
-        if saved_length is not None and length is not None and saved_length != length:
-            differs = f"of {saved_length} samples, this one has {length}"
-        elif saved_mark is not None and mark is not None and saved_mark != mark:
-            differs = f"of fingerprint {saved_mark!r}, this one has {mark!r}"
-        else:
-            return
-        told = f"the loader's state was saved with a dataset {differs}"
-        if cursor.samples:
-            raise DataStateError(
-                f"{told}: it shrank, grew or is another one, and position {cursor.samples} means another sample in it. "
-                f"Use the dataset of the saved run, or begin epoch {cursor.epoch + 1} with set_epoch"
-            )
-        if self._shard.index == 0:
-            warnings.warn(f"{told}; epoch {cursor.epoch} begins with this one", RuntimeWarning, stacklevel=2)

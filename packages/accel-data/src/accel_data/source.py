@@ -174,6 +174,13 @@ class Source(ABC):
 
         return undo
 
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """The record and cursor to ``restore`` where the user allows that the data have changed; warns of a change.
+
+        Changes nothing. Default: as they were saved.
+        """
+        return record, cursor
+
     @abstractmethod
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Takes over a saved ``record`` (its seed, for instance), so that the next pass may begin at ``cursor``.
