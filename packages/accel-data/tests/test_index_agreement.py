@@ -34,6 +34,9 @@ class Board(dict):
     def get(self, key):
         return self[key]
 
+    def delete_key(self, key):
+        del self[key]
+
 
 def trails(ranks=2, start=None):
     return [IndexCheck("loader", rank, 0, "Mine").trail(start or Cursor()) for rank in range(ranks)]
@@ -108,6 +111,16 @@ def test_what_is_kept_is_bounded():
     assert len(board[first._key]) < 5000
     assert second.compare(board) is None
     assert len(second._digests) == 1
+
+
+def test_what_was_published_for_earlier_passes_is_deleted():
+    board, check = Board(), IndexCheck("loader", 0, 0, "Mine")
+    for epoch in range(20):
+        trail = check.trail(Cursor(epoch))
+        for _ in range(3):
+            trail.compare(board)
+    assert len(board) == 4
+    assert board.check([trail._key])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +205,29 @@ def test_an_epoch_too_short_to_be_compared_meanwhile_is_compared_behind_it(rank,
     all_gather_object(None)
     with pytest.raises(DataError, match=DIFFERS + " 4 on"):
         read(loader, 0.1)
+
+
+class Short(Wayward):
+    """The same indices on all ranks, but fewer on rank 1."""
+
+    def __iter__(self):
+        return iter(range(self.size if self.at else self.size - 8))
+
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_waits_for_one_without_a_batch_hears_why(rank, world_size):
+    loader, steps = prepared(rank, world_size, Short(40, at=1 - rank)), 0
+    if rank == 1:
+        assert read(loader, 0) == 8
+        return
+    with logged() as messages, pytest.raises(DataError, match="from step 9"):  # noqa: PT012
+        for _ in loader:
+            steps += 1
+            if steps == 9:
+                assert "Short of rank 1" in messages.get(timeout=LIMIT).getMessage()
 
 
 @pytest.mark.ranks(2)

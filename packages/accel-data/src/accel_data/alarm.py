@@ -115,20 +115,22 @@ class Watch:
         trail = self._trail
         if trail is None:
             return
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + 2 * _LONGEST_PAUSE * _INTERVAL
         while True:
             settled = trail.is_reference or trail.is_settled(self._store)
             difference = trail.compare(self._store, closed=True)
-            self._differ(difference, self._next_key)
+            # A rank may still be in this pass, and wait for this one in a step that this one has no batch for.
+            self._differ(difference, self._key, self._next_key)
             if difference is not None or settled or time.monotonic() > until:
                 return
             time.sleep(_INTERVAL / 5)
 
-    def _differ(self, difference: str | None, key: str) -> None:
-        """Tells all ranks, this one too, that listen at ``key``."""
+    def _differ(self, difference: str | None, *keys: str) -> None:
+        """Tells all ranks, this one too, that listen at ``keys``."""
         if difference is not None:
             _LOG.error("%s", difference)
-            self._store.set(key, f"{self._rank} {difference}")
+            for key in keys:
+                self._store.set(key, f"{self._rank} {difference}")
 
     def said(self) -> str | None:
         """What another rank has said; None as long as all is well."""

@@ -251,7 +251,7 @@ class FunctionWalk:
 
     def position(self, number: int) -> int:
         """As recorded."""
-        return next(after.samples for recorded, _, after in self._cursors if recorded == number)
+        return next(before.samples for recorded, before, _ in self._cursors if recorded == number + 1)
 
     def step(self, number: int) -> Step:
         """The cursor as recorded; the other ranks' shares are asked for now."""

@@ -20,6 +20,7 @@ _PUBLISHED = 1024
 """Digests of the latest rounds that are published at a time, 4 bytes each."""
 _KEPT = 1 << 16
 """Digests that a rank keeps for a reference that is behind it."""
+_PASSES_KEPT = 4
 _HEADER = struct.Struct("<QQ??")
 
 
@@ -40,11 +41,19 @@ class IndexCheck:
     reference: int
     sampler: str
     _passes: dict[Cursor, int] = field(default_factory=dict)
+    _keys: list[str] = field(default_factory=list)
 
     def trail(self, start: Cursor) -> "IndexTrail":
         """The digests of a pass that begins at ``start``, where every rank has the same number of passes begun."""
         number = self._passes[start] = self._passes.get(start, 0) + 1
         return IndexTrail(self, start, f"accel-data/indices/{self.name}/{start.epoch}.{start.samples}.{number}")
+
+    def forget(self, store: "Store", key: str) -> None:
+        """Deletes what was published for passes before the latest ones, of which ``key`` is one."""
+        if key not in self._keys:
+            self._keys.append(key)
+        while len(self._keys) > _PASSES_KEPT:
+            store.delete_key(self._keys.pop(0))
 
 
 @final
@@ -78,7 +87,8 @@ class IndexTrail:
 
         Returns how this rank differs from the reference; None: in nothing that is known yet.
         """
-        if self._check.rank == self._check.reference:
+        if self.is_reference:
+            self._check.forget(store, self._key)
             store.set(self._key, self._published(closed))  # type: ignore[arg-type]  # bytes are stored as they are
             return None
         if not store.check([self._key]):

@@ -45,7 +45,7 @@ class Walk(Protocol):
         """The index batches; read ahead of what is delivered."""
 
     def position(self, number: int) -> int:
-        """Samples of the epoch before the batch that follows the ``number``-th; asked when that has been made."""
+        """Samples of the epoch before the batch that follows the ``number``-th; asked when that batch has been made."""
 
     def step(self, number: int) -> Step:
         """The facts after the ``number``-th batch was delivered; 0: before the first."""
