@@ -20,7 +20,7 @@ from accel_data.walks import check_indices, sized
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
-_BATCHES_AHEAD = 16
+_BATCHES_AHEAD = 64
 """How many batches of a sampler of the user's are made before they are needed, at most."""
 
 Part = tuple[list[Any], int] | None

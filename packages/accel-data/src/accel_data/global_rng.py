@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 
 ItemT = TypeVar("ItemT")
+_DRAW_NOTHING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+"""Iterators over indices that have all been made."""
 
 
 class GlobalGenerator(NamedTuple):
@@ -72,6 +74,9 @@ def drawn(sampler: Iterable[ItemT], rng: AbstractContextManager[None], *, limit:
     """
     with rng:
         items = iter(sampler)
+    if type(items) in _DRAW_NOTHING:
+        yield from items
+        return
     size = 1
     while True:
         made: list[ItemT] = []
