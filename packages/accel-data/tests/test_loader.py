@@ -474,15 +474,26 @@ class Traced:
         return self.batch
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"sampler": range(12)}])
-def test_the_next_batch_sets_out_before_the_current_one_is_handed_out(kwargs):
-    source = prepared(12, **kwargs)._source
+def traced(**kwargs):
     tracing = Tracing()
-    loader = PreparedLoader(source, options=LoaderOptions(), placer=tracing)
-    flags = [loader.end_of_dataloader for _ in loader]
-    assert flags == [False, False, True]
+    loader = PreparedLoader(prepared(12, **kwargs)._source, options=LoaderOptions(), placer=tracing)
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    return tracing.events
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sampler": range(12)}])
+def test_the_next_batch_of_a_worker_sets_out_before_the_current_one_is_handed_out(kwargs):
     expected = [("start", 0), ("start", 4), ("take", 0), ("start", 8), ("take", 4), ("take", 8)]
-    assert tracing.events == expected
+    assert traced(num_workers=1, **kwargs) == expected
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"sampler": range(12)}, {"batch_sampler": [range(4), range(4, 8), range(8, 12)], "batch_size": 1}]
+)
+def test_a_batch_read_in_this_process_is_read_when_the_loop_wants_it(kwargs):
+    """Otherwise the random draws of the dataset would come before those of the step, and be lost by a resume."""
+    expected = [(event, first) for first in (0, 4, 8) for event in ("start", "take")]
+    assert traced(**kwargs) == expected
 
 
 def test_what_was_started_but_not_handed_out_is_not_delivered():

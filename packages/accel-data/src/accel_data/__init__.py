@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from accel_data.cursor import Step as Step
     from accel_data.cursor import Window as Window
     from accel_data.iterable_shard import IterableDatasetShard as IterableDatasetShard
-    from accel_data.loader import LoaderObserver as LoaderObserver
     from accel_data.loader import PreparedLoader as PreparedLoader
+    from accel_data.observer import LoaderObserver as LoaderObserver
     from accel_data.options import LoaderOptions as LoaderOptions
     from accel_data.orders import Epoch as Epoch
     from accel_data.orders import Order as Order
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from accel_data.prepare import prepare_data_loader as prepare_data_loader
     from accel_data.prepare import prepare_loader as prepare_loader
     from accel_data.prepare import skip_first_batches as skip_first_batches
+    from accel_data.sample_random import SampleRng as SampleRng
+    from accel_data.sample_random import sample_rng as sample_rng
     from accel_data.samplers import BatchSamplerShard as BatchSamplerShard
     from accel_data.samplers import OrderSampler as OrderSampler
     from accel_data.samplers import SeedableRandomSampler as SeedableRandomSampler
@@ -73,10 +75,8 @@ _EXPORTS = {
         "Window",
     ),
     "accel_data.iterable_shard": ("IterableDatasetShard",),
-    "accel_data.loader": (
-        "LoaderObserver",
-        "PreparedLoader",
-    ),
+    "accel_data.loader": ("PreparedLoader",),
+    "accel_data.observer": ("LoaderObserver",),
     "accel_data.options": ("LoaderOptions",),
     "accel_data.orders": (
         "Epoch",
@@ -101,6 +101,10 @@ _EXPORTS = {
         "prepare_data_loader",
         "prepare_loader",
         "skip_first_batches",
+    ),
+    "accel_data.sample_random": (
+        "SampleRng",
+        "sample_rng",
     ),
     "accel_data.samplers": (
         "BatchSamplerShard",

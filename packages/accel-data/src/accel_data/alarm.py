@@ -13,6 +13,10 @@ from accel_state.errors import DataError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from accel_data.index_agreement import IndexTrail
+
+_LONGEST_PAUSE = 20
+"""Intervals between two comparisons of indices, at most."""
 _LOG = logging.getLogger(__name__)
 _INTERVAL = 0.5
 """Seconds between two looks of a rank whether another one has failed."""
@@ -53,10 +57,14 @@ class Alarm:
         self._store, self._prefix, self._rank, self._others = store, prefix, rank, world_size - 1
         self._passes = 0
 
-    def watch(self) -> "Watch":
-        """Listens during the pass that begins now, the n-th of this loader on any rank."""
+    def watch(self, trail: "IndexTrail | None" = None) -> "Watch":
+        """Listens during the pass that begins now, the n-th of this loader on any rank.
+
+        The indices of ``trail`` are compared with those of the other ranks meanwhile.
+        """
         self._passes += 1
-        return Watch(self._store, f"{self._prefix}/{self._passes}", (self._rank, self._others))
+        keys = (f"{self._prefix}/{self._passes}", f"{self._prefix}/{self._passes + 1}")
+        return Watch(self._store, keys, (self._rank, self._others), trail)
 
 
 @final
@@ -67,9 +75,13 @@ class Watch:
         heard: what another rank has said; None as long as all is well.
     """
 
-    def __init__(self, store: "Store", key: str, place: tuple[int, int]) -> None:
-        self._store, self._key = store, key
+    def __init__(
+        self, store: "Store", keys: tuple[str, str], place: tuple[int, int], trail: "IndexTrail | None"
+    ) -> None:
+        """``keys`` are those of this pass and the next one's, ``place`` is the rank and how many others there are."""
+        self._store, (self._key, self._next_key) = store, keys
         self._rank, self._others = place
+        self._trail = trail
         self._over = threading.Event()
         self.heard: str | None = None
         untroubled()
@@ -78,9 +90,16 @@ class Watch:
 
     def _listen(self) -> None:
         try:
+            compared = pause = 1
             while not self._store.check([self._key]):
                 if self._over.wait(_INTERVAL):
+                    self._compare_to_the_end()
                     return
+                compared -= 1
+                if self._trail is not None and not compared:
+                    self._differ(self._trail.compare(self._store), self._key)
+                    # Soon at first, because most samplers that differ do so from the start.
+                    compared = pause = min(2 * pause, _LONGEST_PAUSE)
             rank, _, text = self._store.get(self._key).decode().partition(" ")
             if not self._over.is_set():
                 # The step may wait for the rank that failed, in an operation that nobody else can say more about.
@@ -90,6 +109,28 @@ class Watch:
             self._store.add(f"{self._key}/heard", 1)
         except (RuntimeError, OSError):
             return  # the store went with the rank that kept it
+
+    def _compare_to_the_end(self) -> None:
+        """Compares all indices of a pass that is over. Ranks that differ say so in the log, and in the next pass."""
+        trail = self._trail
+        if trail is None:
+            return
+        until = time.monotonic() + 2 * _LONGEST_PAUSE * _INTERVAL
+        while True:
+            settled = trail.is_reference or trail.is_settled(self._store)
+            difference = trail.compare(self._store, closed=True)
+            # A rank may still be in this pass, and wait for this one in a step that this one has no batch for.
+            self._differ(difference, self._key, self._next_key)
+            if difference is not None or settled or time.monotonic() > until:
+                return
+            time.sleep(_INTERVAL / 5)
+
+    def _differ(self, difference: str | None, *keys: str) -> None:
+        """Tells all ranks, this one too, that listen at ``keys``."""
+        if difference is not None:
+            _LOG.error("%s", difference)
+            for key in keys:
+                self._store.set(key, f"{self._rank} {difference}")
 
     def said(self) -> str | None:
         """What another rank has said; None as long as all is well."""

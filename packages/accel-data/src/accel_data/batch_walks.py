@@ -6,17 +6,22 @@ They keep the facts of the steps that may still be delivered: as many as workers
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, pairwise
 from typing import Any, NamedTuple, final
 
 import torch
 
 from accel_data.cursor import Cursor, ShardFunction, Share, Step
+from accel_data.global_rng import drawn
+from accel_data.index_agreement import IndexTrail
 from accel_data.orders import Epoch
 from accel_data.sharding import wrap
 from accel_data.walks import check_indices, sized
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
+
+_BATCHES_AHEAD = 64
+"""How many batches of a sampler of the user's are made before they are needed, at most."""
 
 Part = tuple[list[Any], int] | None
 """What a rank gets in a round: its indices and how many of them are real, or None."""
@@ -44,7 +49,7 @@ def deal(group: list[list[Any]], head: list[list[Any]], cut: Cut, *, final: bool
     ``head`` holds the first batches of the epoch, which fill up the ``final`` round or, split, a short batch.
     """
     if cut.split:
-        return _slices(group[0], head, cut)
+        return _slices(group[0], head, cut, final=final)
     parts: list[Part] = [(batch, len(batch)) for batch in group]
     if not final or cut.num_ranks == 1:
         return parts
@@ -60,18 +65,24 @@ def deal(group: list[list[Any]], head: list[list[Any]], cut: Cut, *, final: bool
     return filled + [(list(islice(filler, size)), 0) for _ in range(missing)]
 
 
-def _slices(batch: list[Any], head: list[list[Any]], cut: Cut) -> list[Part]:
-    """One global batch in equal slices."""
+def _slices(batch: list[Any], head: list[list[Any]], cut: Cut, *, final: bool) -> list[Part]:
+    """One global batch in equal slices; one of another size in slices that are as equal as they can be.
+
+    Only in the ``final`` step of an epoch that is not evened a rank may have no slice: in any other it would be a step
+    behind the others from then on.
+    """
     assert cut.batch_size is not None
-    size = cut.batch_size // cut.num_ranks
-    rows = batch
-    if cut.even and cut.num_ranks > 1:
-        rows = batch + list(islice(cycle(chain.from_iterable(head)), max(cut.batch_size - len(batch), 0)))
-    parts: list[Part] = []
-    for rank in range(cut.num_ranks):
-        part = rows[rank * size : (rank + 1) * size]
-        parts.append((part, min(max(len(batch) - rank * size, 0), size)) if part else None)
-    return parts
+    ranks, real = cut.num_ranks, len(batch)
+    if cut.even and ranks > 1:
+        full = max(cut.batch_size, -(-real // ranks) * ranks)
+        batch = batch + list(islice(cycle(chain.from_iterable(head)), full - real))
+        ends = [full // ranks * rank for rank in range(ranks + 1)]
+    elif final and real <= cut.batch_size:
+        ends = [min(cut.batch_size // ranks * rank, real) for rank in range(ranks + 1)]
+    else:
+        ends = [real * rank // ranks for rank in range(ranks + 1)]
+    slices = [(batch[first:after], first) for first, after in pairwise(ends)]
+    return [(rows, min(max(real - first, 0), len(rows))) if rows else None for rows, first in slices]
 
 
 def rounds_of(batches: int, cut: Cut, rank: int, *, last: int | None = None) -> int:
@@ -111,12 +122,16 @@ class BatchWalk:
         size: int | None,
         rng: AbstractContextManager[None],
         ahead: int,
+        trail: IndexTrail | None = None,
     ) -> None:
+        self._trail = trail
         self._sampler, self._cut, self._rng = batch_sampler, cut, rng
         self.exact = False
         self._start, self._shard, self._size = start, shard, size
         self._steps: deque[tuple[int, Step]] = deque([(0, Step(start))], maxlen=ahead + 3)
         self._passed: int | None = None if start.samples else 0
+        # Rows that a batch needs so that each rank has one of them; a shorter one is joined with those behind it.
+        self._least = cut.num_ranks if cut.split and not cut.even else 0
         self.remainder = -1
 
     @property
@@ -128,6 +143,10 @@ class BatchWalk:
         last = last_batch_size(self._sampler)
         return rounds_of(max(batches - self._passed, 0), self._cut, self._shard.index, last=last)
 
+    def position(self, number: int) -> int:
+        """As recorded."""
+        return recorded_step(self._steps, number).cursor.samples
+
     def step(self, number: int) -> Step:
         """As recorded when the batch was made."""
         return recorded_step(self._steps, number)
@@ -135,17 +154,21 @@ class BatchWalk:
     def batches(self) -> Iterator[list[Any]]:
         """Reads a round, keeps this rank's part."""
         size = self._cut.round_size
-        with self._rng:
-            stream = iter(self._sampler)
-            head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
-            following = rest if rest is not None else _list_or_none(stream)
+        stream = drawn(_Lists(self._sampler), self._rng, limit=_BATCHES_AHEAD)
+        head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
+        following = rest if rest is not None else next(stream, None)
         number, samples = 0, self._start.samples
         while following is not None:
-            with self._rng:
-                group = [following, *(list(batch) for batch in islice(stream, size - 1))]
-                following = _list_or_none(stream) if len(group) == size else None
+            group = [following, *islice(stream, size - 1)]
+            following = next(stream, None) if len(group) == size else None
+            while following is not None and len(group[0]) < self._least:
+                group[0], following = group[0] + following, next(stream, None)
+                self._passed += 1
             for batch in group:
                 check_indices(batch, self._size)
+            if self._trail is not None:
+                self._trail.add(group)
+                self._trail.complete = following is None
             head += group[: size - len(head)]
             parts = deal(group, head, self._cut, final=following is None)
             if not parts:
@@ -164,8 +187,15 @@ class BatchWalk:
             self.remainder = 0
 
 
-def _list_or_none(stream: Iterator[Sequence[Any]]) -> list[Any] | None:
-    return next((list(batch) for batch in stream), None)
+@final
+class _Lists:
+    """The batches of a sampler, each copied when it is made: some samplers fill one list again and again."""
+
+    def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        self._sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(list, self._sampler)
 
 
 def recorded_step(steps: Iterable[tuple[int, Step]], number: int) -> Step:
@@ -218,6 +248,10 @@ class FunctionWalk:
         self.length: int | None = None
         self.exact = False
         self.remainder = -1
+
+    def position(self, number: int) -> int:
+        """As recorded."""
+        return next(before.samples for recorded, before, _ in self._cursors if recorded == number + 1)
 
     def step(self, number: int) -> Step:
         """The cursor as recorded; the other ranks' shares are asked for now."""

@@ -95,10 +95,13 @@ class Sender:
     step.) The thread stops reading when ``_HELD_MESSAGES`` messages are under way and as many wait here.
     """
 
-    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks) -> None:
-        """``greeting`` goes in front of every message, which is made in ``blocks``."""
+    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int) -> None:
+        """``greeting`` goes in front of every message, which is made in ``blocks``.
+
+        ``tag`` is the pass's own: messages of a pass inside this one go through the same group.
+        """
         self.lane = Lane()
-        self._peers, self._steps, self._greeting = peers, steps, greeting
+        self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
         self._blocks = blocks
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
         self._gathered: list[Dispatched] = []
@@ -207,7 +210,7 @@ class Sender:
                 made = pack(messages[index], self._blocks)
                 packed[index] = (*split_body(made.body), *made.large)
             for tensor in packed[index]:
-                work = dist.isend(tensor, group=self._peers.group, group_dst=rank)
+                work = dist.isend(tensor, group=self._peers.group, group_dst=rank, tag=self._tag)
                 assert work is not None
                 works.append((work, tensor))
         if works:
@@ -226,9 +229,10 @@ class Receiver:
     that has gone, and nothing of this pass is left in the group when the next begins.
     """
 
-    def __init__(self, peers: Peers, blocks: Blocks) -> None:
+    def __init__(self, peers: Peers, blocks: Blocks, tag: int) -> None:
+        """``tag`` is the one that the sender of the pass was given."""
         self.lane = Lane()
-        self._peers, self._blocks = peers, blocks
+        self._peers, self._blocks, self._tag = peers, blocks, tag
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
         self.failure: BaseException | None = None
 
@@ -275,7 +279,7 @@ class Receiver:
     def _expect(self, tensor: torch.Tensor) -> "tuple[torch.Tensor, Work]":
         import torch.distributed as dist
 
-        work = dist.irecv(tensor, group=self._peers.group, group_src=READER)
+        work = dist.irecv(tensor, group=self._peers.group, group_src=READER, tag=self._tag)
         assert work is not None
         return tensor, work
 

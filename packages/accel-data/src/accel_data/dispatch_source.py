@@ -77,6 +77,7 @@ class DispatchSource(Source):
         self._record: dict[str, Json] | None = None
         self._dealt_with: dict[str, Json] = {}
         self.blocks = Blocks()
+        self._passes = 0
 
     @property
     def read_amplification(self) -> int | None:
@@ -89,7 +90,8 @@ class DispatchSource(Source):
             raise DataStateError("the pass before has not ended: some rank is still in the loop all others have left")
         self._leaving = None
         self._record = None
-        return DispatchPass(self, cursor)
+        self._passes += 1
+        return DispatchPass(self, cursor, self._passes)
 
     def _connect(self) -> Peers | None:
         peers = connect(self, self._shard, self._group)
@@ -130,6 +132,9 @@ class DispatchSource(Source):
     def record(self, *, between: bool) -> dict[str, Json]:
         """What rank 0 recorded for the pass being read: only there the data has been seen."""
         return self._base.record(between=between) if self._record is None else dict(self._record)
+
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        return self._base.adapted(record, cursor)
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         self._base.restore(record, cursor, private)
@@ -182,8 +187,9 @@ class DispatchSource(Source):
 class DispatchPass(Pass):
     """One walk over what rank 0 reads."""
 
-    def __init__(self, source: DispatchSource, cursor: Cursor) -> None:
-        self._source, self._cursor = source, cursor
+    def __init__(self, source: DispatchSource, cursor: Cursor, tag: int) -> None:
+        """``tag`` distinguishes its messages from those of another pass that is under way."""
+        self._source, self._cursor, self._tag = source, cursor, tag
         self._end: Sender | Receiver | None = None
         self._base: Pass | None = None
         self._notes: deque[tuple[int, _Facts, Any]] = deque(maxlen=3)
@@ -226,10 +232,10 @@ class DispatchPass(Pass):
     def _open(self, peers: Peers) -> "Sender | Receiver":
         end: Sender | Receiver
         if self._base is None:
-            end = Receiver(peers, self._source.blocks)
+            end = Receiver(peers, self._source.blocks, self._tag)
         else:
             greeting = tuple(self._cursor.state_dict().items())
-            end = Sender(peers, self._source.steps(self._base, self._cursor), greeting, self._source.blocks)
+            end = Sender(peers, self._source.steps(self._base, self._cursor), greeting, self._source.blocks, self._tag)
         end.start()
         return end
 

@@ -6,15 +6,16 @@ does not define itself falls through to it. What it reads from is a ``Source`` (
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel_data.cursor import Cursor, Window
+from accel_data.loader_state import LoaderState
+from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
 from accel_data.position import Phase, Position
 from accel_data.progress import Progress
 from accel_data.source import NothingLeft, Pass, Source
-from accel_data.workers import death_of_workers, has_dead_workers
-from accel_state.errors import AccelError, DataStateError
+from accel_data.workers import tell
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -22,22 +23,7 @@ if TYPE_CHECKING:
     from accel_data.alarm import Alarm, Watch
     from accel_data.placement import Placer
 
-STATE_VERSION = 1
-VERSION_KEY = "version"
-SOURCE_KEY = "source"
-PRIVATE_KEY = "private"
-ENDED_KEY = "ended"
 _END = object()
-
-
-class LoaderObserver(Protocol):
-    """Told when a loader's pass starts and ends, for instance to know which loader is the active one."""
-
-    def began(self, loader: "PreparedLoader") -> None:
-        """The first batch is about to be read."""
-
-    def ended(self, loader: "PreparedLoader") -> None:
-        """The pass is over, was broken out of, or failed."""
 
 
 @final
@@ -76,7 +62,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         observer = self._observer
         run = self._begin()
-        watch = None if self._alarm is None else self._alarm.watch()
+        watch = None if self._alarm is None else self._alarm.watch(run.trail)
         complete = False
         if observer is not None:
             observer.began(self)
@@ -94,13 +80,14 @@ class PreparedLoader:
                     self._last = run
                     yield batch
             else:
-                for batch in self._ahead(run, batches):
+                following = self._in_step if run.reads_in_step else self._ahead
+                for batch in following(run, batches):
                     run.delivered += 1
                     self._last = run
                     yield batch
             complete = True
         except BaseException as error:
-            _tell(run, watch, error)
+            tell(run, watch, error)
             raise
         finally:
             self._finish(run, watch, complete)
@@ -121,6 +108,13 @@ class PreparedLoader:
                 following = placer.start(following)
             yield current if placer is None else current.take()  # type: ignore[attr-defined]
             current = following
+
+    def _in_step(self, run: Pass, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass on the device, each read when the loop wants it."""
+        placer = self._placer
+        for batch in batches:
+            run.at_end = run.is_last
+            yield batch if placer is None else placer.start(batch).take()
 
     def _begin(self) -> Pass:
         progress, position = self._progress, self._counted()
@@ -325,36 +319,30 @@ class PreparedLoader:
             return dict(progress.saved)
         live = progress.live
         step = None if live is None else live.step(live.delivered)
-        state: dict[str, Any] = {
-            VERSION_KEY: STATE_VERSION,
-            **position.cursor.state_dict(),
-            SOURCE_KEY: self._source.record(between=live is None or position.ended),
-        }
-        if position.ended:
-            state[ENDED_KEY] = True
-        if step is not None and step.private is not None:
-            state[PRIVATE_KEY] = dict(step.private)
-        return state
+        record = self._source.record(between=live is None or position.ended)
+        return LoaderState(position.cursor, record, position.ended, None if step is None else step.private).state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_changed_data: bool | None = None) -> None:
         """Lets the next pass start at a saved position, whatever the number of ranks, workers and the batch size were.
 
         The end of an epoch is the start of the next, unless ``set_epoch`` names the epoch that has ended: the next pass
         is empty then, as a script expects that counts epochs.
 
+        ``allow_changed_data`` (None: as the options say) takes a position inside an epoch of a map-style dataset that
+        has changed since. If it has grown, the epoch is finished over the samples that it began with, and the new ones
+        come from the next epoch on. If it has shrunk and is read in sequence, or has another fingerprint and the same
+        length, the position is kept. Otherwise the epoch begins anew. A warning says which, in numbers.
+
         Raises:
             DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.
         """
-        version = state_dict.get(VERSION_KEY)
-        if not isinstance(version, int) or version > STATE_VERSION:
-            raise DataStateError(
-                f"the loader's state has version {version!r}; this accel-data reads versions up to {STATE_VERSION}: "
-                "resume with the version that wrote it, or a newer one"
-            )
-        cursor = Cursor.from_state(state_dict)
-        self._source.restore(state_dict.get(SOURCE_KEY) or {}, cursor, state_dict.get(PRIVATE_KEY))
-        ended = bool(state_dict.get(ENDED_KEY)) or self._source.is_over(cursor)
-        self._progress.go(Position().loaded(cursor, ended=ended), saved=dict(state_dict))
+        saved = LoaderState.read(state_dict)
+        state = saved
+        if self.options.allow_changed_data if allow_changed_data is None else allow_changed_data:
+            state = saved.moved(*self._source.adapted(saved.record, saved.cursor))
+        self._source.restore(state.record, state.cursor, state.private)
+        ended = state.ended or self._source.is_over(state.cursor)
+        self._progress.go(Position().loaded(state.cursor, ended=ended), saved=state.state_dict())
         self._start = None
 
     def undo(self) -> Callable[[], None]:
@@ -400,20 +388,6 @@ def _after(source: Source, cursor: Cursor, batches: int) -> Cursor:
     if batches < 0:
         raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
     return source.skip(cursor, batches)
-
-
-def _tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
-    """Tells the other ranks of an error that they do not know; raises in its place that workers have died of it."""
-    if isinstance(error, GeneratorExit):
-        # Of a dead worker torch tells wherever the program is, most often inside the step; that ends the loop.
-        if watch is not None and has_dead_workers(run):
-            watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
-    elif isinstance(error, Exception) and not isinstance(error, AccelError):
-        death = death_of_workers(run, error) if isinstance(error, OSError | EOFError | RuntimeError) else None
-        if watch is not None:
-            watch.tell(death or error)
-        if death is not None:
-            raise death from error
 
 
 def _rebuilt(state: dict[str, Any]) -> PreparedLoader:

@@ -1,100 +1,50 @@
 """Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
 
+import copy
 import dataclasses
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from accel_data.batch_walks import BatchWalk, Cut, FunctionWalk, last_batch_size, rounds_of, samples_in, skip_batches
-from accel_data.cursor import Cursor, Step
+from accel_data.cursor import Cursor
+from accel_data.dataset_changes import (
+    BEGUN_KEY,
+    FINGERPRINT_KEY,
+    LENGTH_KEY,
+    ORDER_KEY,
+    DatasetFacts,
+    adapted,
+    check_dataset,
+    order_begun,
+)
+from accel_data.global_rng import SeededGlobals
+from accel_data.index_agreement import IndexCheck, IndexTrail
+from accel_data.index_batches import IndexBatches, WorkerSeeds
 from accel_data.keyed import derive_key
+from accel_data.map_pass import MapPass
 from accel_data.options import LoaderOptions
 from accel_data.orders import Epoch, Order
 from accel_data.orders_special import NodeBlocks
 from accel_data.reading import (
     Basis,
     Reading,
-    SeededGlobals,
     Surroundings,
     fingerprint_of,
     order_of,
 )
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
-from accel_data.skipping import iterated, let_go, swapped
-from accel_data.source import Json, Pass, Source
+from accel_data.skipping import swapped
+from accel_data.source import Json, Source
 from accel_data.walks import ItemWalk, OrderWalk, Walk, sized
-from accel_state.errors import ConfigError, DataError, DataStateError
+from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism import DataShard
 
 SEED_KEY = "seed"
-ORDER_KEY = "order"
-LENGTH_KEY = "length"
-FINGERPRINT_KEY = "fingerprint"
 SAMPLER_KEY = "sampler"
-
-
-@final
-class ShardedBatches(BatchSampler):
-    """What stands in the DataLoader where the user's sampler stood: this rank's index batches.
-
-    The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
-    """
-
-    def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
-        self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
-        self.batch_size = batch_size  # type: ignore[assignment]
-        self.drop_last = reading.drop_last
-        self.num_processes, self.process_index = shard.count, shard.index
-        self.split_batches = options.split_batches
-        self.batched = reading.batched
-        self.walk: Walk | None = None
-        self.length: int | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.walk is None:
-            raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
-        batches = self.walk.batches()
-        return batches if self.batched else (index for batch in batches for index in batch)
-
-    def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError("the number of batches is unknown: the user's sampler has no length")
-        return self.length
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "walk": None}
-
-
-@final
-class MapPass(Pass):
-    """One iteration of the user's DataLoader over the batches of a walk."""
-
-    def __init__(self, dataloader: DataLoader[Any], walk: Walk, generator: torch.Generator) -> None:
-        self.batches, self._walk, self._dataloader = iterated(dataloader, generator), walk, dataloader
-        # A subclass may give more or fewer batches than its sampler.
-        self.exact = walk.exact and type(dataloader).__iter__ is DataLoader.__iter__
-
-    @property
-    def length(self) -> int | None:  # type: ignore[override]
-        """As far as the walk knows."""
-        return self._walk.length
-
-    @property
-    def remainder(self) -> int:  # type: ignore[override]
-        """As far as the walk knows."""
-        return self._walk.remainder
-
-    def close(self) -> None:
-        """Ends the workers, unless they are to stay."""
-        super().close()
-        let_go(self._dataloader)
-
-    def step(self, number: int) -> Step:
-        """What the walk computes or has recorded."""
-        return self._walk.step(number)
 
 
 @final
@@ -103,6 +53,7 @@ class MapSource(Source):
 
     Attributes:
         seed: decides, with the epoch, every order; equal on all ranks. None where the order is always the same.
+        check: of the indices that a sampler of the user's gives; None where no other rank is given them.
 
     Raises:
         ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
@@ -115,19 +66,23 @@ class MapSource(Source):
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
+        self.check: IndexCheck | None = None
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._generator: torch.Generator | None = None
+        self._last_pass: MapPass | None = None
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
+        self._sampler_epoch: int | None = None
         self._passed: tuple[Cursor, int] | None = None
+        self._begun: tuple[int, Order] | None = None
         self.even_batches = options.even_batches
         size = reading.batch_size
         self._rank_batch = check_split(size, shard.count) if options.split_batches else size
         self._order, self._basis = self._make_order(), Basis(reading.sampler)
         self._check_options()
-        self._batches = ShardedBatches(reading, shard, batch_size=self._rank_batch, options=options)
+        self._batches = IndexBatches(reading, shard, batch_size=self._rank_batch, options=options)
         self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
         self._batches.length = self.length(Cursor())
         self._measured: bool | None = self.even_batches
@@ -136,7 +91,7 @@ class MapSource(Source):
         self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last_epoch": None, "_generator": None}
+        return {**vars(self), "_last_epoch": None, "_generator": None, "_last_pass": None}
 
     def _make_order(self) -> Order | None:
         if self._reading.whole:
@@ -211,8 +166,12 @@ class MapSource(Source):
         split = self._options.split_batches
         return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
 
-    def _walk(self, cursor: Cursor) -> Walk:
-        reading, shard, order = self._reading, self._shard, self._order
+    def _order_of(self, epoch: int) -> Order | None:
+        """The order of one epoch: of one that is finished over the samples it began with, another than of the next."""
+        return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
+
+    def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
+        reading, shard, order = self._reading, self._shard, self._order_of(cursor.epoch)
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         if order is not None:
@@ -223,8 +182,11 @@ class MapSource(Source):
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
         if reading.whole:
             cut = self._cut()
-            return BatchWalk(reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead)
-        return ItemWalk(reading.sampler, self._sharding(UNKNOWN_TOTAL), start=cursor, shard=shard, size=size, rng=rng)
+            return BatchWalk(
+                reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
+            )
+        sharding = self._sharding(UNKNOWN_TOTAL)
+        return ItemWalk(reading.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
         """The order of one epoch; the one asked for last is kept, for a pass is often broken off and started again."""
@@ -241,9 +203,24 @@ class MapSource(Source):
         self._follow_sampler(inside=cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
-        self._enter_epoch(cursor.epoch)
-        self._batches.walk = walk = self._walk(cursor)
-        return MapPass(self.dataloader, walk, self._seeded(cursor.epoch))
+        replayed = self._enter_epoch(cursor.epoch)
+        trail = None if self.check is None or self._order is not None else self.check.trail(cursor)
+        self._batches.walk = self._walk(cursor, trail)
+        seeds = self._seeded(cursor.epoch)
+        self._last_pass = MapPass(self._readers(), self._batches, seeds, trail=trail, closed=replayed)
+        return self._last_pass
+
+    def _readers(self) -> DataLoader[Any]:
+        """The loader, or a copy with workers of its own where those that stay still read for another pass.
+
+        torch's loader has one set of such workers, and would end that pass to start this one.
+        """
+        loader = self.dataloader
+        if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
+            return loader
+        other = copy.copy(loader)
+        vars(other).update(_iterator=None, persistent_workers=False)
+        return other
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
         """Makes the order again where the user gave the sampler other weights, indices or numbers.
@@ -260,17 +237,31 @@ class MapSource(Source):
     def _seeded(self, epoch: int) -> torch.Generator:
         """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
         generator = self._generator = self._generator or torch.Generator()
-        if self.dataloader.num_workers:
-            generator.manual_seed(derive_key(torch.initial_seed(), epoch, self._shard.index))
+        workers = self.dataloader.num_workers
+        if workers:
+            base = derive_key(torch.initial_seed(), epoch, self._shard.index)
+            generator.manual_seed(base)
+            # Workers that outlive an epoch have a copy of the dataset that nobody else can reach.
+            told = epoch if self.dataloader.persistent_workers and self._surroundings.dataset_listens else None
+            self._batches.seeds = WorkerSeeds(base, told, workers)
         return generator
 
-    def _enter_epoch(self, epoch: int) -> None:
-        """Makes the user's samplers start this epoch, as they did when the position was saved."""
-        if self._sampler_pending:
-            self._surroundings.load(self._sampler_pending)
-            self._sampler_pending = None
-        self._surroundings.begin(epoch, self.seed or 0)
-        self._sampler_start = self._surroundings.states()
+    def _enter_epoch(self, epoch: int) -> Callable[[], None] | None:
+        """Makes the user's samplers start this epoch, as they did when the position was saved.
+
+        Returns what to call when the pass is over, where the epoch is the one entered last: samplers with a state then
+        start it from the state in which they started it before, and get back the one that they are in now, because a
+        pass around this one may be under way.
+        """
+        surroundings, states, again = self._surroundings, self._sampler_pending, None
+        if not states and epoch == self._sampler_epoch and self._sampler_start:
+            states, again = self._sampler_start, partial(surroundings.load, surroundings.states())
+        if states:
+            surroundings.load(states)
+        self._sampler_pending, self._sampler_epoch = None, epoch
+        surroundings.begin(epoch, self.seed or 0)
+        self._sampler_start = surroundings.states()
+        return again
 
     def length(self, cursor: Cursor) -> int | None:
         """Computed, or from the ``len`` of the user's sampler."""
@@ -286,14 +277,15 @@ class MapSource(Source):
                 return None
             last = last_batch_size(reading.batch_sampler)
             return rounds_of(max(batches - passed, 0), self._cut(), rank, last=last)
-        if self._order is not None:
-            return batches_of(self._computed(self._order), cursor.samples, rank)
+        order = self._order_of(cursor.epoch)
+        if order is not None:
+            return batches_of(self._computed(order), cursor.samples, rank)
         total = sized(reading.sampler)
         return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
         """Computed; a sampler of batches is walked, on indices only."""
-        order = self._order
+        order = self._order_of(cursor.epoch)
         if callable(self._options.sharding):
             return self._skip_by_function(cursor, batches)
         if order is not None:
@@ -326,9 +318,10 @@ class MapSource(Source):
 
     def is_over(self, cursor: Cursor) -> bool:
         """Computed; with samplers of the user and functions only reading tells."""
-        if self._order is None or callable(self._options.sharding) or not cursor.samples:
+        order = self._order_of(cursor.epoch)
+        if order is None or callable(self._options.sharding) or not cursor.samples:
             return False
-        return not self._computed(self._order).steps(cursor.samples)
+        return not self._computed(order).steps(cursor.samples)
 
     def epoch_chosen(self) -> int | None:
         """What was set on the sampler, or the batch sampler, that the user gave."""
@@ -351,6 +344,8 @@ class MapSource(Source):
             LENGTH_KEY: sized(self.dataloader.dataset),
             FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
         }
+        if not between and self._begun is not None and self._begun[0] == self._sampler_epoch:
+            record |= {ORDER_KEY: self._begun[1].describe(), BEGUN_KEY: True}
         states = self._sampler_pending or (self._surroundings.states() if between else self._sampler_start)
         return {**record, SAMPLER_KEY: states} if states else record
 
@@ -364,41 +359,32 @@ class MapSource(Source):
             self._described = (order, order.describe())
         return self._described[1]
 
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """See ``dataset_changes``."""
+        self._follow_sampler()
+        return adapted(self._facts(), record, cursor, warns=self._shard.index == 0)
+
+    def _facts(self) -> DatasetFacts:
+        dataset = self.dataloader.dataset
+        return DatasetFacts(sized(dataset), fingerprint_of(dataset), self._order, self._description())
+
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Compares what the position was saved with to what is read now, and takes over the seed."""
         self._follow_sampler()
-        self._check_dataset(record, cursor)
+        check_dataset(self._facts(), record, cursor, warns=self._shard.index == 0)
         here = self._description()
         saved = record.get(ORDER_KEY, here)
-        if cursor.samples and saved != here:
+        order = order_begun(self._order, saved) if record.get(BEGUN_KEY) else None
+        if cursor.samples and saved != here and order is None:
             differing = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
             told = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in differing)
             raise DataStateError(
                 f"the position is sample {cursor.samples} of another order: {told}. Use the same sampler, or resume "
                 "at the start of an epoch"
             )
-        total = self.total_dataset_length if self._order is not None else None
-        if total is not None and cursor.samples > total:
-            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {total}")
+        total = self._order if order is None else order
+        if total is not None and cursor.samples > len(total):
+            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {len(total)}")
+        self._begun = None if order is None else (cursor.epoch, order)
         self.seed = record.get(SEED_KEY, self.seed)
         self._sampler_pending = record.get(SAMPLER_KEY)
-
-    def _check_dataset(self, record: Mapping[str, Json], cursor: Cursor) -> None:
-        """Refuses a position inside an epoch of other data; of an epoch that begins with other data it warns."""
-        dataset = self.dataloader.dataset
-        length, saved_length = sized(dataset), record.get(LENGTH_KEY)
-        mark, saved_mark = fingerprint_of(dataset), record.get(FINGERPRINT_KEY)
-        if saved_length is not None and length is not None and saved_length != length:
-            differs = f"of {saved_length} samples, this one has {length}"
-        elif saved_mark is not None and mark is not None and saved_mark != mark:
-            differs = f"of fingerprint {saved_mark!r}, this one has {mark!r}"
-        else:
-            return
-        told = f"the loader's state was saved with a dataset {differs}"
-        if cursor.samples:
-            raise DataStateError(
-                f"{told}: it shrank, grew or is another one, and position {cursor.samples} means another sample in it. "
-                f"Use the dataset of the saved run, or begin epoch {cursor.epoch + 1} with set_epoch"
-            )
-        if self._shard.index == 0:
-            warnings.warn(f"{told}; epoch {cursor.epoch} begins with this one", RuntimeWarning, stacklevel=2)

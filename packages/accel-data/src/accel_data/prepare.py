@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data.alarm import alarm
-from accel_data.loader import LoaderObserver, PreparedLoader
+from accel_data.loader import PreparedLoader
+from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
 from accel_data.placement import AsIs, placer_for
 from accel_data.samplers import SkipBatchSampler

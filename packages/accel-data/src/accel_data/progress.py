@@ -43,8 +43,9 @@ class Progress:
             return
         position = self.counted(source)
         if run.complete:
-            # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one.
-            self.go(position.finished(advances=source.total_dataset_length != 0))
+            # Decided by what all ranks know: this rank may have no batch in an epoch in which others have one. A length
+            # of the user's may be wrong, though.
+            self.go(position.finished(advances=source.total_dataset_length != 0 or position.cursor.samples > 0))
         elif run.resumes:
             # ``live`` stays, because a state saved now needs the facts of its last step.
             self.position = position.left()

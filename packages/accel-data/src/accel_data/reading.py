@@ -1,10 +1,8 @@
 """A user's map-style DataLoader, taken apart: an order that can be computed, or samplers that must be iterated."""
 
-import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.utils.data import (
@@ -181,12 +179,16 @@ class Surroundings:
     """The user's samplers and dataset, as far as they want to know of epochs, or have a state.
 
     Looked through once, for a pass has to start fast.
+
+    Attributes:
+        dataset_listens: the dataset has a ``set_epoch``.
     """
 
     def __init__(self, reading: Reading, dataset: object, *, walked: bool) -> None:
         samplers = chain_of(reading)
         self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
         self._epochs: dict[int, int | None] = {n: 0 for n, it in enumerate(self._listeners) if it is not dataset}
+        self.dataset_listens = any(it is dataset for it in self._listeners)
         self._walked = samplers if walked else []
         names = ("state_dict", "load_state_dict")
         self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
@@ -222,70 +224,6 @@ class Surroundings:
         """Gives the samplers back their states."""
         for sampler, state in zip(self._stateful, states, strict=False):
             sampler.load_state_dict(state)
-
-
-class _Generator(NamedTuple):
-    """One of the process's global generators."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
-    seed: Callable[[int], object]
-
-
-def _global_generators() -> list[_Generator]:
-    """Those of torch (CPU), of ``random``, and of numpy if the process uses it."""
-    import random
-    import sys
-
-    found = [
-        _Generator(torch.random.get_rng_state, torch.random.set_rng_state, torch.default_generator.manual_seed),
-        _Generator(random.getstate, random.setstate, random.seed),
-    ]
-    if "numpy" in sys.modules:
-        from numpy import random as numpy_random
-
-        seed = numpy_random.seed
-        found.append(_Generator(numpy_random.get_state, numpy_random.set_state, lambda value: seed(value % (1 << 32))))
-    return found
-
-
-@final
-class SeededGlobals(AbstractContextManager[None]):
-    """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
-
-    A sampler that shuffles with them then gives the same indices on every rank and again on resuming. Entered again,
-    they go on where they were left: torch's, and those of the others that were drawn from the first time, because
-    exchanging the states of all three costs more than a batch of indices.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._inside: list[tuple[_Generator, Any]] | None = None
-        self._outside: list[tuple[_Generator, Any]] = []
-
-    def __enter__(self) -> None:
-        if self._inside is not None:
-            self._outside = [(generator, generator.get()) for generator, _ in self._inside]
-            for generator, state in self._inside:
-                generator.set(state)
-            return
-        self._outside = [(generator, generator.get()) for generator in _global_generators()]
-        for generator, _ in self._outside:
-            generator.seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        states = [(generator, generator.get()) for generator, _ in self._outside]
-        if self._inside is None:
-            torchs, *others = states
-            self._inside = [torchs, *(drawn for drawn in others if self._was_drawn_from(*drawn))]
-        else:
-            self._inside = states
-        for generator, state in self._outside:
-            generator.set(state)
-
-    def _was_drawn_from(self, generator: _Generator, state: Any) -> bool:
-        generator.seed(self._seed)
-        return pickle.dumps(generator.get()) != pickle.dumps(state)
 
 
 def fingerprint_of(dataset: Any) -> str | None:

@@ -1,11 +1,13 @@
 """The source that a DataLoader is read through, and the seed that all ranks use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+from uuid import uuid4
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
+from accel_data.index_agreement import IndexCheck
 from accel_data.options import LoaderOptions
 from accel_data.reading import Reading, drawn_seed, own_seed, read_dataloader, seedable
 from accel_data.source import Source
@@ -92,7 +94,10 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
     if options.use_seedable_sampler and torchs_class(reading.sampler) is RandomSampler:
         reading = replace(reading, sampler=seedable(reading.sampler, options.data_seed))
     source = MapSource(dataloader, placement.shard, reading=reading, options=options)
-    source.seed = _agreed(_own_seed(reading, options), sized(dataloader.dataset), options, placement)
+    source.seed, said = _agreed(_own_seed(reading, options), sized(dataloader.dataset), options, placement)
+    if len(said) > 1:
+        walked = type(reading.batch_sampler if reading.whole else reading.sampler).__name__
+        source.check = IndexCheck(said[0].name, default_rank(), said[0].rank, walked)
     return source
 
 
@@ -106,19 +111,41 @@ def _own_seed(reading: Reading, options: LoaderOptions) -> int | None:
     return drawn_seed(reading) if own is None else own
 
 
-def _agreed(seed: int | None, size: int | None, options: LoaderOptions, placement: Placement) -> int | None:
-    """Rank 0's seed on every rank; raises ``DataError`` on all of them when their datasets differ in length."""
+class _Said(NamedTuple):
+    """What one rank says of a loader that several prepare."""
+
+    seed: int | None
+    length: int | None
+    rank: int
+    name: str
+    """A name for the loader, should this be the rank that gives it."""
+
+
+def _agreed(
+    seed: int | None, size: int | None, options: LoaderOptions, placement: Placement
+) -> tuple[int | None, Sequence[_Said]]:
+    """Rank 0's seed on every rank, and what the ranks that share the data said.
+
+    Raises ``DataError`` on all of them when their datasets differ in length.
+    """
     shares = placement.shard.count > 1
     if not shares and (seed is None or options.data_seed is not None):
-        return seed
+        return seed, ()
     from accel_state.objects import all_gather_object
 
-    said = all_gather_object((seed, size), group=placement.group)
-    if shares and len({length for _, length in said}) > 1:
-        lengths = ", ".join(f"rank {rank} has {length} samples" for rank, (_, length) in enumerate(said))
+    said = all_gather_object(_Said(seed, size, default_rank(), uuid4().hex), group=placement.group)
+    if shares and len({one.length for one in said}) > 1:
+        lengths = ", ".join(f"rank {rank} has {one.length} samples" for rank, one in enumerate(said))
         raise DataError(
             f"the ranks were given datasets of different lengths: {lengths}. Every rank is given the whole dataset, "
             "and reads its share of it"
         )
-    agreed: int | None = said[0][0]
-    return agreed
+    return said[0].seed, said if shares else ()
+
+
+def default_rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    from accel_state.group import default_group
+
+    group = default_group()
+    return 0 if group is None else group.rank()

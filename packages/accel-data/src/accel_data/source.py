@@ -20,6 +20,8 @@ from accel_data.cursor import Cursor, Step
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from accel_data.index_agreement import IndexTrail
+
 Json = Any
 """What JSON can say: dicts with string keys, lists, strings, numbers, booleans, None."""
 
@@ -32,11 +34,14 @@ class Pass(ABC):
         batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
         length: how many batches ``batches`` will give, or None when only its end tells.
         exact: ``length`` is certain, so that the loader need not look ahead to know the last batch.
+        reads_in_step: ``next`` reads a batch in this process, and ``is_last`` is known then. The loader never reads
+            ahead of the loop, because the dataset's random draws would come before those of the step.
         remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
             nothing. A pass may learn it as late as when its last batch is taken.
         delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
             and whether the user then went on to the end of the loop.
         resumes: set by the loader: a run that is resumed reads the rest of this pass after the loop broke out of it.
+        trail: the digests of the indices that every rank has to be given in this pass; None: they are computed.
         trouble: set by the loader: what another rank has said went wrong with it, for a pass that waits for others;
             None where nobody listens.
     """
@@ -45,12 +50,19 @@ class Pass(ABC):
     batches: Iterator[Any]
     length: int | None = None
     exact: bool = False
+    reads_in_step: bool = False
     remainder: int = -1
     delivered: int = 0
     at_end: bool = False
     complete: bool = False
     resumes: bool = True
+    trail: "IndexTrail | None" = None
     trouble: Callable[[], str | None] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch taken last is the last one. Asked with ``reads_in_step`` only, before it is counted."""
+        return self.delivered + 1 == self.length
 
     @property
     def readers(self) -> Iterator[Any]:
@@ -161,6 +173,13 @@ class Source(ABC):
             vars(self).update(before)
 
         return undo
+
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """The record and cursor to ``restore`` where the user allows that the data have changed; warns of a change.
+
+        Changes nothing. Default: as they were saved.
+        """
+        return record, cursor
 
     @abstractmethod
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:

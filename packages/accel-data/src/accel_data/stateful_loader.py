@@ -50,6 +50,12 @@ def stateful(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
     return made
 
 
+def is_torchs_iteration(dataloader: "DataLoader[Any]") -> bool:
+    """Whether a loader gives exactly the batches of its sampler: its class iterates as torch's or torchdata's does."""
+    iterate = type(dataloader).__iter__
+    return iterate is DataLoader.__iter__ or iterate.__module__.startswith("torchdata.stateful_dataloader.")
+
+
 def torchs_class(sampler: object) -> type:
     """The class of a sampler; for one of torchdata's that does the same as one of torch's, that one."""
     kind = type(sampler)

@@ -14,12 +14,16 @@ from typing import Any, Protocol, final
 import torch
 
 from accel_data.cursor import Cursor, Step
+from accel_data.global_rng import drawn
+from accel_data.index_agreement import IndexTrail
 from accel_data.orders import Epoch
 from accel_data.sharding import UNKNOWN_TOTAL, ByIndex, Elastic, Sharding, batches_of, real_counts, wrap
 from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism import DataShard
 
 _SECOND_CHUNK, _LARGEST_CHUNK = 256, 16384
+_INDICES_AHEAD = 1024
+"""How many indices of a sampler of the user's are made before they are needed, at most."""
 
 
 class Walk(Protocol):
@@ -39,6 +43,9 @@ class Walk(Protocol):
 
     def batches(self) -> Iterator[list[Any]]:
         """The index batches; read ahead of what is delivered."""
+
+    def position(self, number: int) -> int:
+        """Samples of the epoch before the batch that follows the ``number``-th; asked when that batch has been made."""
 
     def step(self, number: int) -> Step:
         """The facts after the ``number``-th batch was delivered; 0: before the first."""
@@ -81,6 +88,10 @@ class OrderWalk:
     def remainder(self) -> int:
         """Computed."""
         return last_remainder(self._sharding, self._start.samples, self._shard.count)
+
+    def position(self, number: int) -> int:
+        """Computed."""
+        return self._sharding.seek(self._start.samples, number)
 
     def step(self, number: int) -> Step:
         """Computed."""
@@ -125,8 +136,8 @@ class OrderWalk:
 class ItemWalk:
     """Batches cut from a sampler of the user's, whose indices every rank walks in step.
 
-    The sampler must give the same indices on every rank, and again when the epoch is resumed; ``rng`` is entered
-    whenever it is asked, so that one which draws from the global generators does.
+    The sampler must give the same indices on every rank, and again when the epoch is resumed; its code runs inside
+    ``rng``, so that one which draws from the global generators does.
     """
 
     def __init__(
@@ -138,8 +149,9 @@ class ItemWalk:
         shard: DataShard,
         size: int | None,
         rng: AbstractContextManager[None],
+        trail: IndexTrail | None = None,
     ) -> None:
-        self._sampler, self._rng = sampler, rng
+        self._sampler, self._rng, self._trail = sampler, rng, trail
         self.exact = False
         self._start, self._shard, self._size = start, shard, size
         self._planned = dataclasses.replace(sharding, total=sized(sampler) or 0) if sized(sampler) is not None else None
@@ -158,6 +170,10 @@ class ItemWalk:
         known = self._sharding if self._sharding.total < UNKNOWN_TOTAL else self._planned
         return -1 if known is None else last_remainder(known, self._start.samples, self._shard.count)
 
+    def position(self, number: int) -> int:
+        """Computed."""
+        return self._sharding.seek(self._start.samples, number)
+
     def step(self, number: int) -> Step:
         """Computed; a short last step is known by the time its batch was made."""
         return sharded_step(self._sharding, self._start, number, self._shard)
@@ -166,15 +182,16 @@ class ItemWalk:
         """Reads what all ranks take, keeps this rank's part."""
         size = self._sharding.seek(0, 1) if isinstance(self._sharding, ByIndex) else self._sharding.global_batch
         position = self._start.samples
-        with self._rng:
-            # A generator runs its first lines at the first item, so that has to happen in here as well.
-            items = iter(self._sampler)
-            head, buffer = skip_items(items, position, size)
-            buffer += islice(items, size - position % size if isinstance(self._sharding, Elastic) else size)
+        items = drawn(self._sampler, self._rng, limit=_INDICES_AHEAD)
+        head, buffer = skip_items(items, position, size)
+        buffer += islice(items, size - position % size if isinstance(self._sharding, Elastic) else size)
         while True:
             if len(buffer) < size - (position % size if isinstance(self._sharding, Elastic) else 0):
                 self._sharding = dataclasses.replace(self._sharding, total=position + len(buffer))
             check_indices(buffer, self._size)
+            if self._trail is not None:
+                self._trail.add((buffer,))
+                self._trail.complete = self._sharding.total < UNKNOWN_TOTAL
             head += buffer[: size - len(head)]
             first, end = position, position + len(buffer)
             while position < end and self._sharding.steps(position):
@@ -184,8 +201,7 @@ class ItemWalk:
                 position = self._sharding.seek(position, 1)
             if self._sharding.total < UNKNOWN_TOTAL:
                 return
-            with self._rng:
-                buffer = list(islice(items, size))
+            buffer = list(islice(items, size))
 
 
 def skip_items(items: Iterator[Any], number: int, keep: int) -> tuple[list[Any], list[Any]]:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_data.cursor import Cursor
 from accel_data.source import Pass
-from accel_state.errors import DataError
+from accel_state.errors import AccelError, DataError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from accel_data.alarm import Watch
 
 _PATIENCE = 0.5
 """Seconds for a worker that may be dying to be dead."""
@@ -94,3 +96,17 @@ def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
         f"of memory). Delivered until then: {position.samples} samples of epoch {position.epoch}, which state_dict "
         "still says. num_workers=0 shows what a worker dies of"
     )
+
+
+def tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
+    """Tells the other ranks of an error that they do not know; raises in its place that workers have died of it."""
+    if isinstance(error, GeneratorExit):
+        # Of a dead worker torch tells wherever the program is, most often inside the step; that ends the loop.
+        if watch is not None and has_dead_workers(run):
+            watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
+    elif isinstance(error, Exception) and not isinstance(error, AccelError):
+        death = death_of_workers(run, error) if isinstance(error, OSError | EOFError | RuntimeError) else None
+        if watch is not None:
+            watch.tell(death or error)
+        if death is not None:
+            raise death from error
