@@ -13,7 +13,6 @@ from typing import Any, final
 from torch.utils.data import BatchSampler, get_worker_info
 
 from accel_data.global_rng import seed_globals
-from accel_data.iterable import forward_epoch
 from accel_data.keyed import derive_key
 from accel_data.options import LoaderOptions
 from accel_data.reading import Reading
@@ -68,8 +67,8 @@ def _arrived(indices: Any, base: int, position: int, epoch: int | None) -> Any:
     info = get_worker_info()
     if info is not None:
         seed_globals(derive_key(base, position))
-        if epoch is not None:
-            forward_epoch(info.dataset, epoch)
+        if epoch is not None and callable(set_epoch := getattr(info.dataset, "set_epoch", None)):
+            set_epoch(epoch)
     return indices
 
 
