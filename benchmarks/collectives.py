@@ -21,7 +21,7 @@ def leaves_of(tree: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def measure(leaves: int, size: int, *, peers: bool, rounds: int, repeat: int) -> dict[str, Any]:
-    from accel_state import collectives
+    from accel_state.collectives import tensors as collectives
 
     torch.set_num_threads(1)
     tree = shapes_of(leaves, size)

@@ -47,7 +47,7 @@ CASES = (
 
 def parts() -> tuple[nn.Module, torch.Tensor]:
     """A transformer whose step takes some ten milliseconds, and one batch of this rank."""
-    from accel_testing.models import TinyTransformer
+    from accel_testing.equivalence.models import TinyTransformer
 
     torch.manual_seed(0)
     model = TinyTransformer(VOCABULARY, 96, layers=3, heads=4, length=LENGTH)
@@ -158,7 +158,7 @@ def measure_time(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
 
 def measure_memory(case: Case, name: str) -> int:
     """The most bytes that a rank held from making the model to the end of three steps."""
-    from accel_testing.memory import peak_allocated, settled
+    from accel_testing.faults.memory import peak_allocated, settled
 
     def run() -> None:
         step = MAKERS[name](case)

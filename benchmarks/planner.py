@@ -168,11 +168,11 @@ def compared(
     Four ranks count as two nodes of two, so that there is something hybrid. Returns predicted and measured bytes.
     """
     from accel import Accelerator
-    from accel.planner import Hardware, Run, measure, optimizer_facts, plan_memory, profile_model
-    from accel.planner.auto import checkpoint_blocks
-    from accel.planner.candidate import candidates, named
     from accel_backends import load_backend
-    from accel_state.objects import all_gather_object
+    from accel_planner import Hardware, Run, measure, optimizer_facts, plan_memory, profile_model
+    from accel_planner.auto import checkpoint_blocks
+    from accel_planner.candidate import candidates, named
+    from accel_state.collectives.objects import all_gather_object
 
     chosen = SHAPES[shape]
     batch = chosen.batch
@@ -223,7 +223,7 @@ def main() -> None:
     options.add_argument("--optimizer", default="AdamW", help="class of torch.optim")
     options.add_argument("--shapes", default=",".join(SHAPES), help="models, with commas")
     args = options.parse_args()
-    from accel.planner.candidate import candidates
+    from accel_planner.candidate import candidates
     from accel_testing import RankPool
 
     devices, nodes = (2, 2) if args.ranks == 4 else (args.ranks, 1)

@@ -40,10 +40,10 @@ def measured(shape: str, strategy: str, precision: str) -> None:
     from torch_xla.distributed.spmd import XLAShardedTensor
 
     from accel import Accelerator
-    from accel.planner import Hardware, optimizer_facts, plan_memory, profile_model
-    from accel.planner.candidate import candidates, named
     from accel_backends import load_backend
-    from accel_backends.xla import shard_batch
+    from accel_backends.xla.backend import shard_batch
+    from accel_planner import Hardware, optimizer_facts, plan_memory, profile_model
+    from accel_planner.candidate import candidates, named
 
     def held(tensors: Any) -> int:
         xla_model.wait_device_ops()

@@ -39,7 +39,7 @@ def main() -> int:
     except PackageNotFoundError as error:
         print(f"nothing to build: {error} is not installed")
         return 0
-    from accel_backends.deepspeed_library import build_operation, compiler_problem, own_ninja
+    from accel_deepspeed.library import build_operation, compiler_problem, own_ninja
 
     with own_ninja():
         problem = compiler_problem()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.launching import LAUNCHERS, launch_by
+from accel_testing.ranks.launched_scripts import LAUNCHERS, launch_by
 from docs.tests.pages import ON_CPU, ROOT, WITH_PYTHON, script_of
 
 EXAMPLES = {

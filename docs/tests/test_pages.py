@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_testing.launching import run_command
+from accel_testing.ranks.launched_scripts import run_command
 from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, Block, blocks_of, script_of, shown
 
 COMMANDS = ("accel", "python", "pytest")

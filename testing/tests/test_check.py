@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.equivalence import run_check
+from accel_testing.equivalence.equivalence import run_check
 from accel_testing.errors import RankError
-from accel_testing.launching import run_command
-from accel_testing.pool import RankPool
+from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.ranks.pool import RankPool
 
 SCRIPT = """
 import torch

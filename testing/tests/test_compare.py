@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_testing.compare import assert_close_state, assert_equal_state, compare_trees
-from accel_testing.models import TinyMLP
+from accel_testing.equivalence.compare import assert_close_state, assert_equal_state, compare_trees
+from accel_testing.equivalence.models import TinyMLP
 
 
 def test_equal_states_pass() -> None:

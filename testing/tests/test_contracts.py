@@ -11,8 +11,8 @@ from zlib import crc32
 import pytest
 
 from accel_testing.contracts import CASES, LAYOUTS, Case, check_case
-from accel_testing.layouts import Layout
-from accel_testing.pool import RankPool
+from accel_testing.equivalence.layouts import Layout
+from accel_testing.ranks.pool import RankPool
 
 
 def layouts_of(case: Case) -> list[str]:

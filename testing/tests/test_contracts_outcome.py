@@ -14,9 +14,9 @@ from accel_testing.contracts.driver import AccelDriver
 from accel_testing.contracts.loops import error, momentum
 from accel_testing.contracts.models import Stack
 from accel_testing.contracts.outcome import Ending, judge
-from accel_testing.layouts import Layout
-from accel_testing.pool import RankPool
-from accel_testing.training import open_accelerator
+from accel_testing.equivalence.layouts import Layout
+from accel_testing.equivalence.training import open_accelerator
+from accel_testing.ranks.pool import RankPool
 
 WEIGHT = {"stem.weight": torch.tensor([1.0, -2.0], dtype=torch.float64)}
 REFUSAL = Ending(error="PrepareError: stem.weight is not averaged; freeze it", ours=True, position=1)

@@ -7,9 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel_testing.departure import compare_runs
-from accel_testing.program import Program, join_batches, map_tensors, momentum_sgd, take_samples, uneven_sizes
-from accel_testing.training import Step
+from accel_testing.equivalence.divergence import compare_runs
+from accel_testing.equivalence.program import (
+    Program,
+    join_batches,
+    map_tensors,
+    momentum_sgd,
+    take_samples,
+    uneven_sizes,
+)
+from accel_testing.equivalence.training import Step
 
 
 def step(weights: float, **changes: object) -> Step:

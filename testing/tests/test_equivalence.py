@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.models import SyntheticData, SyntheticTokens, make_model
-from accel_testing.pool import RankPool
-from accel_testing.program import Program, momentum_sgd
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.models import SyntheticData, SyntheticTokens, make_model
+from accel_testing.equivalence.program import Program, momentum_sgd
+from accel_testing.ranks.pool import RankPool
 
 STEPS, SIZE = 6, 24
 
@@ -136,7 +136,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 def wrong_divisor() -> AbstractContextManager[None]:
     """Gradients are summed over micro-batches, not averaged."""
-    from accel_backends.base import Backend
+    from accel_backends.core.backend import Backend
 
     return replaced(
         Backend, "backward", lambda original: lambda self, loss, scale=1.0, **kw: original(self, loss, **kw)
@@ -145,7 +145,7 @@ def wrong_divisor() -> AbstractContextManager[None]:
 
 def slightly_wrong_divisor() -> AbstractContextManager[None]:
     """One in ten thousand too much."""
-    from accel_backends.base import Backend
+    from accel_backends.core.backend import Backend
 
     def make(original: Any) -> Any:
         return lambda self, loss, scale=1.0, **kw: original(self, loss, scale=scale * 1.0001, **kw)
@@ -252,7 +252,7 @@ def stale_shards() -> AbstractContextManager[None]:
 
 def same_samples_everywhere() -> AbstractContextManager[None]:
     """Every rank reads the share of rank 0."""
-    from accel_state.parallelism import DataShard, ParallelismConfig
+    from accel_state.parallelism.config import DataShard, ParallelismConfig
 
     def make(original: Any) -> Any:
         return lambda self, topology: DataShard(0, original(self, topology).count)

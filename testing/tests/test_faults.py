@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_testing.errors import RankDied, RankHung
-from accel_testing.faults import (
+from accel_testing.faults.faults import (
     Fault,
     corrupt_file,
     injected,
@@ -21,8 +21,8 @@ from accel_testing.faults import (
     small_file_system,
     truncate_file,
 )
-from accel_testing.launching import run_command
-from accel_testing.pool import RankPool
+from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.ranks.pool import RankPool
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_kill_and_stop_are_real(rank_pool: RankPool) -> None:
 def test_script_runs_with_a_fault(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(sys.argv[1:], flush=True)\nos.getcwd()\nprint('not reached')\n")
-    done = run_command([sys.executable, "-m", "accel_testing.faults", "kill at os:getcwd", script, "--a", "1"])
+    done = run_command([sys.executable, "-m", "accel_testing.faults.faults", "kill at os:getcwd", script, "--a", "1"])
     assert done.statuses == (-signal.SIGKILL,)
     assert done.output == "['--a', '1']\n"
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from accel_testing.errors import RankDied, RankError
-from accel_testing.pool import RankPool
+from accel_testing.ranks.pool import RankPool
 
 
 @pytest.mark.parametrize("launcher", ["accel", pytest.param("torchrun", marks=pytest.mark.slow)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_testing.layouts import DEGREES, PRECISIONS, Layout, expand
+from accel_testing.equivalence.layouts import DEGREES, PRECISIONS, Layout, expand
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import offspring
-from accel_testing.launching import run_command
-from accel_testing.leaks import CHECKS, differences, parse_checks, settled_differences, snapshot
+from accel_testing.faults import children as offspring
+from accel_testing.faults.leaks import CHECKS, differences, parse_checks, settled_differences, snapshot
+from accel_testing.ranks.launched_scripts import run_command
 
 REMOVED = """
 import os
-from accel_testing.leaks import differences, snapshot
+from accel_testing.faults.leaks import differences, snapshot
 
 names = [f"LEFT_{number}" for number in range(12)]
 os.environ.update(dict.fromkeys(names, ""))

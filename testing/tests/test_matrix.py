@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.pool import RankPool
-from accel_testing.program import Program
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program
+from accel_testing.ranks.pool import RankPool
 
 BACKENDS = ("single", "ddp:2", "ddp:4")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")

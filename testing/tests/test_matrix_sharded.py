@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.pool import RankPool
-from accel_testing.program import Program, momentum_sgd
-from accel_testing.programs import STEPS, adamw, language_program
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program, momentum_sgd
+from accel_testing.equivalence.programs import STEPS, adamw, language_program
+from accel_testing.ranks.pool import RankPool
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 WINDOWS = ("", "/acc=3", "/acc=3/short", "/weighted", "/acc=3/weighted")

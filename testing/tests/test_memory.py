@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_testing.memory import peak_allocated, settled
+from accel_testing.faults.memory import peak_allocated, settled
 
 
 @pytest.mark.parametrize("kept", [0, 2**20])

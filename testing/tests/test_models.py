@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel_testing.compare import assert_close_state, assert_equal_state
-from accel_testing.models import MODELS, SyntheticData, SyntheticTokens, make_model
+from accel_testing.equivalence.compare import assert_close_state, assert_equal_state
+from accel_testing.equivalence.models import MODELS, SyntheticData, SyntheticTokens, make_model
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from accel_state import Session
-from accel_testing import hash_seeds
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
-from accel_testing.faults import many_open_files
-from accel_testing.pool import RankPool
+from accel_testing.faults.faults import many_open_files
+from accel_testing.ranks import hash_seeds
+from accel_testing.ranks.pool import RankPool
 
 
 @pytest.fixture

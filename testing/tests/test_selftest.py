@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from accel_testing import selftest
-from accel_testing.selftest import Trial, trials_of
+from accel_testing.cli import selftest
+from accel_testing.cli.selftest import Trial, trials_of
 
 
 def test_what_is_here_works() -> None:

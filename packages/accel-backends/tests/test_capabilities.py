@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_backends import Capabilities, load_backend
-from accel_backends.capabilities import PRECISIONS, precision_of
+from accel_backends.core.capabilities import PRECISIONS, precision_of
 from accel_precision import PrecisionPolicy
 
 

@@ -2,13 +2,13 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DataParallel
 
 from accel_backends import TorchDynamoPlugin, compile_model, compile_regions, model_state, repeated_blocks, unwrap
 from accel_state import ConfigError
-from accel_state.versions import Version
 
 
 class Block(nn.Module):

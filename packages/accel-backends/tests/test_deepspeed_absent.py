@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError

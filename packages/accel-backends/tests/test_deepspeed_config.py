@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from accel_backends import DeepSpeedPlugin, HfDeepSpeedConfig
-from accel_backends.deepspeed_json import find
-from accel_backends.deepspeed_settings import Run, settle
+from accel_deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accel_deepspeed.config.ds_json import find
+from accel_deepspeed.config.resolve_auto import Run, settle
 from accel_precision import GradScalerKwargs, PrecisionPolicy
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError, PrepareError
-from accel_testing.launching import run_script
+from accel_testing.ranks.launched_scripts import run_script
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -151,7 +152,8 @@ def test_ranks_that_skip_different_blocks_train_as_one_process(
 PREPARED = """
 import sys
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from test_deepspeed_exact import Blocks, loss_of, momentum

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_backends.deepspeed_library import build_operation, compiler_problem, drop_stale_lock, own_ninja
+from accel_deepspeed.library import build_operation, compiler_problem, drop_stale_lock, own_ninja
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -26,7 +26,8 @@ class Without(PathFinder):
 
 sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
+from accel_backends import Bundle, load_backend
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import BackendError, Session
 

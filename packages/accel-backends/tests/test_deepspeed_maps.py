@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_backends.deepspeed_maps import PartMap
+from accel_deepspeed.tensor_parallel.partition_map import PartMap
 
 
 def described(rows: int, columns: int, widths: list[int], *, by_rows: bool, copies: int = 1) -> dict[str, Any]:

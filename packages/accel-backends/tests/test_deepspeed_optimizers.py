@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, DeepSpeedPlugin, load_backend
-from accel_backends.elementwise import steps_by_element
+from accel_backends import Bundle, load_backend
+from accel_backends.ops.optimizer_support import steps_by_element
+from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 from accel_state.errors import AccelError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, FSDPConfig, load_backend
-from accel_backends.elementwise import Trial
+from accel_backends.ops.optimizer_support import Trial
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, TorchDynamoPlugin
-from accel_backends.fsdp_gradients import parameter_groups
+from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, ConfigError, PrepareError, Session
-from accel_state.versions import Version
 from accel_testing import RankPool
-from accel_testing.models import WithBuffers, WithFrozen, make_model
+from accel_testing.equivalence.models import WithBuffers, WithFrozen, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
 

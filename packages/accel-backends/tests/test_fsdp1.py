@@ -9,7 +9,7 @@ from torch import nn
 from accel_backends import Bundle, FSDP1Backend, FSDPConfig
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, Session
-from accel_testing.models import TinyTransformer, make_model
+from accel_testing.equivalence.models import TinyTransformer, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
 
@@ -119,7 +119,7 @@ def test_an_optimizer_that_could_not_be_saved_is_warned_of(rank: int) -> None:
     heard: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("accel_backends.fsdp1")
+    logger = logging.getLogger("accel_backends.fsdp1.backend")
     logger.addHandler(listener)
     backend = open_backend()
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]

@@ -9,8 +9,8 @@ from torch import nn
 from accel_backends import Backend, Bundle, FSDP1Backend, FSDPBackend, FSDPConfig
 from accel_precision import PrecisionPolicy
 from accel_state import CollectiveError, Session
-from accel_testing.groups import leave_group
-from accel_testing.models import make_model
+from accel_testing.equivalence.models import make_model
+from accel_testing.ranks.groups import leave_group
 
 VERSIONS = {2: FSDPBackend, 1: FSDP1Backend}
 

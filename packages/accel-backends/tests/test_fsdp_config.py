@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_backends import FullyShardedDataParallelPlugin as Plugin
-from accel_backends.fsdp_values import AutoWrap, BackwardPrefetch, Sharding, StateDictKind, WholeForm
+from accel_backends.core.option_parsing import AutoWrap, BackwardPrefetch, Sharding, StateDictKind, WholeForm
 from accel_state import ConfigError
 
 
@@ -221,7 +221,7 @@ def test_the_version_names_the_backend(version: Any, name: str) -> None:
 def test_unused_parameters_are_refused_by_a_torch_that_cannot_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule
 
-    from accel_backends.fsdp_shard import check_torch
+    from accel_backends.fsdp.shard import check_torch
 
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)  # as before torch 2.13
     check_torch(Plugin())

@@ -9,7 +9,7 @@ from torch import nn
 from accel_backends import Bundle, FSDPBackend, FSDPConfig
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, Session
-from accel_testing.models import TinyTransformer, WithBuffers, make_model
+from accel_testing.equivalence.models import TinyTransformer, WithBuffers, make_model
 
 
 def open_backend(**options: Any) -> FSDPBackend:

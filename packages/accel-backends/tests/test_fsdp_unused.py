@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig
-from accel_backends.fsdp_check import is_sharded
+from accel_backends.fsdp.validate import is_sharded
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 

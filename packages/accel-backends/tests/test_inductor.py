@@ -11,7 +11,7 @@ from torch import nn
 from accel_backends import Backend, Bundle, DDPBackend, FSDPBackend, TorchDynamoPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
-from accel_testing.models import make_model
+from accel_testing.equivalence.models import make_model
 
 STEPS = 3
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, load_backend
-from accel_backends.fsdp_gradients import parameter_groups
+from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 

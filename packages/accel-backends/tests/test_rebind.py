@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from accel_backends import named_parameters, rebind
-from accel_backends.rebinding import state_to_device
+from accel_backends.core.rebind import state_to_device
 from accel_state import PrepareError
 
 

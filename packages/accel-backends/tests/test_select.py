@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_backends import Bundle, DDPConfig, ModelFacts, SingleConfig, installed_backends, load_backend, select_backend
-from accel_backends.config import BackendConfig
+from accel_backends.core.config import BackendConfig
 from accel_state import BackendError, Device, Topology
 
 ONE, TWO = Topology(), Topology(rank=0, world_size=2, local_world_size=2)

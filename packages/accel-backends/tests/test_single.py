@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, DDPConfig, SingleBackend
-from accel_backends.config import BackendConfig
+from accel_backends.core.config import BackendConfig
 from accel_precision import GradScalerKwargs, PrecisionPolicy
 from accel_state import BackendError, ConfigError, PrepareError
 

@@ -5,16 +5,16 @@ import os
 import subprocess
 import sys
 
-from accel_backends.names import natural
-from accel_backends.wrapping import Units
+from accel_backends.fsdp.wrap_units import Units
+from accel_backends.ops.fqn import natural
 
 PLANS = """
 import json
 import torch
 from torch import nn
-from accel_backends.fsdp_config import FSDPConfig
-from accel_backends.wrapping import find_units, parameters_of_units
-from accel_testing.models import TinyTransformer, TinyBlock
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.wrap_units import find_units, parameters_of_units
+from accel_testing.equivalence.models import TinyTransformer, TinyBlock
 
 class Wide(nn.Module):
     def __init__(self):

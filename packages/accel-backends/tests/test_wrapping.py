@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends.fsdp_config import FSDPConfig
-from accel_backends.wrapping import Units, find_units, parameters_of_units, units_by_size
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.wrap_units import Units, find_units, parameters_of_units, units_by_size
 from accel_state import PrepareError
-from accel_testing.models import TinyBlock, TinyTransformer, make_model
+from accel_testing.equivalence.models import TinyBlock, TinyTransformer, make_model
 
 
 def found(model: nn.Module | None = None, **options: Any) -> Units:

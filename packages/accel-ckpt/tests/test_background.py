@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint
-from accel_ckpt import background as backgrounds
+from accel_ckpt.saving import asynchronous as backgrounds
 from accel_state.errors import CheckpointError
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import accel_ckpt
-from accel_ckpt import manifest as manifests
-from accel_ckpt.blocks import crc32, sha256
-from accel_ckpt.container import Item as Item
-from accel_ckpt.container import header_of, read_header
+from accel_ckpt.format import manifest as manifests
+from accel_ckpt.format.blocks import crc32, sha256
+from accel_ckpt.format.safetensors_file import Item as Item
+from accel_ckpt.format.safetensors_file import header_of, read_header
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 FILES = ("manifest.json", "tree.json", "local-00000.json", "tensors-00000.safetensors")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import accel_ckpt
-from accel_ckpt import CheckpointDirectory, directory, keep_best, keep_every, keep_last, keep_union
-from accel_ckpt.staging import Staging, sweep
+from accel_ckpt import CheckpointDirectory, keep_best, keep_every, keep_last, keep_union
+from accel_ckpt.io.atomic_folder import Staging, sweep
+from accel_ckpt.series import directory
 from accel_state.errors import CheckpointError
 
 

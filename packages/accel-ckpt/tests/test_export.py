@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_ckpt import export_checkpoint, export_model, export_tensors, load_model_files, save
-from accel_ckpt.export import parse_size, split_into_shards
+from accel_ckpt.tools.export import parse_size, split_into_shards
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from accel_ckpt.failed_exit import STATUS
+from accel_ckpt.saving.failed_exit import STATUS
 
 SCRIPT = """
 import atexit, logging, sys, weakref
 import torch
-from accel_ckpt import AsyncSaver, saving
+from accel_ckpt.saving import transaction as saving; from accel_ckpt import AsyncSaver
 
 class Kept: pass
 kept = Kept()

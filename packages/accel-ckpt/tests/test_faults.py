@@ -15,9 +15,9 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import CheckpointDirectory, keep_last
-from accel_ckpt.staging import Staging
+from accel_ckpt.io.atomic_folder import Staging
 from accel_state.errors import CheckpointError
-from accel_testing.faults import injected, make_read_only, small_file_system
+from accel_testing.faults.faults import injected, make_read_only, small_file_system
 
 FULL = r" after \d+ bytes of the \d+ that it needs; \d+ bytes are free there"
 SYSTEM_CALLS = ("open", "close", "mkdir", "rmdir", "pwritev", "fsync", "rename", "unlink", "preadv")
@@ -49,7 +49,7 @@ def die_at(call: int) -> None:
 
     for name in SYSTEM_CALLS:
         setattr(os, name, count(getattr(os, name)))
-    from accel_ckpt import staging
+    from accel_ckpt.io import atomic_folder as staging
 
     staging._exchange = count(staging._exchange)  # type: ignore[assignment]
 
@@ -191,9 +191,9 @@ def _joined(folder: Path, rank: int) -> Any:
 
 def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str) -> None:
     """A save in which this rank dies at a stage, or hears that another has."""
-    from accel_ckpt.draft import make_draft
-    from accel_ckpt.peers import Peers
-    from accel_ckpt.saving import Attempt
+    from accel_ckpt.rank_group import Peers
+    from accel_ckpt.saving.plan import make_draft
+    from accel_ckpt.saving.transaction import Attempt
 
     peers = Peers.of(group)
     attempt = Attempt.begin(peers, target, lambda apart: make_draft(after, None, None, peers, apart))
@@ -203,7 +203,7 @@ def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str
 
 
 @pytest.mark.parametrize(
-    "place", ["os:pwritev", "os:fsync", "os:mkdir", "os:rename", "accel_ckpt.staging:_exchange", "os:open"]
+    "place", ["os:pwritev", "os:fsync", "os:mkdir", "os:rename", "accel_ckpt.io.atomic_folder:_exchange", "os:open"]
 )
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, place: str, call: int) -> None:

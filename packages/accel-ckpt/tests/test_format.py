@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from accel_ckpt import open_checkpoint, save
-from accel_ckpt.blocks import Digest
+from accel_ckpt.format.blocks import Digest
 
 DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "format_1"

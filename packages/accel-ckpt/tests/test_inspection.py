@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_ckpt import CheckpointDirectory, keep_last, save
-from accel_ckpt.inspection import Changed, compare_checkpoints, describe, list_checkpoints, verify
+from accel_ckpt.tools.inspection import Changed, compare_checkpoints, describe, list_checkpoints, verify
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_distances_are_measured_in_slices(
     largest: float,
     relative: float,
 ) -> None:
-    monkeypatch.setattr("accel_ckpt.inspection._SLICE", 1)
+    monkeypatch.setattr("accel_ckpt.tools.inspection._SLICE", 1)
     save(tmp_path / "a", {"s": {"x": first}})
     save(tmp_path / "b", {"s": {"x": second}})
     (changed,) = compare_checkpoints(tmp_path / "a", tmp_path / "b").tensors

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ckpt.jobs import Seat, default_threads, run_jobs
+from accel_ckpt.io.thread_pool import Seat, default_threads, run_jobs
 
 
 @settings(deadline=None)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ckpt.layout import (
+from accel_ckpt.format.shard_layout import (
     Box,
     Split,
     boxes,

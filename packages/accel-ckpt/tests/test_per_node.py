@@ -11,8 +11,8 @@ import torch.distributed as dist
 import accel_ckpt
 from accel_ckpt import AsyncSaver, CheckpointDirectory, PerNode, keep_last, open_checkpoint
 from accel_state.errors import CheckpointError
-from accel_testing.faults import injected
-from accel_testing.logs import heard
+from accel_testing.faults.faults import injected
+from accel_testing.pytest.logs import heard
 
 NODES = (0, 0, 1, 1)
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import accel_ckpt
-from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint, remote
-from accel_ckpt.blocks import BLOCK
-from accel_ckpt.inspection import compare_checkpoints, describe, list_checkpoints, verify
-from accel_ckpt.storage import Url, locate
+from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint
+from accel_ckpt.format.blocks import BLOCK
+from accel_ckpt.io import remote
+from accel_ckpt.io.storage import Url, locate
+from accel_ckpt.tools.inspection import compare_checkpoints, describe, list_checkpoints, verify
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 from accel_testing import RankPool
-from accel_testing.faults import injected
+from accel_testing.faults.faults import injected
 
 fsspec: Any = pytest.importorskip("fsspec")
 pytest.importorskip("tenacity")
@@ -330,7 +331,7 @@ def test_an_export_that_is_cut_short_shows_nothing_and_is_repeated(monkeypatch: 
 
 def read_together(endpoint: str, place: str, shared: bool) -> int:
     """Bytes of tensors that this rank asks the server for."""
-    from accel_ckpt import sharing
+    from accel_ckpt.loading import cooperative_read as sharing
 
     use_server(endpoint)
     asked: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ckpt import AsyncSaver, Terms, open_checkpoint, save
-from accel_ckpt.replicas import row_sums, value_digests
+from accel_ckpt.saving.replicas import row_sums, value_digests
 from accel_state.errors import CheckpointError
 
 LARGE = 2**15  # floats, so that tensors are spread over the ranks that hold them
@@ -18,7 +18,7 @@ LARGE = 2**15  # floats, so that tensors are spread over the ranks that hold the
 def warnings_of_saves() -> Iterator[list[str]]:
     """What is logged while the block runs."""
     texts: list[str] = []
-    logger, handler = logging.getLogger("accel_ckpt.saving"), logging.Handler(logging.WARNING)
+    logger, handler = logging.getLogger("accel_ckpt.saving.transaction"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:

@@ -11,7 +11,7 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import open_checkpoint, reshard
-from accel_ckpt.inspection import compare_checkpoints
+from accel_ckpt.tools.inspection import compare_checkpoints
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -84,7 +84,7 @@ def test_memory_holds_few_tensors_at_a_time(tmp_path: Path, command: str) -> Non
     script = f"""
 from pathlib import Path
 import torch, accel_ckpt
-from accel_ckpt import export, inspection, resharding
+from accel_ckpt.tools import export; from accel_ckpt.tools import inspection; from accel_ckpt.tools import resharding
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()

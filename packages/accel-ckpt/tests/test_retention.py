@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ckpt import SavedCheckpoint, keep_all, keep_best, keep_every, keep_last, keep_union
-from accel_ckpt.retention import Retention, to_remove
+from accel_ckpt.series.retention import Retention, to_remove
 from accel_state.errors import CheckpointError
 
 

@@ -14,8 +14,8 @@ import torch
 
 import accel_ckpt
 from accel_ckpt import open_checkpoint
-from accel_ckpt.blocks import BLOCK
-from accel_state import pickled
+from accel_ckpt.format.blocks import BLOCK
+from accel_state.collectives import pickled
 from accel_state.errors import CheckpointError, CheckpointMismatchError
 
 DTYPES = [

@@ -7,7 +7,7 @@ import torch
 
 import accel_ckpt
 from accel_state.errors import CheckpointError, CheckpointMismatchError
-from accel_testing.logs import heard
+from accel_testing.pytest.logs import heard
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

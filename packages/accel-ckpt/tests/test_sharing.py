@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 import accel_ckpt
-from accel_ckpt import checkpoint, sharing
-from accel_ckpt.blocks import BLOCK, CheckedFile
-from accel_ckpt.jobs import Seat
-from accel_ckpt.sharing import Interest, compared_by, pays, wanted_by_all
-from accel_state.collectives import all_gather_object
+from accel_ckpt.format.blocks import BLOCK, CheckedFile
+from accel_ckpt.io.thread_pool import Seat
+from accel_ckpt.loading import checkpoint
+from accel_ckpt.loading import cooperative_read as sharing
+from accel_ckpt.loading.cooperative_read import Interest, compared_by, pays, wanted_by_all
+from accel_state.collectives.tensors import all_gather_object
 from accel_state.errors import CheckpointError
 
 A, B = Seat("a", 0b11), Seat("b", 0b11)
@@ -109,7 +110,7 @@ def test_what_is_passed_on_is_what_was_saved(
     accel_ckpt.save(tmp_path / "one", {"w": values, "b": torch.ones(3)})
     monkeypatch.setattr(sharing, "pays", lambda *_, **__: on)
     monkeypatch.setattr(sharing, "_AT_ONCE", 5 * 2**20)  # so that blocks are passed on in parts
-    monkeypatch.setattr("accel_ckpt.jobs.gethostname", lambda: f"machine{rank}")
+    monkeypatch.setattr("accel_ckpt.io.thread_pool.gethostname", lambda: f"machine{rank}")
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)
     file = opened._files["tensors-00000.safetensors"]
     reads: list[int] = []

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_ckpt
-from accel_ckpt.tree import TensorTable, decode, encode, leaves, tensor_name
+from accel_ckpt.format.tree import TensorTable, decode, encode, leaves, tensor_name
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 numbers = st.integers() | st.floats() | st.booleans() | st.none() | st.text()

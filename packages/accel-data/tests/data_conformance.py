@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 
 from accel_data import LoaderOptions, PreparedLoader, prepare_loader
-from accel_state.objects import all_gather_object
-from accel_state.parallelism import DataShard
+from accel_state.collectives.objects import all_gather_object
+from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH = 22, 2
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 SIZE, GLOBAL_BATCH = 103, 12
 RUNS = [(1, 4, 2), (2, 6, 3), (1, 12, None)]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomS
 
 from accel_data import LengthGrouped, LoaderOptions, OrderSampler, prepare_loader, skip_first_batches
 from accel_state.errors import DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 OLD, STEPS, BATCH = 24, 2, 4
 ALLOWED = LoaderOptions(data_seed=3, allow_changed_data=True)

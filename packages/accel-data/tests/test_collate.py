@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.collate import PaddingCollator, pad_sequences, padded_length, padding_share
-from accel_data.collate_budget import TokenBudget, TokenBudgetSampler, even_out, pack
+from accel_data.collate.padding import PaddingCollator, pad_sequences, padded_length, padding_share
+from accel_data.collate.token_budget import TokenBudget, TokenBudgetSampler, even_out, pack
 from accel_state.errors import AccelError, ConfigError, DataError
 
 Pair = namedtuple("Pair", "tokens label")

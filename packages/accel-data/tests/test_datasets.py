@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from accel_data import LoaderOptions, ShuffleBuffer, prepare_loader
 from accel_data.iterable.capabilities import Capabilities, inspect_stream
 from accel_state.errors import ConfigError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 datasets = pytest.importorskip("datasets")
 FILES, ROWS = 6, 5
@@ -165,7 +165,7 @@ def test_our_shuffle_buffer_seeks_where_theirs_is_read_again(ranks, workers):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_with_a_group_take_equally_many_steps_and_say_what_is_repeated(rank, world_size, workers):
-    from accel_state.objects import all_gather_object
+    from accel_state.collectives.objects import all_gather_object
 
     options = LoaderOptions(dispatch_batches=False)
     loader = prepared(stream(3), rank, world_size, options=options, num_workers=workers)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.dispatch import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
-from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import Arriving, body_size, joined_body, pack, split_body
+from accel_data.dispatch.buffers import Blocks
+from accel_data.dispatch.scatter import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
+from accel_data.dispatch.serialization import Arriving, body_size, joined_body, pack, split_body
 
 Pair = namedtuple("Pair", "x y")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel_data.dispatch_memory import Blocks
-from accel_data.dispatch_message import Arriving, pack
+from accel_data.dispatch.buffers import Blocks
+from accel_data.dispatch.serialization import Arriving, pack
 
 LARGE = 1 << 20
 

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_data.dispatch_lane import _bytes_of
-from accel_data.dispatch_source import DispatchSource
+from accel_data.dispatch.pipeline import _bytes_of
+from accel_data.dispatch.source import DispatchSource
 from accel_data.iterable.source import StreamSource
 from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
 

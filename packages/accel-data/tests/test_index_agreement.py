@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_data import Cursor, prepare_loader
-from accel_data.index_agreement import _KEPT, _PUBLISHED, IndexCheck
+from accel_data.map.index_agreement import _KEPT, _PUBLISHED, IndexCheck
+from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import DataError
-from accel_state.objects import all_gather_object
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 LIMIT = 60.0
 """Seconds after which a difference would have been found on any machine; a test that passes takes about one."""
@@ -176,7 +176,7 @@ def read(loader, pause):
 def logged():
     """The messages that the loaders' threads log meanwhile."""
     handler = QueueHandler(SimpleQueue())
-    logger = logging.getLogger("accel_data.alarm")
+    logger = logging.getLogger("accel_data.failure_relay")
     logger.addHandler(handler)
     try:
         yield handler.queue

@@ -21,7 +21,7 @@ from accel_data import (
     skip_first_batches,
 )
 from accel_state.errors import ConfigError, DataError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 ALONE = DataShard(0, 1)
 
@@ -507,7 +507,7 @@ DYING = """
 import os
 from torch.utils.data import DataLoader, Dataset
 from accel_data import prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 class Dying(Dataset):
     def __len__(self):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
+from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import ConfigError, DataError, DataStateError
-from accel_state.objects import all_gather_object
-from accel_state.parallelism import DataShard, ParallelismConfig
+from accel_state.parallelism.config import DataShard, ParallelismConfig
 from accel_state.topology import Topology
 
 SIZE = 53
@@ -169,8 +169,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from accel_data import LoaderOptions, prepare_loader
-from accel_state.objects import all_gather_object
-from accel_state.parallelism import DataShard
+from accel_state.collectives.objects import all_gather_object
+from accel_state.parallelism.config import DataShard
 
 rank, ranks, workers, batch_size = map(int, sys.argv[1:5])
 store, log = sys.argv[5:7]
@@ -364,8 +364,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from accel_data import prepare_loader
-from accel_state import Session, collectives
-from accel_state.parallelism import DataShard
+from accel_state.collectives import tensors as collectives; from accel_state import Session
+from accel_state.parallelism.config import DataShard
 
 rank, store, wait, end = int(sys.argv[1]), *sys.argv[2:]
 address = "file://" + store

@@ -22,10 +22,10 @@ from accel_data import (
     Shuffled,
     Subset,
     Weighted,
-    keyed,
 )
-from accel_data.keyed import Bijection, derive_key, sorted_permutation
-from accel_data.orders import TABLE_LIMIT, checksum
+from accel_data.order import counter_rng as keyed
+from accel_data.order.counter_rng import Bijection, derive_key, sorted_permutation
+from accel_data.order.orders import TABLE_LIMIT, checksum
 from accel_state.errors import DataError
 
 # One test in ten thousand may fail by chance; seeds are fixed, so it either does or does not.
@@ -315,7 +315,7 @@ import resource, time
 import torch
 from torch.utils.data import DataLoader
 from accel_data import prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 next(iter(prepare_loader(DataLoader(range(2_000_000), shuffle=True, batch_size=32), DataShard(0, 1))))
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from accel_data.placement import AsIs, Direct, SideStream, placer_for
-from accel_state.nested import find_device
+from accel_data.device.prefetch import AsIs, Direct, SideStream, placer_for
+from accel_state.pytree.operations import find_device
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multipl
 from torch.utils.data import DataLoader
 
 from accel_data import Cursor, LoaderOptions, prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH = 10, 4
 

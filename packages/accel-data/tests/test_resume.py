@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from accel_data import Cursor, LengthGrouped, LoaderOptions, OrderSampler, prepare_loader, skip_first_batches
 from accel_state.errors import DataError, DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 
 class Walked:

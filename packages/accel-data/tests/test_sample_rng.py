@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel_data import LoaderOptions, prepare_loader, sample_rng
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 SIZE = 24
 

@@ -14,7 +14,7 @@ from accel_data import (
     prepare_data_loader,
     prepare_loader,
 )
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 BATCHES = BatchSampler(SequentialSampler(range(16)), 4, False)
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_data import prepare_loader, split_sequences
 from accel_state.errors import DataError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 
 def parts(batch: Any, count: int) -> tuple[list[Any], list[float]]:

@@ -17,9 +17,9 @@ from accel_data import (
     prepare_loader,
     real_counts,
 )
-from accel_data.sharding import batches_of, wrap
+from accel_data.map.sharding import batches_of, wrap
 from accel_state.errors import ConfigError, DataError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 # mode, batch size, even, drop_last, samples | batches of rank 0/1 | last two batches of rank 0 | of rank 1
 TABLE = """

@@ -13,7 +13,7 @@ from accel_data import LoaderOptions, ShuffleBuffer, prepare_loader
 from accel_data.iterable import worker
 from accel_data.iterable.capabilities import Capabilities, inspect_stream
 from accel_state.errors import ConfigError, DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
 

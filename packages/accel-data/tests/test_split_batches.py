@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH, RANKS = 40, 8, 4
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
 from accel_state.errors import ConfigError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
 StatefulDataLoader = stateful_dataloader.StatefulDataLoader

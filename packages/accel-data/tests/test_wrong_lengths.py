@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH = 22, 2
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import CollectiveError, Session
-from accel_state.collectives import (
+from accel_state.collectives.tensors import (
     all_gather_object,
     broadcast,
     copy_tensor_to_devices,
@@ -16,7 +16,7 @@ from accel_state.collectives import (
     reduce,
     wire_dtype,
 )
-from accel_state.nested import leaves_of
+from accel_state.pytree.operations import leaves_of
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 EXACT = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_state import DEVICE_KINDS, ConfigError, Device, Topology, TopologyError, count_devices
-from accel_state.device import _index_for
+from accel_state.device.device import _index_for
 
 HERE = Topology()
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.distributed import HashStore
 
-from accel_state import Session, collectives
-from accel_state.doctor.active import _active, broken_connection, outline, recorded, troubled, untroubled
-from accel_state.doctor.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
-from accel_state.doctor.flight import flight_record, flights
-from accel_state.doctor.peers import LEFT, Peers, _shows_end
-from accel_state.doctor.record import SLOTS, Entry, Record, Snapshot, decode
+from accel_state import Session
+from accel_state.collectives import tensors as collectives
 from accel_state.errors import CollectiveError, CollectiveMismatchError
-from accel_state.versions import Version
+from accel_state.watchdog.decorator import _active, broken_connection, outline, recorded, troubled, untroubled
+from accel_state.watchdog.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
+from accel_state.watchdog.flight_recorder import flight_record, flights
+from accel_state.watchdog.operation_record import SLOTS, Entry, Record, Snapshot, decode
+from accel_state.watchdog.peer_states import LEFT, Peers, _shows_end
 
 
 def entry(operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None) -> Entry:

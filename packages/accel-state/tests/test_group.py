@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.group import sibling_group
+from accel_state.process_group.group import sibling_group
 
 
 def summed(group: dist.ProcessGroup) -> float:

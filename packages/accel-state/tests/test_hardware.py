@@ -5,7 +5,7 @@ import os
 import pytest
 
 from accel_state import check_cuda_fp8_capability, check_cuda_p2p_ib_support, get_gpu_info, set_numa_affinity
-from accel_state.hardware import parse_cpu_list
+from accel_state.device.gpus import parse_cpu_list
 
 TOOL = """#!/bin/sh
 case "$1" in

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state import nested
-from accel_state.nested import (
+from accel_state.pytree import operations as nested
+from accel_state.pytree.operations import (
     concatenate,
     convert_to_fp32,
     find_batch_size,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from accel_state import CollectiveError
-from accel_state.collectives import agree, all_gather_object, broadcast_object_list, gather_object
-from accel_testing.launching import run_script
+from accel_state.collectives.tensors import agree, all_gather_object, broadcast_object_list, gather_object
+from accel_testing.ranks.launched_scripts import run_script
 
 
 @pytest.mark.ranks(2)
@@ -25,7 +25,7 @@ def test_objects_of_any_sizes_arrive(rank, sizes):
 
 @pytest.mark.ranks(2)
 def test_every_size_around_what_one_collective_carries_arrives(rank):
-    from accel_state.pickled import _INLINE
+    from accel_state.collectives.pickled import _INLINE
 
     for size in range(_INLINE - 40, _INLINE + 8):
         assert all_gather_object(b"a" * (size - rank)) == [b"a" * size, b"a" * (size - 1)]
@@ -94,7 +94,7 @@ HOLDS_THE_INTERPRETER = """
 import sys
 import torch
 import torch.distributed as dist
-from accel_state.objects import all_gather_object
+from accel_state.collectives.objects import all_gather_object
 
 dist.init_process_group("gloo")
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)

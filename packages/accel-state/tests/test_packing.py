@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_state import CollectiveError
-from accel_state.packing import as_bytes, by_dtype, gathered_shape, in_batches, join, pack, split, unpack, unpack_rows
+from accel_state.pytree.bucket import (
+    as_bytes,
+    by_dtype,
+    gathered_shape,
+    in_batches,
+    join,
+    pack,
+    split,
+    unpack,
+    unpack_rows,
+)
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.complex128]
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)

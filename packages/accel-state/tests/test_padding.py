@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.collectives import CannotPadNestedTensorWarning, gather, pad_across_processes, pad_input_tensors
-from accel_state.padding import pad_to
+from accel_state.collectives.padding import pad_to
+from accel_state.collectives.tensors import (
+    CannotPadNestedTensorWarning,
+    gather,
+    pad_across_processes,
+    pad_input_tensors,
+)
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import Device, Session, SessionError, Topology, TopologyError
-from accel_state.group import prepare_process
+from accel_state.process_group.group import prepare_process
 
 SHORT = timedelta(seconds=1)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import CollectiveError, CollectiveMismatchError, Session
-from accel_state.collectives import (
+from accel_state.collectives.tensors import (
     agree,
     all_gather_object,
     broadcast,
@@ -21,8 +21,8 @@ from accel_state.collectives import (
     pad_across_processes,
     reduce,
 )
-from accel_state.verify import Call, compare, describe, verify_collective
-from accel_testing.launching import run_command
+from accel_state.collectives.verify import Call, compare, describe, verify_collective
+from accel_testing.ranks.launched_scripts import run_command
 
 # The hang watchdog compares operations, too, and would be first.
 UNWATCHED = {"ACCEL_HANG_DOCTOR": "off"}
@@ -94,7 +94,7 @@ def test_differences_are_named_by_process_and_leaf(trees, subject, texts):
 
 MISMATCH = """
 import torch
-from accel_state.verify import compare, describe
+from accel_state.collectives.verify import compare, describe
 
 first, second = ({f"{kind}{n}": torch.ones(n) for n in range(8)} for kind in ("input", "label"))
 print(compare([describe("gather", tree, {}) for tree in (first, second)]))
@@ -226,10 +226,10 @@ def test_a_rank_that_never_comes_is_named_with_what_it_did_last(rank):
 @pytest.mark.ranks(2, env=UNWATCHED)
 @pytest.mark.fault
 def test_whom_one_waits_for_is_logged_before_the_timeout(rank, monkeypatch):
-    monkeypatch.setattr("accel_state.verify._IMPATIENT", timedelta(seconds=1))
+    monkeypatch.setattr("accel_state.collectives.verify._IMPATIENT", timedelta(seconds=1))
     told = []
     monkeypatch.setattr(
-        logging.getLogger("accel_state.verify"), "warning", lambda text, *args: told.append(text % args)
+        logging.getLogger("accel_state.collectives.verify"), "warning", lambda text, *args: told.append(text % args)
     )
     if rank == 0:
         with pytest.raises(CollectiveError, match="never seen"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel_testing import RankPool
-from accel_testing.layouts import Layout
+from accel_testing.equivalence.layouts import Layout
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-import accel_backends.xla
+import accel_backends.xla.backend
 from accel import Accelerator
-from accel.metrics import gather_for_metrics
+from accel.loop.metrics import gather_for_metrics
 from accel_state import BackendError, find_batch_size
 from accel_state.rng import set_seed
 
@@ -24,7 +24,9 @@ def main(folder: Path) -> None:
         Accelerator()
     except BackendError as error:
         found["refusal"] = str(error)
-    accel_backends.xla.check_hosts = lambda *_: None  # from here on the runtime is believed to connect both machines
+    accel_backends.xla.backend.check_hosts = (
+        lambda *_: None
+    )  # from here on the runtime is believed to connect both machines
     accelerator = Accelerator()
     session, device = accelerator.session, accelerator.device
     set_seed(accelerator.process_index)

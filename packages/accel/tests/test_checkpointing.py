@@ -174,7 +174,7 @@ def elastic_run(folder: str, steps: int, *, save_at: int | None = None, load: bo
 
 @pytest.fixture(scope="module")
 def pool():
-    from accel_testing.pool import RankPool
+    from accel_testing.ranks.pool import RankPool
 
     with RankPool(4) as ranks:
         yield ranks
@@ -638,12 +638,12 @@ def test_an_asynchronous_save_holds_the_values_at_the_call(tmp_path: Path) -> No
 
 
 def test_a_failed_asynchronous_save_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import accel_ckpt.saving
+    import accel_ckpt.saving.transaction
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(accel_ckpt.saving.Attempt, "finish", _fails)
+        patch.setattr(accel_ckpt.saving.transaction.Attempt, "finish", _fails)
         accelerator.save_state(tmp_path / "a", asynchronous=True)
         with pytest.raises(CheckpointError, match="disk on fire"):
             accelerator.last_save.wait()

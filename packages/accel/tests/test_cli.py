@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from click.core import ParameterSource
 
-from accel.cli.app import COMMANDS, Listed, command_line, run
-from accel.cli.printing import outlined
-from accel.config import resolve_config, settings
+from accel_launch.cli.app import COMMANDS, Listed, command_line, run
+from accel_launch.cli.printing import outlined
+from accel_launch.config import resolve_config, settings
 
 
 def accel(
@@ -155,7 +155,7 @@ def test_every_listed_command_can_be_loaded_and_bears_its_name(name: str) -> Non
 def test_help_and_settings_come_without_torch(argv: list[str]) -> None:
     code = (
         "import sys\n"
-        "from accel.cli.app import run\n"
+        "from accel_launch.cli.app import run\n"
         f"status = run({argv!r})\n"
         "heavy = {'torch', 'numpy', 'yaml', 'typer', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(status or (f'imported: {heavy}' if heavy else 0))\n"
@@ -226,7 +226,7 @@ def test_config_default_writes_a_file_that_changes_nothing_and_is_never_overwrit
 
 
 def test_config_default_with_its_comment_signs_removed_is_the_defaults(tmp_path: Path) -> None:
-    from accel.cli.config import default_text
+    from accel_launch.cli.config import default_text
 
     lines = [line.removeprefix("# ") for line in default_text().splitlines()]
     kept = [line for line in lines if line.partition(":")[0] in settings()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli.app import run
+from accel_launch.cli.app import run
 
 SCRIPT = """
 import torch

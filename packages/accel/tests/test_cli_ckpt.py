@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.cli.app import run
 from accel_ckpt import CheckpointDirectory, load_model_files, save
+from accel_launch.cli.app import run
 
 Command = Callable[..., tuple[int, str]]
 
@@ -179,7 +179,7 @@ def test_repairing_sweeps_leftovers_and_reports_damage(series: Path, ckpt: Comma
 def test_help_comes_without_torch() -> None:
     code = (
         "import sys\n"
-        "from accel.cli.app import run\n"
+        "from accel_launch.cli.app import run\n"
         "status = run(['ckpt', 'diff', '--help'])\n"
         "sys.exit(status or ('torch imported' if 'torch' in sys.modules else 0))\n"
     )

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel.cli.app import run
-from accel.cli.config import file_text, quoted
-from accel.cli.questions import QUESTIONS, ask_all
-from accel.cli.to_fsdp2 import convert
-from accel.config import resolve_config, settings
+from accel_launch.cli.app import run
+from accel_launch.cli.config import file_text, quoted
+from accel_launch.cli.questions import QUESTIONS, ask_all
+from accel_launch.cli.to_fsdp2 import convert
+from accel_launch.config import resolve_config, settings
 from accel_state.errors import ConfigError
 
 DOWN = "\x1b[B"

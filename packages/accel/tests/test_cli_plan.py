@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel.cli.app import run
+from accel_launch.cli.app import run
 
 MODELS = """
 import torch

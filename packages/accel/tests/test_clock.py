@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.clock import PATIENCE, GradientAccumulationPlugin, StepClock
+from accel.loop.accumulator import PATIENCE, GradientAccumulationPlugin, StepClock
 from accel_state.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.config import PRECEDENCE, AccelConfig, Origin, resolve_config, settings, unknown_variables
+from accel_launch.config import PRECEDENCE, AccelConfig, Origin, resolve_config, settings, unknown_variables
 from accel_precision import PrecisionPolicy
 from accel_precision.policy import ALIASES
 from accel_state.errors import ConfigError

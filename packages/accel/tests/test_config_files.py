@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from accel.config import AccelConfig, resolve_config, settings
-from accel.config.accelerate_files import DISTRIBUTED_TYPES, SECTIONS, known_names
-from accel.config.resolve import keys_of
-from accel.config.schema import schema
-from accel.launch.checks import check_settings
+from accel_launch.config import AccelConfig, resolve_config, settings
+from accel_launch.config.accelerate_files import DISTRIBUTED_TYPES, SECTIONS, known_names
+from accel_launch.config.resolve import keys_of
+from accel_launch.config.schema import schema
+from accel_launch.launch.checks import check_settings
 from accel_state.errors import ConfigError
 
 BASE = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nmain_process_ip: null\nmain_training_function: main\n"

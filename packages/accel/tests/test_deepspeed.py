@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.launching import run_command
-from accel_testing.program import Program, momentum_sgd
-from accel_testing.programs import adamw_program, sgd_program, train_part
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program, momentum_sgd
+from accel_testing.equivalence.programs import adamw_program, sgd_program, train_part
+from accel_testing.ranks.launched_scripts import run_command
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -108,7 +108,7 @@ def test_a_run_continues_in_any_stage_world_size_and_backend(
 
 def built(operation: str) -> bool:
     """Whether an operation is there already; building it takes longer than a test may."""
-    from accel_backends.deepspeed_library import extensions_folder
+    from accel_deepspeed.library import extensions_folder
 
     return (extensions_folder() / operation / f"{operation}.so").exists()
 

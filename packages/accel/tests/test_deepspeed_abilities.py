@@ -11,9 +11,9 @@ from torch import nn
 from accel import Accelerator
 from accel_state import BackendError, CheckpointError, ConfigError, PrepareError
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.programs import adamw_program, sgd_program
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.programs import adamw_program, sgd_program
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -104,7 +104,7 @@ def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tm
 def test_folders_with_experts_are_read_where_every_rank_has_all(
     rank: int, stage: int, then: int, tmp_path: Path
 ) -> None:
-    from accel_state.objects import broadcast_object_list
+    from accel_state.collectives.objects import broadcast_object_list
 
     batches = torch.randn(6, 4, WIDTH, generator=torch.Generator().manual_seed(rank))
 
@@ -253,7 +253,7 @@ def test_inference_by_deepspeed_is_refused_on_cpus(rank: int) -> None:
 
 def built(operation: str) -> bool:
     """Whether an operation is there already; building it takes longer than a test may."""
-    from accel_backends.deepspeed_library import extensions_folder
+    from accel_deepspeed.library import extensions_folder
 
     return (extensions_folder() / operation / f"{operation}.so").exists()
 

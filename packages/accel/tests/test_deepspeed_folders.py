@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel_backends.deepspeed_folders import read_folder
+from accel_deepspeed.checkpoint.zero_folders import read_folder
 from accel_state import CheckpointError
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.layouts import Layout
-from accel_testing.training import open_accelerator
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.layouts import Layout
+from accel_testing.equivalence.training import open_accelerator
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -79,8 +79,8 @@ def raw_loop(
     """DeepSpeed's own calls, without an Accelerator; ``sharing`` ranks have parts of each layer."""
     import torch.distributed as dist
 
-    from accel_backends.deepspeed_engine import count_alike
-    from accel_backends.deepspeed_library import close_communication, library, open_communication
+    from accel_deepspeed.engine.engine import count_alike
+    from accel_deepspeed.library import close_communication, library, open_communication
     from accel_state import Session
 
     deepspeed = library("cpu")
@@ -185,7 +185,7 @@ def test_deepspeed_goes_on_with_shared_layers_that_are_exported(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_goes_on_with_what_is_exported(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
-    from accel_backends.deepspeed_library import library
+    from accel_deepspeed.library import library
 
     library("cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -276,7 +276,7 @@ class ByAttribute:
 
 
 def test_stages_are_read_however_python_pickled_them(tmp_path: Path) -> None:
-    from accel_backends.deepspeed_library import library
+    from accel_deepspeed.library import library
 
     library("cpu")
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -15,10 +15,10 @@ from torch import nn
 
 from accel import Accelerator, GradScalerKwargs
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.program import Program
-from accel_testing.programs import adamw, adamw_program, language_program
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program
+from accel_testing.equivalence.programs import adamw, adamw_program, language_program
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -28,7 +28,7 @@ STAGES = [0, 1, 2, 3]
 @contextmanager
 def fp16_on_the_cpu() -> Iterator[None]:
     """Within it, DeepSpeed takes fp16 on any processor."""
-    from accel_backends.deepspeed_library import library
+    from accel_deepspeed.library import library
 
     library("cpu")
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -113,7 +113,7 @@ class Run:
 
 
 def zero(stage: int) -> Any:
-    from accel_backends import DeepSpeedPlugin
+    from accel_deepspeed import DeepSpeedPlugin
 
     return DeepSpeedPlugin(zero_stage=stage)
 
@@ -155,7 +155,7 @@ def test_the_loss_scale_goes_to_other_backends_and_back(rank: int, chain: tuple[
 
 @pytest.mark.ranks(1)
 def test_a_processor_that_deepspeed_knows_no_fp16_on_is_told(rank: int) -> None:
-    from accel_backends.deepspeed_library import library
+    from accel_deepspeed.library import library
     from accel_state.errors import PrepareError
 
     library("cpu")

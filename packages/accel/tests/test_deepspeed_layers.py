@@ -15,10 +15,10 @@ from accel import Accelerator
 from accel_state import BackendError, ConfigError, ParallelismConfig, PrepareError
 from accel_state.errors import TopologyError
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.program import Program
-from accel_testing.programs import adamw, language_program
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program
+from accel_testing.equivalence.programs import adamw, language_program
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -26,7 +26,7 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 
 def built(operation: str) -> bool:
     """Whether an operation is there already; building it takes longer than a test may."""
-    from accel_backends.deepspeed_library import extensions_folder
+    from accel_deepspeed.library import extensions_folder
 
     return (extensions_folder() / operation / f"{operation}.so").exists()
 
@@ -271,7 +271,7 @@ def test_a_model_that_is_only_evaluated_shares_layers_at_stage_3(rank: int) -> N
 @pytest.mark.ranks(2)
 def test_folders_of_deepspeed_hold_parts(rank: int, tmp_path: Path) -> None:
     """DeepSpeed's own, which DeepSpeed reads with as many ranks, and an Accelerator as whole ones."""
-    from accel_state.objects import broadcast_object_list
+    from accel_state.collectives.objects import broadcast_object_list
 
     accelerator = opened(Plan(1, 2))
     model, _, _ = made(accelerator, Plan())

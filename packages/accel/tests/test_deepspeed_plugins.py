@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel_backends import DeepSpeedPlugin
+from accel_deepspeed import DeepSpeedPlugin
 from accel_state import ConfigError, PrepareError
 from accel_state.environment import patch_environment
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel_state import BackendError, ConfigError, ParallelismConfig, PrepareError
 from accel_state.errors import DataError
-from accel_state.parallel_options import DeepSpeedSequenceParallelConfig
+from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
+from accel_testing.equivalence.compare import assert_close_state
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

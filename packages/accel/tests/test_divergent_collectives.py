@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.launching import run_script
+from accel_testing.ranks.launched_scripts import run_script
 
 DIVERGENT = """
 import sys
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 import torch
 from accel import Accelerator
-from accel_state import collectives
+from accel_state.collectives import tensors as collectives
 
 @dataclass
 class Pair:

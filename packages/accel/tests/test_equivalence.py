@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
-from accel.accumulation import normalise, weighted_scale
-from accel.clock import Window
-from accel_backends.clip import scale_gradients
+from accel.loop.accumulation import normalise, weighted_scale
+from accel.loop.accumulator import Window
+from accel_backends.ops.clip import scale_gradients
 from accel_state.errors import ConfigError
 
 STEPS, GLOBAL = 20, 12

@@ -12,12 +12,12 @@ from accel import Accelerator, LocalSGD
 from accel_backends import FullyShardedDataParallelPlugin
 from accel_state import BackendError, ConfigError, ParallelismConfig
 from accel_testing import RankPool
-from accel_testing.compare import assert_close_state
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.memory import peak_allocated
-from accel_testing.models import TinyTransformer, make_model
-from accel_testing.program import Program, momentum_sgd
-from accel_testing.programs import adamw_program, sgd_program, train_part
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.models import TinyTransformer, make_model
+from accel_testing.equivalence.program import Program, momentum_sgd
+from accel_testing.equivalence.programs import adamw_program, sgd_program, train_part
+from accel_testing.faults.memory import peak_allocated
 
 HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.launching import LAUNCHERS, launch_by
+from accel_testing.ranks.launched_scripts import LAUNCHERS, launch_by
 
 TRAIN = """
 import sys
 import torch
 from torch import nn
 from accel import Accelerator
-from accel_testing.models import TinyTransformer
+from accel_testing.equivalence.models import TinyTransformer
 
 def batch(step):
     return torch.randint(0, 32, (4, 4), generator=torch.Generator().manual_seed(step))

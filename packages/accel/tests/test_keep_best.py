@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.cli.app import run
-from accel_ckpt import directory, open_checkpoint
+from accel_ckpt import open_checkpoint
+from accel_ckpt.series import directory
+from accel_launch.cli.app import run
 from accel_state.errors import CheckpointError, ConfigError
-from accel_testing.logs import heard
+from accel_testing.pytest.logs import heard
 
 
 def made(folder: Path | str, **rules: Any) -> Accelerator:

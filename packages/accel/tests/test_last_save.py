@@ -13,7 +13,7 @@ import sys, threading
 import torch
 import torch.distributed as dist
 from accel import Accelerator
-from accel_ckpt import saving
+from accel_ckpt.saving import transaction as saving
 
 accelerator = Accelerator(cpu=True, strategy={strategy!r})
 model = accelerator.prepare(torch.nn.Linear(16, 16))

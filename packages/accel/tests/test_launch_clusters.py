@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from accel.config import resolve_config
-from accel.launch.hostfile import Machine, filtered, parse_hostfile, read_hostfile
-from accel.launch.mpi import plan_mpi
-from accel.launch.slurm import plan_slurm
-from accel.launch.ssh import plan_ssh
-from accel.launch.starting import prepare
+from accel_launch.config import resolve_config
+from accel_launch.launch.dispatch import prepare
+from accel_launch.launch.remote.hostfile import Machine, filtered, parse_hostfile, read_hostfile
+from accel_launch.launch.remote.mpi import plan_mpi
+from accel_launch.launch.remote.slurm import plan_slurm
+from accel_launch.launch.remote.ssh import plan_ssh
 from accel_state.errors import LaunchError
-from accel_testing.launching import free_port
+from accel_testing.ranks.launched_scripts import free_port
 
 LAUNCH = [sys.executable, "-m", "accel", "launch", "--cpu"]
 MEET = """

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from accel.config import resolve_config
-from accel.launch import HostFacts, LaunchPlan, plan, read_host
-from accel.launch.network import interface_to
+from accel_launch.config import resolve_config
+from accel_launch.launch import HostFacts, LaunchPlan, plan, read_host
+from accel_launch.launch.multi_node.network import interface_to
 from accel_state.errors import LaunchError
 
 CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)
@@ -90,7 +90,7 @@ def test_one_process_that_needs_watching_is_watched(settings: dict[str, object])
 )
 def test_watched_processes_run_the_program_through_our_worker(settings: dict[str, object], kind: str) -> None:
     argv = planned({"num_processes": 2, **settings}).processes[1].argv
-    assert argv == ("/py", "-P", "-m", "accel.launch.worker", kind, "train.py", "--lr", "1")
+    assert argv == ("/py", "-P", "-m", "accel_launch.launch.child_main", kind, "train.py", "--lr", "1")
 
 
 @pytest.mark.parametrize(

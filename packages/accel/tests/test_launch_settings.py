@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from accel.config import AccelConfig, resolve_config, settings
-from accel.config.setting import Setting
-from accel.from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options, named_backend
-from accel.launch import HostFacts, plan
-from accel.launch.checks import check_settings
-from accel.setup import cores_of
+from accel.setup.build import cores_of
+from accel.setup.plugins_from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options, named_backend
+from accel_launch.config import AccelConfig, resolve_config, settings
+from accel_launch.config.setting import Setting
+from accel_launch.launch import HostFacts, plan
+from accel_launch.launch.checks import check_settings
 from accel_state.errors import ConfigError, LaunchError
 
 CPU = HostFacts(python="/py", num_cores=8, accelerator=None, num_accelerators=0)

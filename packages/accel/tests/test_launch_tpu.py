@@ -10,11 +10,11 @@ from threading import Thread
 
 import pytest
 
-from accel.config import resolve_config
-from accel.launch.starting import prepare
-from accel.launch.tpu import pod_commands
+from accel_launch.config import resolve_config
+from accel_launch.launch.dispatch import prepare
+from accel_launch.launch.remote.tpu import pod_commands
 from accel_state.errors import BackendError, ConfigError, LaunchError
-from accel_testing.launching import run_command
+from accel_testing.ranks.launched_scripts import run_command
 
 POD = {"tpu": True, "tpu_cluster": True, "tpu_name": "pod", "tpu_zone": "here"}
 TWO = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "first", "main_process_port": 29500}
@@ -49,7 +49,7 @@ def test_one_process_has_all_cores_of_a_machine(tmp_path, settings, launcher, va
 def test_what_a_launcher_does_besides_holds_on_tpus_too(tmp_path):
     made = planned(tmp_path, tpu=True, max_restarts=2, prefix_output=True)
     assert made["max_restarts"] == 2
-    assert made["processes"][0]["argv"][1:4] == ["-P", "-m", "accel.launch.worker"]
+    assert made["processes"][0]["argv"][1:4] == ["-P", "-m", "accel_launch.launch.child_main"]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ BASE = "Running gcloud compute tpus tpu-vm ssh test-tpu --zone us-central1-a --c
 
 @pytest.fixture
 def said(capsys):
-    from accel.cli.app import run
+    from accel_launch.cli.app import run
 
     def call(*argv):
         assert run(["tpu-config", *argv, "--debug"]) == 0
@@ -328,7 +328,7 @@ def test_what_was_typed_wins_over_the_file(said, tmp_path, monkeypatch, argv, ex
     [(["--command", "ls"], "--tpu_name and --tpu_zone"), (PLACE, "give --command or --command_file")],
 )
 def test_a_pod_and_a_command_are_needed(argv, words):
-    from accel.cli.app import command_line
+    from accel_launch.cli.app import command_line
 
     with pytest.raises(ConfigError, match=words):
         command_line().main(["tpu-config", *argv], "accel", standalone_mode=False)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
-from accel_testing.logs import heard
+from accel_testing.pytest.logs import heard
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -333,7 +333,7 @@ def differing(folder: str, *, load: bool, fixed: bool, **options: object) -> tup
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("accel.restoring")
+    logger = logging.getLogger("accel.checkpointing.restore")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -354,7 +354,7 @@ def differing(folder: str, *, load: bool, fixed: bool, **options: object) -> tup
 
 @pytest.fixture(scope="module")
 def pool():
-    from accel_testing.pool import RankPool
+    from accel_testing.ranks.pool import RankPool
 
     with RankPool(2) as ranks:
         yield ranks
@@ -382,7 +382,7 @@ def test_settings_that_change_the_numbers_are_warnings(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_said_and_no_warning(tmp_path: Path) -> None:
-    from accel.run_facts import differences
+    from accel.checkpointing.run_facts import differences
 
     saved = {"number of processes": 1, "torch": "2.9.0", "accel": "0.1.0"}
     (change,) = differences(saved, {**saved, "torch": "2.13.0"})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.launching import run_script
+from accel_testing.ranks.launched_scripts import run_script
 
 TRAIN = """
 import os, signal, subprocess, sys, time
@@ -31,8 +31,8 @@ if rank == 0 and where == "opening":
     lose()
 
 from accel import Accelerator, InitProcessGroupKwargs
-from accel_state.group import sibling_group
-from accel_state.objects import all_gather_object
+from accel_state.process_group.group import sibling_group
+from accel_state.collectives.objects import all_gather_object
 
 began = time.monotonic()
 try:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
 from accel.facets.observing import RunProgress
-from accel.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
-from accel.meters.health import Trouble, worst_of_others
-from accel.meters.progress import clock_text
+from accel_observe.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
+from accel_observe.meters.health import Trouble, worst_of_others
+from accel_observe.meters.progress import clock_text
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -27,7 +27,7 @@ PATHS = {
     "accel.local_sgd": "LocalSGD",
     "accel.parallelism_config": "ParallelismConfig",
     "accel.launchers": "debug_launcher notebook_launcher",
-    "accel.tracking": "GeneralTracker filter_trackers LOGGER_TYPE_TO_CLASS",
+    "accel_observe.tracking": "GeneralTracker filter_trackers LOGGER_TYPE_TO_CLASS",
     "accel.utils": (
         "AORecipeKwargs AutocastKwargs ComputeEnvironment CustomDtype DeepSpeedPlugin DistributedType DummyOptim "
         "DummyScheduler DynamoBackend FullyShardedDataParallelPlugin GradientAccumulationPlugin KwargsHandler "
@@ -78,7 +78,7 @@ def test_importing_everything_initialises_no_device_and_opens_no_group() -> None
 
 
 def test_importing_accel_alone_imports_no_torch() -> None:
-    code = "import sys, accel, accel.utils, accel.config; assert 'torch' not in sys.modules"
+    code = "import sys, accel, accel.utils, accel_launch.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from accel import Accelerator, debug_launcher, notebook_launcher
-from accel.notebook.cell import Copier
-from accel.notebook.parcel import pack_call, pack_result, unpack_call, unpack_results
-from accel.notebook.place import has_tpu, place_of, processes_for
-from accel.notebook.worker import prefix_of
+from accel_launch.notebook.cell import Copier
+from accel_launch.notebook.child_main import prefix_of
+from accel_launch.notebook.environment import has_tpu, place_of, processes_for
+from accel_launch.notebook.serialized_call import pack_call, pack_result, unpack_call, unpack_results
 from accel_state.errors import ConfigError, LaunchError
 
 nbclient = pytest.importorskip("nbclient")
@@ -286,7 +286,7 @@ def train(start):
 RUN = """
 import os, sys
 from accel import notebook_launcher
-from accel.notebook.place import place_of
+from accel_launch.notebook.environment import place_of
 print("in", place_of(os.environ, sys.modules))
 results = notebook_launcher(train, (1,), num_processes=2, mixed_precision="bf16")
 print("back", [(isinstance(answer, Answer), answer.rank, total) for answer, total in results])

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProfileKwargs
-from accel.meters import count_flops
-from accel.profiling import MERGED, SUMMARY, merge_traces, top_operators
+from accel.observe.profiler import MERGED, SUMMARY, merge_traces, top_operators
+from accel_observe.meters import count_flops
 from accel_state.errors import ConfigError
 
 
@@ -114,7 +114,7 @@ def test_other_errors_pass_untouched() -> None:
 
 
 FAILING = """
-from accel.console import install_tracebacks
+from accel.observe.tracebacks import install_tracebacks
 
 install_tracebacks(show_locals=True)
 
@@ -154,7 +154,7 @@ def on_a_terminal(words: list[str], env: dict[str, str]) -> str:
 
 
 def test_a_file_gets_plain_tracebacks() -> None:
-    from accel.console import install_tracebacks
+    from accel.observe.tracebacks import install_tracebacks
 
     before = sys.excepthook
     assert not install_tracebacks()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel.planner import (
+from accel_planner import (
     Batch,
     Candidate,
     Hardware,
@@ -19,21 +19,21 @@ from accel.planner import (
     PlanError,
     candidates,
     choose,
-    folding,
     optimizer_facts,
     parse_size,
     plan_all,
     profile_model,
     ranked,
 )
-from accel.planner.candidate import named
-from accel.planner.choosing import fits, usable
-from accel.planner.memory import Parts
-from accel.planner.profile import Mark, ParameterFact, Variant
-from accel.planner.storages import StorageWatch
-from accel.planner.traffic import Traffic
+from accel_planner.candidate import named
+from accel_planner.cost.communication import Traffic
+from accel_planner.cost.model import Parts
+from accel_planner.profile import layer_compression as folding
+from accel_planner.profile.memory_tracker import StorageWatch
+from accel_planner.profile.profile import Mark, ParameterFact, Variant
+from accel_planner.select import fits, usable
 from accel_state import ConfigError
-from accel_testing.models import TinyMLP, TinyTransformer
+from accel_testing.equivalence.models import TinyMLP, TinyTransformer
 
 GB = 10**9
 
@@ -218,7 +218,7 @@ class Picky(nn.Module):
 
 
 def test_a_model_that_looks_into_its_blocks_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", logger="accel.planner.profiling")
+    caplog.set_level("DEBUG", logger="accel_planner.profile.profiler")
     few, many = (profile_model(Picky(layers), Batch(torch.zeros(4, 8))).timelines[Variant()] for layers in (4, 8))
     assert 1.9 < many.flops / few.flops < 2.2
     assert "repeated blocks are looked at one by one: PlanError" in caplog.text
@@ -478,7 +478,7 @@ def test_a_candidate_says_which_optimizers_it_takes(optimizer: str, families: se
 
 
 def test_names_of_the_planner_are_all_there() -> None:
-    from accel import planner
+    import accel_planner as planner
 
     assert sorted(planner.__all__) == list(planner.__all__)
     assert all(getattr(planner, name) is not None for name in planner.__all__)
@@ -488,7 +488,7 @@ def test_names_of_the_planner_are_all_there() -> None:
 
 
 def test_devices_of_xla_have_strategies_of_their_own() -> None:
-    from accel.planner.candidate import candidates
+    from accel_planner.candidate import candidates
 
     assert [c.name for c in candidates(4, kind="xla")] == ["xla", "xla:shard"]
     assert not any(c.backend == "xla" for c in candidates(4))
@@ -496,8 +496,8 @@ def test_devices_of_xla_have_strategies_of_their_own() -> None:
 
 @pytest.mark.parametrize(("name", "parts"), [("xla", 1), ("xla:shard", 4)])
 def test_a_compiled_step_holds_parts_along_the_longest_dimension(name: str, parts: int) -> None:
-    from accel.planner import Hardware, optimizer_facts, plan_all, profile_model
-    from accel.planner.candidate import candidates, named
+    from accel_planner import Hardware, optimizer_facts, plan_all, profile_model
+    from accel_planner.candidate import candidates, named
 
     def build() -> torch.nn.Module:
         return torch.nn.Linear(40, 3)

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.planner import AutoStrategy, Hardware, PlanError, choose, optimizer_facts, plan_all, profile_model
-from accel.planner.auto import able, first_batch
 from accel_backends import BackendConfig, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel_planner import AutoStrategy, Hardware, PlanError, choose, optimizer_facts, plan_all, profile_model
+from accel_planner.auto import able, first_batch
 from accel_state import AccelError, ConfigError
-from accel_testing.models import TinyTransformer
+from accel_testing.equivalence.models import TinyTransformer
 
 
 def model() -> nn.Module:
@@ -107,7 +107,7 @@ def test_the_stage_is_chosen_where_it_says_auto(rank: int, world_size: int) -> N
 
 @needs_deepspeed
 def test_a_stage_that_nothing_leaves_open_is_not_chosen() -> None:
-    from accel_backends import DeepSpeedPlugin
+    from accel_deepspeed import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(zero_stage="auto", offload_optimizer_device="none", offload_param_device="cpu")
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from accel.planner.candidate import Candidate, candidates
+from accel_planner.candidate import Candidate, candidates
 from benchmarks.planner import SHAPES, compared, differences
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -15,7 +15,7 @@ def runnable(candidate: Candidate) -> bool:
     """Whether its library is here, and what it would have to compile."""
     if candidate.needs is None or find_spec(candidate.needs) is None:
         return candidate.needs is None
-    from accel_backends.deepspeed_library import extensions_folder
+    from accel_deepspeed.library import extensions_folder
 
     return not candidate.offload or (extensions_folder() / "cpu_adam" / "cpu_adam.so").exists()
 
@@ -98,8 +98,8 @@ def test_what_is_predicted_is_what_four_ranks_take(shape: str, strategy: str) ->
 
 @pytest.mark.ranks(2)
 def test_in_a_budget_between_two_measured_peaks_the_choice_fits_and_the_next_faster_does_not() -> None:
-    from accel.planner import Hardware, choose, optimizer_facts, plan_all, profile_model
-    from accel.planner.candidate import named
+    from accel_planner import Hardware, choose, optimizer_facts, plan_all, profile_model
+    from accel_planner.candidate import named
     from benchmarks.planner import loss_of
 
     names = ["ddp", "fsdp:full_shard+ckpt"]

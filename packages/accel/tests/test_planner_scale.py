@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.planner import Candidate, Hardware, candidates, optimizer_facts, plan_all, profile_model
-from accel.planner.candidate import named
-from accel_backends.fsdp_config import FSDPConfig
-from accel_backends.wrapping import find_units
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.wrap_units import find_units
+from accel_planner import Candidate, Hardware, candidates, optimizer_facts, plan_all, profile_model
+from accel_planner.candidate import named
 from benchmarks.planner import Llama
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.notices import notice_at
-from accel.preemption import NEVER, PREEMPTED_STATUS, Ballot, Notice
-from accel.requeueing import requeue
+from accel.resilience.preemption import NEVER, Ballot, Notice
+from accel.resilience.slurm_requeue import requeue
+from accel.resilience.spot_notice import notice_at
+from accel_launch.launch.exit_status import PREEMPTED_STATUS
 from accel_state.errors import ConfigError
 from accel_testing import Finished, RankPool, run_command
-from accel_testing.faults import many_open_files
+from accel_testing.faults.faults import many_open_files
 
 PROGRAM = Path(__file__).with_name("preempted_training.py")
 

@@ -21,14 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
-from accel.cli.report import _BROWSERS, _SIZE, screenshot
-from accel.report import find_run, page_of, plots_of, read_history
-from accel.report.history import history_of
-from accel.report.plots import curve, number_text, running_median, ticks
-from accel.tracking import QueueOptions
-from accel.tracking.own import JOURNAL
+from accel.commands.report import _BROWSERS, _SIZE, screenshot
+from accel_observe.report import find_run, page_of, plots_of, read_history
+from accel_observe.report.history import history_of
+from accel_observe.report.plots import curve, number_text, running_median, ticks
+from accel_observe.tracking import QueueOptions
+from accel_observe.tracking.run_log import JOURNAL
 from accel_state.errors import ConfigError
-from accel_testing.launching import run_command
+from accel_testing.ranks.launched_scripts import run_command
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BROWSER = next((found for name in _BROWSERS if (found := shutil.which(name))), None)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import accel
-from accel.config import AccelConfig, resolve_config, settings
-from accel.config.setting import Setting
-from accel.from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
+from accel.setup.plugins_from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
+from accel_launch.config import AccelConfig, resolve_config, settings
+from accel_launch.config.setting import Setting
 
 PACKAGE = Path(accel.__file__).parent
 # What a setting becomes where no code reads it by name, by the first words of its name.
@@ -63,7 +63,7 @@ def needed(row: Setting) -> dict[str, object]:
 
 @cache
 def read_by_name() -> frozenset[str]:
-    """Every attribute that code outside of ``accel.config`` reads of something called ``config``."""
+    """Every attribute that code outside of ``accel_launch.config`` reads of something called ``config``."""
     files = [path for path in PACKAGE.rglob("*.py") if "config" not in path.relative_to(PACKAGE).parts[:-1]]
     return frozenset(name for path in files for name in _attributes(ast.parse(path.read_text(encoding="utf-8"))))
 

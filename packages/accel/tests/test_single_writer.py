@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator, ProjectConfiguration, attendance
-from accel.attendance import Attendance
+from accel import Accelerator, ProjectConfiguration
+from accel.checkpointing import save_quorum as attendance
+from accel.checkpointing.save_quorum import Attendance
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointError
-from accel_testing.logs import heard
+from accel_testing.pytest.logs import heard
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel import Accelerator, InitProcessGroupKwargs
-from accel_state.group import default_group, read_timeout
+from accel_state.process_group.group import default_group, read_timeout
 from accel_state.session import Session
 
 LIMIT = timedelta(seconds=77)

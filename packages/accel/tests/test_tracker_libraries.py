@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from accel_testing.launching import run_command
+from accel_testing.ranks.launched_scripts import run_command
 
 TRAINING = Path(__file__).with_name("tracked_training.py")
 pytestmark = pytest.mark.timeout(1200)
@@ -264,7 +264,7 @@ def test_a_dead_endpoint_holds_nothing_up_and_is_told_once(tmp_path: Path) -> No
     _need("mlflow")
     script = tmp_path / "script.py"
     script.write_text(
-        "import logging\nfrom accel import Accelerator\nfrom accel.tracking import QueueOptions\n"
+        "import logging\nfrom accel import Accelerator\nfrom accel_observe.tracking import QueueOptions\n"
         "logging.basicConfig()\n"
         "accelerator = Accelerator(cpu=True, log_with='mlflow', project_dir='.')\n"
         "accelerator.init_trackers('p', {'lr': 1}, queue=QueueOptions(patience=3))\n"

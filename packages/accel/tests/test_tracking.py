@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel import Accelerator
-from accel.tracking import (
+from accel_observe.tracking import (
     GeneralTracker,
     IncompleteTrackerError,
     QueueOptions,
@@ -31,14 +31,14 @@ from accel.tracking import (
     get_available_trackers,
     register_tracker_class,
 )
-from accel.tracking.base import Continuation
-from accel.tracking.lane import Lane
-from accel.tracking.reducing import reduction_of
-from accel.tracking.spool import Entry, Spool
-from accel.tracking.values import as_json, flatten, numbers, pictures, plain, snapshot
+from accel_observe.tracking.base import Continuation
+from accel_observe.tracking.delivery_queue import Lane
+from accel_observe.tracking.reductions import reduction_of
+from accel_observe.tracking.spool import Entry, Spool
+from accel_observe.tracking.values import as_json, flatten, numbers, pictures, plain, snapshot
 from accel_state.errors import ConfigError
-from accel_testing.compare import assert_close_state
-from accel_testing.faults import limited_file_size, small_file_system
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.faults.faults import limited_file_size, small_file_system
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 QUICK = QueueOptions(interval=0.01, patience=30, pause=0.05)
@@ -333,7 +333,7 @@ def test_a_tracker_that_fails_for_a_while_gets_everything_once_and_in_order(wher
 def test_trouble_is_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
         deliver(Kept({"log": 10_000}), [{"loss": 1.0}] * 50, tmp_path)
-    told = [record.message for record in caplog.records if record.name == "accel.tracking"]
+    told = [record.message for record in caplog.records if record.name == "accel_observe.tracking"]
     assert len(told) == 2
     assert "kept cannot be reached" in told[0]
     assert str(tmp_path / "undelivered-kept.jsonl") in told[1]
@@ -553,7 +553,7 @@ def test_names_are_checked_when_the_accelerator_is_made(tmp_path: Path) -> None:
 
 
 FOREIGN = """
-from accel.tracking import GeneralTracker
+from accel_observe.tracking import GeneralTracker
 
 
 class Lines(GeneralTracker):
@@ -625,7 +625,7 @@ def test_all_means_every_library_that_is_there(tmp_path: Path) -> None:
 
 
 def test_making_a_tracker_opens_nothing(tmp_path: Path) -> None:
-    from accel.tracking import LOGGER_TYPE_TO_CLASS
+    from accel_observe.tracking import LOGGER_TYPE_TO_CLASS
     from accel_state.session import Session
 
     before = Session.current()
@@ -734,10 +734,10 @@ def test_what_is_logged_before_init_trackers_is_said_to_be_lost_once(rank: int) 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel.tracking").addHandler(handler)
+    logging.getLogger("accel_observe.tracking").addHandler(handler)
     accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 2.0})
     accelerator.get_tracker("wandb").log({"loss": 3.0}, step=3)
-    logging.getLogger("accel.tracking").removeHandler(handler)
+    logging.getLogger("accel_observe.tracking").removeHandler(handler)
     told = "log keeps nothing: there are no trackers; call init_trackers first, and log before end_training"
     assert said == ([told] if rank == 0 else [])

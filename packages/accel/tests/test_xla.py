@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel_state import Topology
-from accel_testing.equivalence import assert_equivalent
-from accel_testing.models import SyntheticData, TinyMLP
-from accel_testing.program import Program, momentum_sgd
-from accel_testing.programs import adamw, adamw_program
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.program import Program, momentum_sgd
+from accel_testing.equivalence.programs import adamw, adamw_program
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),
@@ -65,7 +65,7 @@ def test_training_equals_one_process_on_the_cpu(layouts, program):
 
 def trained(hidden, *, shard=False, count=91, epochs=2, even=True, precision="no", watch=None):
     """Losses, outputs gathered for metrics and the parts, after epochs whose last batch is short."""
-    from accel_backends.xla import XLAConfig
+    from accel_backends.xla.backend import XLAConfig
     from accel_data import LoaderOptions
 
     accelerator = Accelerator(
@@ -123,7 +123,7 @@ def records(name):
 @pytest.mark.parametrize(("shard", "hidden"), [(False, 20), (True, 24)])
 def test_an_epoch_that_ends_short_compiles_nothing_anew(on_devices, shard, hidden):
     def body():
-        said = records("accel_backends.xla_compilations")
+        said = records("accel_backends.xla.compilations")
         losses, rows, accelerator, model, _ = trained(hidden, shard=shard)
         return losses, rows, accelerator.backend.watch, said, accelerator.get_state_dict(model)
 
@@ -138,7 +138,7 @@ def test_an_epoch_that_ends_short_compiles_nothing_anew(on_devices, shard, hidde
 
 def test_a_late_compilation_is_reported_with_its_step(on_devices):
     def body():
-        said = records("accel_backends.xla_compilations")
+        said = records("accel_backends.xla.compilations")
         _, _, accelerator, _, _ = trained(28, epochs=1, even=False)
         return accelerator.backend.watch.late, said
 
@@ -151,7 +151,7 @@ def test_a_late_compilation_is_reported_with_its_step(on_devices):
 
 def test_a_late_compilation_in_a_micro_batch_is_reported_too(on_devices):
     def body():
-        said = records("accel_backends.xla_compilations")
+        said = records("accel_backends.xla.compilations")
         accelerator = Accelerator(gradient_accumulation_steps=2)
         torch.manual_seed(0)
         model = TinyMLP(hidden=60)
@@ -277,7 +277,7 @@ def test_parameters_can_be_bf16_themselves(on_devices, shard):
 @pytest.mark.parametrize("shard", [False, True])
 def test_gradients_are_clipped_as_on_the_cpu(on_devices, shard):
     def clipped(cpu):
-        from accel_backends.xla import XLAConfig
+        from accel_backends.xla.backend import XLAConfig
 
         accelerator = Accelerator(cpu=cpu, strategy=None if cpu else XLAConfig(shard_parameters=shard))
         torch.manual_seed(0)
@@ -333,7 +333,7 @@ def test_gathering_gives_what_there_is_once(on_devices):
 def test_gradients_computed_before_torch_knew_the_devices_are_refused():
     from accel_state import BackendError
     from accel_testing import RankPool
-    from accel_testing.layouts import Layout
+    from accel_testing.equivalence.layouts import Layout
 
     def body():
         torch.ones(2, requires_grad=True).sum().backward()
@@ -354,7 +354,7 @@ def test_gradients_computed_before_torch_knew_the_devices_are_refused():
     ],
 )
 def test_other_processes_than_one_on_each_machine_are_refused(hosts, topology, words):
-    from accel_backends.xla import check_hosts
+    from accel_backends.xla.backend import check_hosts
     from accel_state import BackendError
 
     check_hosts(1, Topology())
@@ -365,7 +365,7 @@ def test_other_processes_than_one_on_each_machine_are_refused(hosts, topology, w
 
 def test_devices_stand_in_the_order_of_the_processes_that_have_them():
     """The runtime may count machines in another order than ranks do, and rows of batches are those of ranks."""
-    from accel_backends.xla_mesh import in_rows
+    from accel_backends.xla.mesh import in_rows
     from accel_state import BackendError
 
     assert in_rows([[2, 3], [0, 1]], 4) == [2, 3, 0, 1]

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, notebook_launcher
 from accel_state import ConfigError
-from accel_testing.launching import free_port, run_command
-from accel_testing.models import SyntheticData, TinyMLP
-from accel_testing.programs import adamw
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.programs import adamw
+from accel_testing.ranks.launched_scripts import free_port, run_command
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),
@@ -132,8 +132,8 @@ SHARDED = """
 import torch
 from torch.utils.data import DataLoader
 from accel import Accelerator
-from accel_testing.models import SyntheticData, TinyMLP
-from accel_testing.programs import adamw
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.programs import adamw
 
 accelerator = Accelerator()
 torch.manual_seed(0)
@@ -206,8 +206,8 @@ def test_the_page_about_xla_runs_as_shown(tmp_path):
 
 PROGRAM = """
 import torch
-from accel_testing.models import SyntheticData, TinyMLP
-from accel_testing.program import Program
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.program import Program
 
 
 def program():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel_testing.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
 from benchmarks.planner import differences
 from benchmarks.planner_xla import compared
 
@@ -30,7 +30,7 @@ def test_what_is_predicted_is_what_a_compiled_step_holds(strategy):
 )
 def test_auto_chooses_by_the_memory_of_each_device_and_trains(on_devices, memory, shards):
     def body():
-        from accel.planner import AutoStrategy
+        from accel_planner import AutoStrategy
 
         accelerator = Accelerator(strategy=AutoStrategy(hardware=memory, loss=loss))
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def test_auto_chooses_by_the_memory_of_each_device_and_trains(on_devices, memory
 
 def test_auto_describes_the_devices_of_this_machine_itself(on_devices):
     def body():
-        from accel.planner import Hardware
+        from accel_planner import Hardware
 
         accelerator = Accelerator()
         here, found = Hardware.here(), Hardware.detect(accelerator.session)

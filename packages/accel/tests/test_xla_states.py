@@ -9,9 +9,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel_testing.compare import assert_close_state
-from accel_testing.models import SyntheticData, TinyMLP
-from accel_testing.programs import adamw, train_part
+from accel_testing.equivalence.compare import assert_close_state
+from accel_testing.equivalence.models import SyntheticData, TinyMLP
+from accel_testing.equivalence.programs import adamw, train_part
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 def one_epoch(first, last, *, shard=False, cpu=False):
     """Goes on from a checkpoint for one epoch and leaves another."""
-    from accel_backends.xla import XLAConfig
+    from accel_backends.xla.backend import XLAConfig
 
     accelerator = Accelerator(cpu=cpu, strategy=None if cpu else XLAConfig(shard_parameters=shard))
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_saving_computes_what_is_recorded_once(on_devices, tmp_path):
     """A copy of each tensor alone would be as many programs, each with a part of the step in it."""
 
     def body():
-        from accel_backends.xla_compilations import compilations
+        from accel_backends.xla.compilations import compilations
 
         accelerator = Accelerator()
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accel import Accelerator, ProjectConfiguration
-from accel.tracking import QueueOptions
+from accel_observe.tracking import QueueOptions
 
 STEPS = 24
 

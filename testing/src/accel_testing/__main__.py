@@ -2,7 +2,7 @@
 
 import sys
 
-from accel.cli.app import run
+from accel_launch.cli.app import run
 
 if __name__ == "__main__":
     sys.exit(run(["check", *sys.argv[1:]]))

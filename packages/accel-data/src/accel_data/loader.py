@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from accel_data.cursor import Cursor, Window
 from accel_data.loader_state import LoaderState
 from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
+from accel_data.order.cursor import Cursor, Window
 from accel_data.position import Phase, Position
 from accel_data.progress import Progress
 from accel_data.source import NothingLeft, Pass, Source
@@ -20,8 +20,8 @@ from accel_data.workers import tell
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_data.alarm import Alarm, Watch
-    from accel_data.placement import Placer
+    from accel_data.device.prefetch import Placer
+    from accel_data.failure_relay import Alarm, Watch
 
 _END = object()
 

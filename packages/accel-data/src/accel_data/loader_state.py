@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from accel_data.cursor import Cursor
+from accel_data.order.cursor import Cursor
 from accel_data.source import Json
 from accel_state.errors import DataStateError
 

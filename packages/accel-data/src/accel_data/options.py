@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, final
 
-from accel_data.cursor import ShardFunction
+from accel_data.order.cursor import ShardFunction
 from accel_state.errors import ConfigError
 
 

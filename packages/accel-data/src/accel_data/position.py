@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import final
 
-from accel_data.cursor import Cursor
+from accel_data.order.cursor import Cursor
 
 
 class Phase(Enum):

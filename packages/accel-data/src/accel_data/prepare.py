@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from accel_data.alarm import alarm
+from accel_data.device.prefetch import AsIs, placer_for
+from accel_data.failure_relay import alarm
 from accel_data.loader import PreparedLoader
+from accel_data.map.samplers import SkipBatchSampler
 from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
-from accel_data.placement import AsIs, placer_for
-from accel_data.samplers import SkipBatchSampler
 from accel_data.select_source import Placement, select_source
-from accel_data.stateful_loader import require_torchdata
+from accel_data.stateful_dataloader import require_torchdata
 from accel_state.errors import ConfigError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_data.sequences import Part
+    from accel_data.device.sequence_parallel import Part
 
 _SAME_SAMPLES = ("pp", "cp", "sp", "tp")
 """Axes of a mesh along which ranks work on one sample together."""
@@ -67,7 +67,7 @@ def prepare_loader(
     if moves:
         placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
     if part is not None:
-        from accel_data.sequences import PartPlacer
+        from accel_data.device.sequence_parallel import PartPlacer
 
         placer = PartPlacer(part, placer or AsIs())
     return PreparedLoader(source, options=options, placer=placer, observer=observer, alarm=alarm())
@@ -116,7 +116,7 @@ def prepare_data_loader(  # noqa: PLR0913 (the signature is a contract)
 
 
 def _shard_of(num_processes: int | None, process_index: int | None, mesh: "DeviceMesh | None") -> DataShard:
-    from accel_state.peers import resolve
+    from accel_state.collectives.group_argument import resolve
 
     group = resolve(None)
     count = (1 if group is None else group.size()) if num_processes is None else num_processes
@@ -143,7 +143,7 @@ def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batch
     """
     if type(dataloader) is PreparedLoader:
         return cast("DataLoader[Any]", dataloader.skipped(num_batches))
-    from accel_data.skipping import SkippedStream, swapped
+    from accel_data.map.skip import SkippedStream, swapped
 
     assert not isinstance(dataloader, PreparedLoader)
     if dataloader.batch_sampler is None or isinstance(dataloader.dataset, torch.utils.data.IterableDataset):

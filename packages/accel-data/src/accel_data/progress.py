@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from accel_data.cursor import Cursor
+from accel_data.order.cursor import Cursor
 from accel_data.position import Position
 from accel_data.source import Pass, Source
 

@@ -7,15 +7,15 @@ from uuid import uuid4
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from accel_data.index_agreement import IndexCheck
+from accel_data.map.dataloader_parts import Reading, drawn_seed, own_seed, read_dataloader, seedable
+from accel_data.map.index_agreement import IndexCheck
+from accel_data.map.index_stream import sized
 from accel_data.options import LoaderOptions
-from accel_data.reading import Reading, drawn_seed, own_seed, read_dataloader, seedable
 from accel_data.source import Source
-from accel_data.stateful_loader import stateful, torchs_class
-from accel_data.walks import sized
+from accel_data.stateful_dataloader import stateful, torchs_class
 from accel_data.workers import delivering_in_order
 from accel_state.errors import ConfigError, DataError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,7 +69,7 @@ def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placeme
     """The source that suits the dataset and the options. A collective where ranks share map-style data."""
     dataloader = delivering_in_order(dataloader)
     if dispatches(dataloader, options, placement):
-        from accel_data.dispatch_source import DispatchSource
+        from accel_data.dispatch.source import DispatchSource
 
         base = _reading_source(dataloader, options, replace(placement, shard=DataShard()))
         return DispatchSource(base, placement.shard, options, group=placement.group, slice_fn=placement.slice_fn)
@@ -88,7 +88,7 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
         if options.use_stateful_dataloader:
             dataloader = stateful(dataloader)
         return StreamSource(dataloader, placement.shard, options, group=placement.group)
-    from accel_data.map_source import MapSource
+    from accel_data.map.source import MapSource
 
     reading = read_dataloader(dataloader)
     if options.use_seedable_sampler and torchs_class(reading.sampler) is RandomSampler:
@@ -131,7 +131,7 @@ def _agreed(
     shares = placement.shard.count > 1
     if not shares and (seed is None or options.data_seed is not None):
         return seed, ()
-    from accel_state.objects import all_gather_object
+    from accel_state.collectives.objects import all_gather_object
 
     said = all_gather_object(_Said(seed, size, default_rank(), uuid4().hex), group=placement.group)
     if shares and len({one.length for one in said}) > 1:
@@ -145,7 +145,7 @@ def _agreed(
 
 def default_rank() -> int:
     """This process's rank in the default group; 0 without one."""
-    from accel_state.group import default_group
+    from accel_state.process_group.group import default_group
 
     group = default_group()
     return 0 if group is None else group.rank()

@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-from accel_data.cursor import Cursor, Step
+from accel_data.order.cursor import Cursor, Step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_data.index_agreement import IndexTrail
+    from accel_data.map.index_agreement import IndexTrail
 
 Json = Any
 """What JSON can say: dicts with string keys, lists, strings, numbers, booleans, None."""

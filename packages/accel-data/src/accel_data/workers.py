@@ -6,14 +6,14 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from accel_data.cursor import Cursor
+from accel_data.order.cursor import Cursor
 from accel_data.source import Pass
 from accel_state.errors import AccelError, DataError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_data.alarm import Watch
+    from accel_data.failure_relay import Watch
 
 _PATIENCE = 0.5
 """Seconds for a worker that may be dying to be dead."""

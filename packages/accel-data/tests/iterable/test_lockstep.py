@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
 from accel_state.errors import CollectiveError, DataError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 OPTIONS = LoaderOptions(dispatch_batches=False)
 

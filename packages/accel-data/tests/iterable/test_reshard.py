@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel_data import LoaderOptions, prepare_loader
 from accel_data.iterable.reshard import MergedRemainder, ShardProgress
 from accel_state.errors import DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
 

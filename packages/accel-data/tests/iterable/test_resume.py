@@ -6,10 +6,10 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
-from accel_data.cursor import Cursor
 from accel_data.iterable.resume import Readers, StreamPosition, resume
+from accel_data.order.cursor import Cursor
 from accel_state.errors import DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
 SIZES = [5, 3, 14, 6]

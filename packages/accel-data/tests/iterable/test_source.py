@@ -18,7 +18,7 @@ from accel_data.loader import PreparedLoader
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
-from accel_state.parallelism import DataShard
+from accel_state.parallelism.config import DataShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
 

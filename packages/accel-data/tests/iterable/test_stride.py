@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_data.iterable.dataset_shard import IterableDatasetShard
 from accel_data.iterable.stride import Part, Stride, parts
-from accel_data.iterable_shard import IterableDatasetShard
 from accel_state.errors import ConfigError
 
 

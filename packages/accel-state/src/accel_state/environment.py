@@ -189,7 +189,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 def get_current_device_type() -> tuple[str, str]:
     """Type of this machine's accelerator and the family of several of them; ("cuda", "MULTI_GPU") without one."""
-    from accel_state.device import DEVICE_KINDS, count_devices
+    from accel_state.device.device import DEVICE_KINDS, count_devices
 
     for kind in DEVICE_KINDS.values():
         if kind.type not in {"xla", "cpu", "mps"} and count_devices(kind.type) > 0:

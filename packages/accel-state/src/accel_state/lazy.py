@@ -1,33 +1,39 @@
 """Packages whose names are imported on first use, so that importing the package costs next to nothing (PEP 562)."""
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+_LISTED = re.compile(r"^from (\S+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
 
-def lazy_names(
-    package: str, places: Mapping[str, str], *, advice: str | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of ``package``, which has an ``__all__``.
 
-    ``places`` says for each name the module that defines it, relative to the package if it begins with a dot;
-    ``module:original`` where it has another name there, ``module:`` for the module itself. ``advice``: a module whose
-    function of that name gives what an error about an unknown name adds, or an empty text.
+def attach_stub(
+    package: str, file: str, *, advice: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of ``package`` from the stub beside its ``__init__.py``.
+
+    ``__init__.pyi`` lists each public name once, as ``from module import name as name``, which type checkers read too
+    (Scientific Python's SPEC 1). ``from . import module as module`` makes a submodule an attribute; submodules are not
+    in ``__all__``. ``advice`` names a module whose function ``advice(name)`` returns what the error about an unknown
+    name adds, or an empty text.
     """
+    listed = _LISTED.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    origins = {name: (module, original) for module, original, name in listed}
 
     def __getattr__(name: str) -> Any:
-        if name not in places:
+        if name not in origins:
             added = import_module(advice).advice(name) if advice is not None else ""
             # `from package import name` replaces an AttributeError by an ImportError without its text.
             if added and sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise ImportError(f"cannot import name {name!r} from {package!r}{added}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}{added}")
-        module, colon, original = places[name].partition(":")
-        found = import_module(module, package)
-        return found if colon and not original else getattr(found, original or name)
+        module, original = origins[name]
+        if module == ".":
+            return import_module(f".{original}", package)
+        return getattr(import_module(module, package), original)
 
-    def __dir__() -> list[str]:
-        return sorted(sys.modules[package].__all__)
-
-    return __getattr__, __dir__
+    public = sorted(name for name, (module, _) in origins.items() if module != ".")
+    return __getattr__, lambda: public, public

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from accel_state.doctor.active import recorded
 from accel_state.errors import CollectiveError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +46,7 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
     A collective: every process of ``group`` must enter. When a first one fails, the others do not enter the block;
     they raise :class:`~accel_state.errors.CollectiveError` naming its rank and error.
     """
-    from accel_state.collectives import agree
+    from accel_state.collectives.tensors import agree
 
     if group is None:
         yield

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.collectives.group_argument import resolve
+from accel_state.collectives.objects import broadcast_object_list
 from accel_state.determinism import Determinism as Determinism
 from accel_state.determinism import set_deterministic as set_deterministic
 from accel_state.errors import CheckpointMismatchError
-from accel_state.objects import broadcast_object_list
-from accel_state.peers import resolve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_state.device import Device
+    from accel_state.device.device import Device
 
 _MERSENNE_WORDS = 625  # 624 words of state and the position, as random.getstate gives them
 _NUMPY_WORDS = 624
@@ -166,7 +166,7 @@ def _set_numpy_state(part: Mapping[str, Any]) -> None:
 
 def _devices() -> "list[Device]":
     """Every visible device of the type this process computes on; none on a CPU, or while no accelerator was touched."""
-    from accel_state.device import Device, count_devices
+    from accel_state.device.device import Device, count_devices
     from accel_state.session import Session
 
     session = Session.current()
@@ -263,7 +263,7 @@ def _set(kind: str, generator: torch.Generator | None, state: Any) -> None:
 
 
 def _device(kind: str) -> "Device":
-    from accel_state.device import DEVICE_KINDS, Device, count_devices
+    from accel_state.device.device import DEVICE_KINDS, Device, count_devices
 
     if kind not in DEVICE_KINDS:
         known = ", ".join(["torch", PYTHON, NUMPY, "generator", *DEVICE_KINDS])

@@ -8,12 +8,18 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, final
 
-from accel_state import group as groups
 from accel_state import process
-from accel_state.device import Device
+from accel_state.device.device import Device
 from accel_state.environment import parse_flag
 from accel_state.errors import UNSENDABLE, SessionError, TopologyError
-from accel_state.lease import GroupLease, add_session, current_lease, open_sessions, remove_session
+from accel_state.process_group import group as groups
+from accel_state.process_group.reference_count import (
+    GroupLease,
+    add_session,
+    current_lease,
+    open_sessions,
+    remove_session,
+)
 from accel_state.topology import Topology
 
 if TYPE_CHECKING:
@@ -72,7 +78,7 @@ class Session:
 
         ``init_method`` may be a URL (``tcp://``, ``file://``, ``env://``) or a ``torch.distributed.Store``. ``debug``
         verifies every collective before it runs; None asks ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group
-        that is opened here gets a hang doctor (see ``accel_state.doctor``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
+        that is opened here gets a hang doctor (see ``accel_state.watchdog``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
 
         With several processes this is a collective call.
 
@@ -294,37 +300,37 @@ class Session:
 
     def gather(self, tree: Any) -> Any:
         """Every tensor in ``tree`` concatenated over the ranks along its first dimension, on every rank."""
-        from accel_state.collectives import gather
+        from accel_state.collectives.tensors import gather
 
         return gather(tree, group=self.live_group(), verify=self._debug)
 
     def gather_object(self, objects: Iterable[Any]) -> Any:
         """The lists of all ranks joined in order of rank, on every rank."""
-        from accel_state.collectives import gather_object
+        from accel_state.collectives.tensors import gather_object
 
         return gather_object(objects, group=self.live_group())
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
         """Rank ``from_process``'s tensors, on every rank."""
-        from accel_state.collectives import broadcast
+        from accel_state.collectives.tensors import broadcast
 
         return broadcast(tree, from_process, group=self.live_group(), verify=self._debug)
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """Rank ``from_process``'s objects, on every rank."""
-        from accel_state.collectives import broadcast_object_list
+        from accel_state.collectives.tensors import broadcast_object_list
 
         return broadcast_object_list(objects, from_process, group=self.live_group())
 
     def reduce(self, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Every tensor in ``tree`` reduced over the ranks ("sum", "mean", "max", "min") and times ``scale``."""
-        from accel_state.collectives import reduce
+        from accel_state.collectives.tensors import reduce
 
         return reduce(tree, reduction, scale, group=self.live_group(), verify=self._debug)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
-        from accel_state.collectives import pad_across_processes
+        from accel_state.collectives.tensors import pad_across_processes
 
         return pad_across_processes(tree, dim, pad_index, pad_first, group=self.live_group(), verify=self._debug)
 

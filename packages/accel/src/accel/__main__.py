@@ -1,5 +1,5 @@
 """``python -m accel``."""
 
-from accel.cli import main
+from accel_launch.cli import main
 
 main()

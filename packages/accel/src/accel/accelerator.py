@@ -10,9 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accel import accumulation
-from accel.attendance import Attendance
-from accel.clock import GradientAccumulationPlugin, StepClock
+from accel.checkpointing.save_quorum import Attendance
+from accel.checkpointing.train_state import Companion, Stateful
 from accel.facets.checkpoints import LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet
@@ -28,21 +27,23 @@ from accel.facets.saving import SavingFacet
 from accel.facets.settings import SettingsFacet
 from accel.facets.tracking import TrackingFacet
 from accel.facets.weights import WeightsFacet
-from accel.handlers import ProjectConfiguration
-from accel.micro_batch import MicroBatch
+from accel.loop import accumulation
+from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
+from accel.loop.micro_batch import MicroBatch
 from accel.optimizer import PreparedOptimizer
-from accel.preparation import batch_sizes, check_driven, kind_of
 from accel.scheduler import PreparedScheduler, SchedulerSteps
-from accel.train_state import Companion, Stateful
-from accel_state.doctor.active import recorded
+from accel.setup.kwargs_handlers import ProjectConfiguration
+from accel.setup.object_kinds import batch_sizes, check_driven, kind_of
 from accel_state.errors import UNSENDABLE, ConfigError, PrepareError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel.tracking.registry import LogWith
-    from accel_backends import BackendConfig, DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
+    from accel_deepspeed import DeepSpeedPlugin
+    from accel_observe.tracking.registry import LogWith
     from accel_precision import PrecisionPolicy
     from accel_state import ParallelismConfig
 
@@ -127,8 +128,8 @@ class Accelerator(
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
-        from accel.setup import dynamo_of, open_parts  # not needed to name the class, so not imported with it
-        from accel.strategy import several_deepspeed
+        from accel.setup.build import dynamo_of, open_parts  # not needed to name the class, so not imported with it
+        from accel.setup.resolve_strategy import several_deepspeed
 
         parts = open_parts(
             {
@@ -391,7 +392,7 @@ class Accelerator(
         self._schedulers.clear()
         self._dataloaders.clear()
         self.clock.reset()
-        from accel_state.memory import release_memory
+        from accel_state.device.memory import release_memory
 
         return release_memory(*objects)
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.config import AccelConfig, resolve_config
-from accel.config.model import DOCUMENT_VARIABLE
-from accel.config.resolve import without_launcher
-from accel.config.setting import nearest
-from accel.notebook.cell import run_in_cell
-from accel.notebook.parcel import pack_call, unpack_results
-from accel.notebook.place import has_tpu, place_of, processes_for
+from accel_launch.config import AccelConfig, resolve_config
+from accel_launch.config.model import DOCUMENT_VARIABLE
+from accel_launch.config.resolve import without_launcher
+from accel_launch.config.setting import nearest
+from accel_launch.notebook.cell import run_in_cell
+from accel_launch.notebook.environment import has_tpu, place_of, processes_for
+from accel_launch.notebook.serialized_call import pack_call, unpack_results
 from accel_state.errors import ConfigError, LaunchError
 
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 _ANY_PORT = "29500"
-_WORKER = "accel.notebook.worker"
+_WORKER = "accel_launch.notebook.child_main"
 
 
 def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
@@ -146,7 +146,7 @@ def _call_on_tpu(
     function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, mixed_precision: str
 ) -> Any:
     """Calls the function in this process, which drives all cores of the TPU; ``PJRT_DEVICE`` is kept if it is set."""
-    from accel.launch.tpu import require_library
+    from accel_launch.launch.remote.tpu import require_library
     from accel_state.environment import patch_environment
 
     require_library(os.environ)

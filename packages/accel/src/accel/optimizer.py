@@ -6,7 +6,7 @@ from typing import Any, Protocol, final
 
 from torch.optim import Optimizer
 
-from accel.clock import StepClock
+from accel.loop.accumulator import StepClock
 from accel_state.errors import BackendError
 
 

@@ -1,3 +1,3 @@
 """``ParallelismConfig``, under its documented path."""
 
-from accel_state.parallelism import ParallelismConfig as ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
-from accel.clock import StepClock
+from accel.loop.accumulator import StepClock
 from accel.optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from accel.schedule import LearningRates
+    from accel.loop.lr_preview import LearningRates
 
 SchedulerSteps = Literal["per_step", "per_process"]
 
@@ -69,7 +69,7 @@ class PreparedScheduler:
 
     def learning_rates(self, num_steps: int) -> "LearningRates":
         """What the schedule will do over ``num_steps`` optimizer steps from here; it does not move."""
-        from accel.schedule import learning_rates
+        from accel.loop.lr_preview import learning_rates
 
         return learning_rates(self.scheduler, num_steps, repeats=self._repeats)
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from accel.clock import GradientAccumulationPlugin, StepClock
 from accel.facets.process import ProcessFacet
+from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
 from accel_state.enums import DistributedType
 from accel_state.session import Session
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from accel.facets.settings import SettingsFacet
-    from accel_backends import Backend, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accel_backends import Backend, FullyShardedDataParallelPlugin
+    from accel_deepspeed import DeepSpeedPlugin
     from accel_state import ParallelismConfig
 
 __all__ = [

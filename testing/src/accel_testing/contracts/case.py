@@ -69,7 +69,7 @@ class Case:
         if not self.short:
             return samples
         from accel_testing.contracts.samples import ROWS
-        from accel_testing.program import take_samples
+        from accel_testing.equivalence.program import take_samples
 
         cut: Batch = take_samples(samples, slice(0, len(samples.x) - ROWS // self.accumulate))
         return cut

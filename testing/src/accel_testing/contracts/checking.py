@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from accel_testing.contracts.case import Case
 from accel_testing.contracts.driver import AccelDriver, Driver, PlainDriver
 from accel_testing.contracts.outcome import Ending, Outcome, judge
+from accel_testing.equivalence.layouts import Layout
+from accel_testing.equivalence.training import open_accelerator, state_names
 from accel_testing.errors import RankDied, RankError, RankHung
-from accel_testing.groups import leave_group
-from accel_testing.layouts import Layout
-from accel_testing.pool import RankPool
-from accel_testing.training import open_accelerator, state_names
+from accel_testing.ranks.groups import leave_group
+from accel_testing.ranks.pool import RankPool
 
 #: The layouts of accel's own backends.
 LAYOUTS = ("single", "ddp:2", "fsdp:2", "fsdp1:2", "ds0:2/fp32", "ds1:2/fp32", "ds2:2/fp32", "ds3:2/fp32")

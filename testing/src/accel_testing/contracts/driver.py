@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from accel_testing.contracts.samples import ROWS, Batch
-from accel_testing.program import take_samples
+from accel_testing.equivalence.program import take_samples
 
 if TYPE_CHECKING:
     from accel import Accelerator

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from accel_data.cursor import Cursor, Step
 from accel_data.iterable.capabilities import Strategy
 from accel_data.iterable.lockstep import Lockstep, alone
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import ShardProgress
 from accel_data.iterable.resume import Readers, StreamPosition
 from accel_data.iterable.worker import Delivered, Start
+from accel_data.order.cursor import Cursor, Step
 from accel_data.source import Pass
 
 

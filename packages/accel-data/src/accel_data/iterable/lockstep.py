@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from accel_data.iterable.worker import Delivered
-from accel_data.peers import Peers
+from accel_data.loader_group import Peers
 from accel_state.errors import CollectiveError, DataError
 
 _ENDED = -1

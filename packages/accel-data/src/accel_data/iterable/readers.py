@@ -8,8 +8,8 @@ import torch
 
 from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import Delivered, Start, StreamReader, WorkerInit
-from accel_data.keyed import derive_key
-from accel_data.skipping import iterated, let_go
+from accel_data.map.skip import iterated, let_go
+from accel_data.order.counter_rng import derive_key
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

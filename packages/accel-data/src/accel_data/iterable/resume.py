@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from accel_data.cursor import Cursor
 from accel_data.iterable.capabilities import Mode
 from accel_data.iterable.reshard import ShardProgress
 from accel_data.iterable.worker import Snapshot, Start
+from accel_data.order.cursor import Cursor
 from accel_data.source import Json
 from accel_state.errors import DataStateError
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
-from accel_data.cursor import Cursor
 from accel_data.iterable.capabilities import Strategy, inspect_stream, resolve
 from accel_data.iterable.epoch import EpochPlan, StreamEpoch
 from accel_data.iterable.lockstep import Lockstep
@@ -14,8 +13,9 @@ from accel_data.iterable.reshard import MergedRemainder
 from accel_data.iterable.resume import BATCHES_KEY, LENGTH_KEY, Readers, StreamPosition, resume
 from accel_data.iterable.stride import Stride, check_split
 from accel_data.iterable.worker import Delivered
+from accel_data.loader_group import connect
 from accel_data.options import LoaderOptions
-from accel_data.peers import connect
+from accel_data.order.cursor import Cursor
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
-    from accel_state.parallelism import DataShard
+    from accel_state.parallelism.config import DataShard
 
 
 @final

@@ -8,22 +8,30 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel.clock import StepClock
-from accel.handlers import ProjectConfiguration
-from accel.load_report import LoadOptions
+from accel.checkpointing.load_report import LoadOptions
+from accel.checkpointing.run_facts import RunFacts
+from accel.checkpointing.train_state import (
+    Companion,
+    LoaderState,
+    ModelState,
+    OptimizerState,
+    Stateful,
+    TrainState,
+    check_stateful,
+)
+from accel.loop.accumulator import StepClock
 from accel.optimizer import PreparedOptimizer
-from accel.run_facts import RunFacts
 from accel.scheduler import PreparedScheduler
-from accel.train_state import Companion, LoaderState, ModelState, OptimizerState, Stateful, TrainState, check_stateful
-from accel_ckpt.storage import Location, locate
+from accel.setup.kwargs_handlers import ProjectConfiguration
+from accel_ckpt.io.storage import Location, locate
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel.config.model import AccelConfig
     from accel_backends import Backend
     from accel_ckpt import AsyncSaver, CheckpointDirectory, PerNode
-    from accel_ckpt.peers import Ranks
+    from accel_ckpt.rank_group import Ranks
     from accel_data import LoaderOptions
+    from accel_launch.config.model import AccelConfig
     from accel_precision import PrecisionPolicy
     from accel_state import DataShard, ParallelismConfig
     from accel_state.session import Session

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel.planner.auto import Undecided
     from accel_backends import Backend, Choice
+    from accel_planner.auto import Undecided
     from accel_precision import PrecisionPolicy
     from accel_state import DataShard, ParallelismConfig
     from accel_state.session import Session
@@ -28,10 +28,10 @@ class ChoosingFacet(ABC):
 
     def _decide(self, items: Sequence[Any], kinds: Sequence[str], *, split_batches: bool) -> None:
         """Chooses by the model, the optimizer and the loader among ``items``; collective."""
-        from accel.planner.auto import checkpoint_blocks, decide, first_batch
-        from accel.planner.hardware import devices_of
-        from accel.strategy import fitting
+        from accel.setup.resolve_strategy import fitting
         from accel_backends import Choice
+        from accel_planner.auto import checkpoint_blocks, decide, first_batch
+        from accel_planner.cost.hardware import devices_of
 
         undecided = self._undecided
         models = [item for item, kind in zip(items, kinds, strict=True) if kind == "model"]

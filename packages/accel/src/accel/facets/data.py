@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from accel.clock import StepClock
+from accel.loop.accumulator import StepClock
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel.preemption import Preemption
+    from accel.resilience.preemption import Preemption
     from accel_backends import Backend
     from accel_data import LoaderOptions, PreparedLoader
-    from accel_data.sequences import Part
+    from accel_data.device.sequence_parallel import Part
     from accel_state import DataShard, ParallelismConfig
     from accel_state.session import Session
 
@@ -67,7 +67,7 @@ class DataFacet(ABC):
         Raises:
             DataError: ranks share sequences, and there is something that is not (samples, tokens, ...).
         """
-        from accel.metrics import gather_for_metrics
+        from accel.loop.metrics import gather_for_metrics
 
         input_data = self._whole_sequences(input_data)
         loader = self.clock.active_loader
@@ -134,7 +134,7 @@ class DataFacet(ABC):
         """The parts of all ranks that share sequences, in their order."""
         if self.backend.sequence_group is None:
             return data
-        from accel.metrics import join_parts
+        from accel.loop.metrics import join_parts
 
         return join_parts(data, self.parallelism_config.size("sp"), self.backend.sequence_group)
 

@@ -4,8 +4,8 @@ import os
 from abc import ABC
 from typing import TYPE_CHECKING
 
-from accel_state.doctor.active import recorded
 from accel_state.errors import ConfigError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ class ExchangeFacet(ABC):
         """
         from pathlib import Path
 
-        from accel_backends.deepspeed_folders import read_folder
+        from accel_deepspeed.checkpoint.zero_folders import read_folder
 
         position = self._exchanged(model)
         models = [self._models[position]]

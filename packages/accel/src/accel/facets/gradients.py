@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.accumulation import Weight, forget_dropped, normalise, weighted_scale
-from accel.clock import StepClock, Window
+from accel.loop.accumulation import Weight, forget_dropped, normalise, weighted_scale
+from accel.loop.accumulator import StepClock, Window
 from accel.optimizer import PreparedOptimizer
-from accel_state.doctor.active import recorded
 from accel_state.errors import BackendError, PrepareError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from accel_backends import Backend

@@ -8,16 +8,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from accel.checkpointing.load_report import LoadOptions, LoadReport
+from accel.checkpointing.restore import Restoration, restore_local
+from accel.checkpointing.run_facts import COMPANIONS_KEY
+from accel.checkpointing.train_state import ModelState
 from accel.facets.checkpoints import CheckpointFacet
-from accel.load_report import LoadOptions, LoadReport
-from accel.meters.phases import observed
-from accel.restoring import Restoration, restore_local
-from accel.run_facts import COMPANIONS_KEY
-from accel.train_state import ModelState
-from accel_ckpt.extra_files import download
-from accel_ckpt.storage import Location, Url, locate
-from accel_state.doctor.active import recorded
+from accel_ckpt.io.storage import Location, Url, locate
+from accel_ckpt.saving.extra_files import download
+from accel_observe.meters.phases import observed
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from accel_ckpt import Checkpoint
@@ -75,7 +75,7 @@ class LoadingFacet(CheckpointFacet, ABC):
 
     def _agreed_options(self, strict: bool, parts: str | Iterable[str] | None) -> LoadOptions:
         """The options, the same on all ranks; otherwise they would enter different collectives."""
-        from accel_ckpt.peers import Peers
+        from accel_ckpt.rank_group import Peers
 
         told = Peers.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
         if other := [rank for rank, one in enumerate(told) if one != told[0]]:
@@ -125,7 +125,7 @@ class LoadingFacet(CheckpointFacet, ABC):
                 error.add_note(f"before that, a damaged checkpoint was loaded in part: {text}")
             raise
         if latest is None:
-            from accel_ckpt.foreign import advice_on_series
+            from accel_ckpt.loading.foreign import advice_on_series
 
             text = f"there is no intact checkpoint in {series.path}{advice_on_series(series.path)}"
             raise CheckpointError("; ".join([text, *damaged[-1:]]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.clock import StepClock
+from accel.loop.accumulator import StepClock
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class MemoryFacet(ABC):
         Raises:
             ConfigError: not even ``smallest`` rows fit, or an accumulation window is open.
         """
-        from accel_state.collectives import agree, reduce
-        from accel_state.memory import clear_device_cache
-        from accel_state.nested import find_batch_size, slice_tensors
+        from accel_state.collectives.tensors import agree, reduce
+        from accel_state.device.memory import clear_device_cache
+        from accel_state.pytree.operations import find_batch_size, slice_tensors
 
         rows = find_batch_size(batch)
         if rows is None or rows < smallest:
@@ -64,7 +64,7 @@ class MemoryFacet(ABC):
 
     def _try_step(self, compute: Callable[[Any], torch.Tensor], batch: Any) -> tuple[bool, Exception | None]:
         """Whether a step fits here, or the error that it has besides."""
-        from accel_state.memory import should_reduce_batch_size
+        from accel_state.device.memory import should_reduce_batch_size
 
         with ExitStack() as stack:
             for model in self._models:

@@ -16,14 +16,14 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel.explaining import Explanation
-    from accel.meters.health import LossWatch
-    from accel.meters.meter import Meter
-    from accel.meters.phases import PhaseClock
-    from accel.meters.progress import Progress
+    from accel.observe.explain import Explanation
+    from accel.observe.profiler import ProfileKwargs
     from accel.optimizer import PreparedOptimizer
-    from accel.profiling import ProfileKwargs
     from accel_backends import Backend
+    from accel_observe.meters.health import LossWatch
+    from accel_observe.meters.meter import Meter
+    from accel_observe.meters.phases import PhaseClock
+    from accel_observe.meters.progress import Progress
     from accel_state.session import Session
 
 
@@ -108,13 +108,13 @@ class ObservingFacet(ABC):
         Args:
             every: optimizer steps of one reading.
             tokens: how many tokens a batch of this rank holds.
-            flops_per_sample: operations of one sample, forward and backward, as ``accel.meters.count_flops`` counts.
+            flops_per_sample: operations of one sample, forward and backward, as ``accel_observe.meters.count_flops`` counts.
             peak_flops: operations a second that one device could do; None: looked up by its name.
             watch_loss: what is unusual for a loss; False: losses are not looked at (looking waits for the device).
         """
-        from accel.meters.flops import peak_flops as looked_up
-        from accel.meters.health import LossWatch
-        from accel.meters.meter import Meter
+        from accel_observe.meters.flops import peak_flops as looked_up
+        from accel_observe.meters.health import LossWatch
+        from accel_observe.meters.meter import Meter
 
         if self._meter is not None:
             self._meter.close()
@@ -136,7 +136,7 @@ class ObservingFacet(ABC):
         Iterate it instead of the loader, on all ranks, and call its ``step(loss, lr=...)`` at the end of each step.
         ``options`` are those of ``meter``; the meter is kept from one epoch to the next.
         """
-        from accel.meters.progress import Progress
+        from accel_observe.meters.progress import Progress
 
         meter = self.meter(**options) if self._meter is None or options else self._meter
         shown = self.session.is_main_process
@@ -150,7 +150,7 @@ class ObservingFacet(ABC):
         of them in one, and a table of its operators that took longest. Without an argument, the ``ProfileKwargs`` of
         ``kwargs_handlers`` count.
         """
-        from accel.profiling import MERGED, SUMMARY, ProfileKwargs, merge_traces, summary_table, top_operators
+        from accel.observe.profiler import MERGED, SUMMARY, ProfileKwargs, merge_traces, summary_table, top_operators
 
         options = profile_handler or self._profile_options or ProfileKwargs()
         profiler = options.build()
@@ -174,7 +174,7 @@ class ObservingFacet(ABC):
         Nothing is computed or communicated; ask once everything is prepared. What a step sends has to be counted while
         it is taken (``count_communication``), and is told from then on.
         """
-        from accel.explaining import explain
+        from accel.observe.explain import explain
 
         return explain(self)  # type: ignore[arg-type]
 
@@ -184,7 +184,7 @@ class ObservingFacet(ABC):
 
         Filled when the block ends; what the backend does on its own is counted too, as torch's profiler sees it.
         """
-        from accel.explaining import counted_communication
+        from accel.observe.explain import counted_communication
 
         with counted_communication() as found:
             yield found
@@ -197,13 +197,13 @@ class ObservingFacet(ABC):
         With ``path`` that is also written to a file (``{rank}`` in it stands for the rank), with the allocator's own
         account where there is one. The error goes on as it was.
         """
-        from accel_state.memory import should_reduce_batch_size
+        from accel_state.device.memory import should_reduce_batch_size
 
         try:
             yield
         except Exception as error:
             if should_reduce_batch_size(error):
-                from accel.memory_snapshot import largest_tensors, names_of, write_snapshot
+                from accel.observe.memory_snapshot import largest_tensors, names_of, write_snapshot
 
                 held = largest_tensors(names_of(self._models, [one.optimizer for one in self._optimizers]), count)
                 error.add_note("the largest tensors:\n" + "\n".join(map(str, held)))

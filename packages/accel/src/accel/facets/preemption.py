@@ -9,14 +9,15 @@ from abc import ABC
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.handlers import ProjectConfiguration
-from accel.preemption import DEFAULT_SIGNALS, PREEMPTED_STATUS, Ballot, Notice, Preemption
+from accel.resilience.preemption import DEFAULT_SIGNALS, Ballot, Notice, Preemption
+from accel.setup.kwargs_handlers import ProjectConfiguration
+from accel_launch.launch.exit_status import PREEMPTED_STATUS
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from accel_ckpt.storage import Location
+    from accel_ckpt.io.storage import Location
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _STORE = "accel/preemption"
 
 
 class PreemptionFacet(ABC):
-    """Listens for preemption through :class:`accel.preemption.Preemption`, and says what is done then."""
+    """Listens for preemption through :class:`accel.resilience.preemption.Preemption`, and says what is done then."""
 
     session: "Session"
     project_configuration: ProjectConfiguration
@@ -53,7 +54,7 @@ class PreemptionFacet(ABC):
             signals: names of signals; any rank may get one.
             file: means the end once it exists; looked for by the main process.
             check: called about every ``every`` seconds, in a thread of the main process; what it returns, if true,
-                is the reason. A cloud's notice is asked for here: ``accel.notices.notice_at(url)``.
+                is the reason. A cloud's notice is asked for here: ``accel.resilience.spot_notice.notice_at(url)``.
             every: seconds between two looks at ``file`` and ``check``.
             requeue: puts a Slurm job back into the queue once it is saved.
 
@@ -152,7 +153,7 @@ class _Farewell:
 
 
 def _requeued() -> bool:
-    from accel.requeueing import requeue
+    from accel.resilience.slurm_requeue import requeue
 
     return requeue()
 

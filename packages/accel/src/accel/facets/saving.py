@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel import open_window
-from accel.attendance import Attendance
+from accel.checkpointing import partial_accumulation as open_window
+from accel.checkpointing.load_report import RNG
+from accel.checkpointing.metrics_of_saves import Measured
+from accel.checkpointing.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
+from accel.checkpointing.save_quorum import Attendance
+from accel.checkpointing.train_state import LoaderState, ModelState
 from accel.facets.checkpoints import CheckpointFacet
-from accel.load_report import RNG
-from accel.measured import Measured
-from accel.meters.phases import observed
-from accel.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
-from accel.train_state import LoaderState, ModelState
-from accel_ckpt.storage import Location, locate
-from accel_state.doctor.active import recorded
+from accel_ckpt.io.storage import Location, locate
+from accel_observe.meters.phases import observed
 from accel_state.errors import ConfigError
+from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from weakref import WeakSet
@@ -202,7 +202,7 @@ class SavingFacet(CheckpointFacet, ABC):
 
         Objects of the user may fail on one rank only, which is an error on all before the next collective.
         """
-        from accel_ckpt.peers import Peers
+        from accel_ckpt.rank_group import Peers
         from accel_state import rng
 
         parts, peers = self._train_state(), Peers(None) if alone else Peers.of(self._ranks())

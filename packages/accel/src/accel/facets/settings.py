@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from accel.clock import StepClock
-from accel.handlers import ProjectConfiguration
+from accel.loop.accumulator import StepClock
 from accel.optimizer import PreparedOptimizer
+from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
-    from accel_backends import Backend, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accel_backends import Backend, FullyShardedDataParallelPlugin
     from accel_data import LoaderOptions
+    from accel_deepspeed import DeepSpeedPlugin
     from accel_precision import PrecisionPolicy
     from accel_state import DistributedType, FP8BackendType, ParallelismConfig
     from accel_state.session import Session
@@ -109,7 +110,7 @@ class SettingsFacet(ABC):
     @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
         """DeepSpeed's options, where it trains."""
-        from accel_backends import DeepSpeedPlugin
+        from accel_deepspeed import DeepSpeedPlugin
 
         config = self.backend.config
         return config if isinstance(config, DeepSpeedPlugin) else None

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.handlers import ProjectConfiguration
+from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel.tracking.base import GeneralTracker
-    from accel.tracking.hub import RunTracking
-    from accel.tracking.lane import QueueOptions
-    from accel.tracking.reducing import Reductions
-    from accel.tracking.registry import LogWith
+    from accel_observe.tracking.base import GeneralTracker
+    from accel_observe.tracking.delivery_queue import QueueOptions
+    from accel_observe.tracking.group import RunTracking
+    from accel_observe.tracking.reductions import Reductions
+    from accel_observe.tracking.registry import LogWith
     from accel_state.enums import LoggerType
     from accel_state.session import Session
 
-_LOG = logging.getLogger("accel.tracking")
+_LOG = logging.getLogger("accel_observe.tracking")
 DEFAULT_FOLDER = "runs"
 _START_SECONDS = 120.0
 
@@ -37,7 +37,7 @@ class TrackingFacet(ABC):
     _warned_untracked: bool = False
 
     def _choose_trackers(self, log_with: "LogWith") -> None:
-        from accel.tracking.registry import filter_trackers
+        from accel_observe.tracking.registry import filter_trackers
 
         self.log_with = filter_trackers(log_with, self.project_configuration.logging_dir)
         if log_with and not self.log_with:
@@ -70,14 +70,14 @@ class TrackingFacet(ABC):
             queue: how trackers are fed.
         """
         if reductions is not None:
-            from accel.tracking.reducing import check_reductions
+            from accel_observe.tracking.reductions import check_reductions
 
             check_reductions(reductions)
         self._reductions = reductions
         if not self.session.is_main_process:
             return
-        from accel.tracking.hub import RunTracking, new_run_id
-        from accel.tracking.lane import QueueOptions
+        from accel_observe.tracking.delivery_queue import QueueOptions
+        from accel_observe.tracking.group import RunTracking, new_run_id
 
         if self._tracking is not None:
             self._tracking.finish()
@@ -97,9 +97,9 @@ class TrackingFacet(ABC):
     def _make_trackers(
         self, project: str, folder: Path, run_id: str, init_kwargs: Mapping[str, dict[str, Any]], *, own: bool
     ) -> "list[GeneralTracker]":
-        from accel.tracking.base import GeneralTracker
-        from accel.tracking.own import RunLogTracker
-        from accel.tracking.registry import OWN, construct
+        from accel_observe.tracking.base import GeneralTracker
+        from accel_observe.tracking.registry import OWN, construct
+        from accel_observe.tracking.run_log import RunLogTracker
 
         made: list[GeneralTracker] = []
         for chosen in self.log_with:
@@ -135,7 +135,7 @@ class TrackingFacet(ABC):
         """
         reductions = self._reductions if reduce is None else reduce
         if reductions is not None and self.session.world_size > 1:
-            from accel.tracking.reducing import check_reductions, reduced
+            from accel_observe.tracking.reductions import check_reductions, reduced
 
             if reduce is not None:
                 check_reductions(reduce)
@@ -154,7 +154,7 @@ class TrackingFacet(ABC):
 
     def _describe(self) -> None:
         """Notes in the run's own log what has been prepared, once there is something to log about it."""
-        from accel.explaining import explain
+        from accel.observe.explain import explain
 
         self._run_described = True
         self.log_event("described", values=explain(self).to_dict())  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ class TrackingFacet(ABC):
             ConfigError: no such tracker in this run.
             TrackingError: its own object was asked for, and it does not start.
         """
-        from accel.tracking.base import GeneralTracker, TrackingError
+        from accel_observe.tracking.base import GeneralTracker, TrackingError
 
         if self._tracking is None:
             self._warn_untracked(f"get_tracker({str(name)!r}) gives a blank tracker, whose calls do nothing")

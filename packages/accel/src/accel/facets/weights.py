@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel.handlers import ProjectConfiguration
+from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
-    from accel_ckpt.storage import Location
+    from accel_ckpt.io.storage import Location
     from accel_state.session import Session
 
 
@@ -39,7 +39,7 @@ class WeightsFacet(ABC):
         """
         if not unwrap:
             return model.state_dict()
-        from accel_backends.states import with_aliases
+        from accel_backends.ops.state_dicts import with_aliases
 
         self._need_all_parts()
         state = self.backend.model_state(model) if sharded else self.backend.whole_model_state(model)

@@ -1,44 +1,92 @@
-"""Names and limits that others rely on."""
+"""File names and lists of choices that clients of Accelerate know by name."""
 
-from accel_state.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
-from accel_state.constants import BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION
-from accel_state.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
-from accel_state.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
-from accel_state.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
-from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
-from accel_state.constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
-from accel_state.constants import (
-    ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION as ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION,
+from typing import Final
+
+SCALER_NAME: Final = "scaler.pt"
+MODEL_NAME: Final = "pytorch_model"
+SAFE_MODEL_NAME: Final = "model"
+RNG_STATE_NAME: Final = "random_states"
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
+WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
+WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
+WEIGHTS_INDEX_NAME: Final = f"{WEIGHTS_NAME}.index.json"
+SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+
+# The 1-based position is the value of torch's ShardingStrategy.
+FSDP_SHARDING_STRATEGY: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+FSDP_AUTO_WRAP_POLICY: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+FSDP_BACKWARD_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+FSDP_STATE_DICT_TYPE: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+FSDP2_STATE_DICT_TYPE: Final = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+FSDP_PYTORCH_VERSION: Final = "2.1.0.a0+32f93b1"
+FSDP2_PYTORCH_VERSION: Final = "2.6.0"
+DTENSOR_PYTORCH_VERSION: Final = "2.5.0"
+BETA_TP_AVAILABLE_PYTORCH_VERSION: Final = "2.3.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION: Final = "4.52.0"
+BETA_CP_AVAILABLE_PYTORCH_VERSION: Final = "2.6.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION: Final = "2.2.0"
+XPU_PROFILING_AVAILABLE_PYTORCH_VERSION: Final = "2.4.0"
+MITA_PROFILING_AVAILABLE_PYTORCH_VERSION: Final = "2.1.0"
+
+DEEPSPEED_MULTINODE_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+TORCH_DYNAMO_MODES: Final = ("default", "reduce-overhead", "max-autotune")
+SAGEMAKER_PYTORCH_VERSION: Final = "1.10.2"
+SAGEMAKER_PYTHON_VERSION: Final = "py38"
+SAGEMAKER_TRANSFORMERS_VERSION: Final = "4.17.0"
+SAGEMAKER_PARALLEL_EC2_INSTANCES: Final = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge")
+
+# Options that torchrun understands, spelled as attributes.
+TORCH_LAUNCH_PARAMS: Final = (
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "rdzv_conf",
+    "standalone",
+    "max_restarts",
+    "monitor_interval",
+    "start_method",
+    "role",
+    "module",
+    "m",
+    "no_python",
+    "run_path",
+    "log_dir",
+    "r",
+    "redirects",
+    "t",
+    "tee",
+    "node_rank",
+    "master_addr",
+    "master_port",
 )
-from accel_state.constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
-from accel_state.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
-from accel_state.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
-from accel_state.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
-from accel_state.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
-from accel_state.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
-from accel_state.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
-from accel_state.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
-from accel_state.constants import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
-from accel_state.constants import MODEL_NAME as MODEL_NAME
-from accel_state.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accel_state.constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
-from accel_state.constants import RNG_STATE_NAME as RNG_STATE_NAME
-from accel_state.constants import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from accel_state.constants import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from accel_state.constants import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accel_state.constants import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-from accel_state.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
-from accel_state.constants import SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION
-from accel_state.constants import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
-from accel_state.constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
-from accel_state.constants import SAMPLER_NAME as SAMPLER_NAME
-from accel_state.constants import SCALER_NAME as SCALER_NAME
-from accel_state.constants import SCHEDULER_NAME as SCHEDULER_NAME
-from accel_state.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
-from accel_state.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
-from accel_state.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
-from accel_state.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
-from accel_state.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accel_state.constants import WEIGHTS_NAME as WEIGHTS_NAME
-from accel_state.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
-from accel_state.constants import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+CUDA_DISTRIBUTED_TYPES: Final = ("DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP")
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
+    *CUDA_DISTRIBUTED_TYPES,
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_CPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+)
+# Layers whose weights are kept in float32 when the rest of a model is not; names in torch.nn.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "Linear",
+)

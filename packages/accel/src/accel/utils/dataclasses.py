@@ -1,15 +1,15 @@
 """Enumerations, options and plugins."""
 
-from accel.clock import GradientAccumulationPlugin as GradientAccumulationPlugin
-from accel.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accel.handlers import ProjectConfiguration as ProjectConfiguration
-from accel.profiling import ProfileKwargs as ProfileKwargs
-from accel_backends.compile import TorchDynamoPlugin as TorchDynamoPlugin
-from accel_backends.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accel_backends.deepspeed_config import DeepSpeedPlugin as DeepSpeedPlugin
-from accel_backends.fsdp_config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel_backends.hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accel.observe.profiler import ProfileKwargs as ProfileKwargs
+from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
+from accel_backends.ddp.backend import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_backends.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel_backends.ops.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_data.options import LoaderOptions as LoaderOptions
+from accel_deepspeed.config.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_precision.options import AutocastKwargs as AutocastKwargs
 from accel_precision.options import GradScalerKwargs as GradScalerKwargs
 from accel_precision.options import KwargsHandler as KwargsHandler
@@ -26,10 +26,10 @@ from accel_state.enums import LoggerType as LoggerType
 from accel_state.enums import PrecisionType as PrecisionType
 from accel_state.enums import RNGType as RNGType
 from accel_state.enums import SageMakerDistributedType as SageMakerDistributedType
-from accel_state.nested import TensorInformation as TensorInformation
-from accel_state.parallel_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from accel_state.parallel_options import TorchContextParallelConfig as TorchContextParallelConfig
-from accel_state.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accel_state.parallelism import ParallelismConfig as ParallelismConfig
+from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accel_state.parallelism.axis_options import TorchContextParallelConfig as TorchContextParallelConfig
+from accel_state.parallelism.axis_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig
+from accel_state.pytree.operations import TensorInformation as TensorInformation
 
 DataLoaderConfiguration = LoaderOptions

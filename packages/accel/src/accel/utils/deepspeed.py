@@ -1,6 +1,6 @@
 """Names that DeepSpeed's users write into their scripts; DeepSpeed itself is imported where it is used."""
 
-from accel_backends.deepspeed_dummies import DummyOptim as DummyOptim
-from accel_backends.deepspeed_dummies import DummyScheduler as DummyScheduler
-from accel_backends.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accel_backends.deepspeed_optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from accel_deepspeed.config.ds_json import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel_deepspeed.config.dummies import DummyOptim as DummyOptim
+from accel_deepspeed.config.dummies import DummyScheduler as DummyScheduler
+from accel_deepspeed.engine.optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

@@ -1,5 +1,11 @@
 """The environment of this process."""
 
+from accel_state.device.gpus import check_cuda_fp8_capability as check_cuda_fp8_capability
+from accel_state.device.gpus import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from accel_state.device.gpus import get_driver_version as get_driver_version
+from accel_state.device.gpus import get_gpu_info as get_gpu_info
+from accel_state.device.gpus import override_numa_affinity as override_numa_affinity
+from accel_state.device.gpus import set_numa_affinity as set_numa_affinity
 from accel_state.environment import CPUInformation as CPUInformation
 from accel_state.environment import are_libraries_initialized as are_libraries_initialized
 from accel_state.environment import clear_environment as clear_environment
@@ -12,9 +18,3 @@ from accel_state.environment import parse_flag_from_env as parse_flag_from_env
 from accel_state.environment import patch_environment as patch_environment
 from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.environment import str_to_bool as str_to_bool
-from accel_state.hardware import check_cuda_fp8_capability as check_cuda_fp8_capability
-from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
-from accel_state.hardware import get_driver_version as get_driver_version
-from accel_state.hardware import get_gpu_info as get_gpu_info
-from accel_state.hardware import override_numa_affinity as override_numa_affinity
-from accel_state.hardware import set_numa_affinity as set_numa_affinity

@@ -1,0 +1,1 @@
+"""Interface of a backend, and the selection of one."""

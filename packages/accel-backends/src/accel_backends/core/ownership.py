@@ -1,0 +1,90 @@
+"""The models that a backend has prepared, and their parameters."""
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any, final
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+
+from accel_backends.ops.fqn import innermost, named_parameters
+from accel_state.errors import BackendError
+
+
+@final
+class Ownership:
+    """Holds weak references to prepared models and their parameters.
+
+    Attributes:
+        models: the innermost modules, before and after preparing.
+    """
+
+    def __init__(self) -> None:
+        self.models: WeakSet[nn.Module] = WeakSet()
+        # Parameters by id; entries are removed with their parameters, because ids are used again.
+        self._parameters: dict[int, ref[nn.Parameter]] = {}
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """The parameters' ids."""
+        return self._parameters.keys()
+
+    def add(self, original: nn.Module, model: nn.Module) -> None:
+        """Adds a model and the result of preparing it."""
+        self.models.update((original, innermost(model)))
+        for parameter in model.parameters():
+            self._parameters[id(parameter)] = ref(parameter, partial(_forget, self._parameters, id(parameter)))
+
+    def drop(self, model: nn.Module) -> None:
+        """Removes a prepared model and its parameters."""
+        inner = innermost(model)
+        self.models.discard(inner)
+        for parameter in inner.parameters():
+            self._parameters.pop(id(parameter), None)
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self.models.clear()
+        self._parameters.clear()
+
+    def checked(self, parameters: "torch.Tensor | Iterable[torch.Tensor]") -> list[torch.Tensor]:
+        """The parameters as a list.
+
+        Raises:
+            BackendError: some belong to no prepared model.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not all(map(self._parameters.__contains__, map(id, listed))):
+            foreign = [p for p in listed if id(p) not in self._parameters]
+            raise BackendError(
+                f"{len(foreign)} of {len(listed)} parameters to clip belong to no prepared model, the first of "
+                f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"
+            )
+        return listed
+
+    def check_added(self, parameters: "torch.Tensor | Iterable[Any]") -> None:
+        """Refuses parameters for an optimizer, named or not, whose gradients would not be averaged over ranks.
+
+        Raises:
+            BackendError: with the names of those that prepared models have got since, or their shapes.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        bare = [one[1] if isinstance(one, tuple) else one for one in listed]
+        foreign = [p for p in bare if id(p) not in self._parameters]
+        if foreign:
+            named = {id(p): f"{n} of {type(m).__name__}" for m in self.models for n, p in named_parameters(m).items()}
+            found = ", ".join(named.get(id(p), f"one of shape {tuple(p.shape)}") for p in foreign[:3])
+            raise BackendError(
+                f"add_param_group was given parameters that no model had when it was prepared: {found}; their "
+                "gradients are not averaged over ranks. Add layers before prepare, or call free_memory() and prepare "
+                "the model and a new optimizer again"
+            )
+
+    def names(self) -> dict[int, str]:
+        """Names of the parameters by id."""
+        return {id(p): name for model in self.models for name, p in named_parameters(model).items()}
+
+
+def _forget(owned: dict[int, Any], key: int, _: object) -> None:
+    owned.pop(key, None)

@@ -1,0 +1,66 @@
+"""Comparison of the models and optimizers that ranks prepare, because collectives of different ones would hang."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_backends.ops.fqn import named_parameters
+from accel_precision.policy import dtype_name
+from accel_state.errors import PrepareError
+
+if TYPE_CHECKING:
+    from accel_backends.core.bundle import Bundle
+
+
+def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
+    """Refuses ranks that prepare different models or optimizers; collective.
+
+    Raises:
+        PrepareError: see ``check_same``.
+    """
+    from accel_backends.fsdp1.wrap import find_fsdp1
+    from accel_state.collectives.objects import all_gather_object
+
+    mine: list[str] = []
+    for model in bundle.models:
+        cut = find_fsdp1(model) is not None  # wrapped by the user: each rank has other pieces
+        mine += [f"a model {type(model).__name__}", *([] if cut else described(model))]
+    for optimizer in bundle.optimizers:
+        counts = ", ".join(str(len(one["params"])) for one in optimizer.param_groups)
+        mine.append(f"an optimizer {type(optimizer).__name__} with groups of {counts} parameters")
+    digests = all_gather_object(sha256("\n".join(mine).encode()).hexdigest(), group=group)
+    if len(set(digests)) > 1:
+        check_same(all_gather_object(mine, group=group))
+
+
+def described(model: nn.Module) -> list[str]:
+    """Name, shape, dtype and ``requires_grad`` of each of a model's parameters, as one text each."""
+    entries = []
+    for name, parameter in named_parameters(model).items():
+        use = "trained" if parameter.requires_grad else "frozen"
+        entries.append(f"parameter {name} of shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}, {use}")
+    return entries
+
+
+def check_same(everybody: Sequence[Sequence[Any]]) -> None:
+    """Refuses ranks that prepare different models, because their collectives would hang.
+
+    Args:
+        everybody: for every rank, one comparable entry for each parameter and unit.
+
+    Raises:
+        PrepareError: on every rank the same, with the first difference.
+    """
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        if other == first:
+            continue
+        shorter = min(len(first), len(other))
+        at = next((place for place in range(shorter) if first[place] != other[place]), shorter)
+        here = [entries[at] if at < len(entries) else "nothing more" for entries in (first, other)]
+        raise PrepareError(
+            f"ranks prepare different models or optimizers: rank 0 has {here[0]} where rank {rank} has {here[1]}; "
+            "every rank must build and prepare the same"
+        )

@@ -1,0 +1,47 @@
+"""The installed backends, by name."""
+
+from difflib import get_close_matches
+from importlib import import_module
+from typing import cast
+
+from accel_backends.core.backend import Backend
+from accel_state.errors import BackendError
+
+GROUP = "accel.backends"
+# Found without reading the metadata of every installed package, which takes longer than importing them.
+_OWN = {
+    "single": ("accel_backends.single.backend", "SingleBackend"),
+    "ddp": ("accel_backends.ddp.backend", "DDPBackend"),
+    "fsdp": ("accel_backends.fsdp.backend", "FSDPBackend"),
+    "fsdp1": ("accel_backends.fsdp1.backend", "FSDP1Backend"),
+    "xla": ("accel_backends.xla.backend", "XLABackend"),
+}
+
+
+def installed_backends() -> tuple[str, ...]:
+    """Names of the backends that can be loaded here, those of other packages included."""
+    from importlib.metadata import entry_points
+
+    return tuple(sorted({*_OWN, *(point.name for point in entry_points(group=GROUP))}))
+
+
+def load_backend(name: str) -> type[Backend]:
+    """The class of the backend ``name``; its module is imported now and not before.
+
+    Raises:
+        BackendError: no such backend is installed (the message lists those that are), or importing it fails.
+    """
+    if name in _OWN:
+        module, attribute = _OWN[name]
+        return cast(type[Backend], getattr(import_module(module), attribute))
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=GROUP, name=name):
+        try:
+            return cast(type[Backend], point.load())
+        except ImportError as error:
+            raise BackendError(f"backend {name!r} ({point.value}) cannot be imported: {error}") from error
+    known = installed_backends()
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise BackendError(f"no backend {name!r}; installed: {', '.join(known)}{hint}")

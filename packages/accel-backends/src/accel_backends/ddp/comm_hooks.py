@@ -1,0 +1,112 @@
+"""Reductions of DDP's gradient buckets other than an all-reduce in their own dtype."""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+    from torch.nn.parallel import DistributedDataParallel
+
+Hook = Callable[[Any, Any], "Future[torch.Tensor]"]
+
+
+HALVES: Mapping[str, torch.dtype] = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
+
+
+def hook_name(value: object, what: str = "comm_hook") -> str:
+    """The name of a hook given as a string or an enum member.
+
+    Raises:
+        ConfigError: a name that is not one, or a wrapper that only changes no dtype.
+    """
+    name = str(getattr(value, "value", value)).lower()
+    known = DDPCommunicationHookType.list() if what == "comm_hook" else ["no", *HALVES]
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{what} {value!r} is not one of {', '.join(known)}{hint}")
+    return name
+
+
+def register_comm_hook(
+    model: "DistributedDataParallel", hook: str, wrapper: str, options: Mapping[str, Any], *, group: Any = None
+) -> None:
+    """Makes a DDP model send gradients through the named hook, within the change of dtype that ``wrapper`` names."""
+    if hook == "no":
+        return
+    state: Any = group
+    if hook in HALVES:
+        function = reduce_in(HALVES[hook])
+    else:
+        state, function = _power_sgd(hook, options, group)
+    if wrapper != "no":
+        function = wrapped_in(HALVES[wrapper], function)
+    model.register_comm_hook(state, function)
+
+
+def reduce_in(dtype: torch.dtype) -> Hook:
+    """A hook that averages buckets in ``dtype``, on every collective backend (torch's own bf16 hook refuses gloo).
+
+    The state is the process group. Buckets are divided before they are summed, so that sums of halves do not overflow.
+    """
+
+    def hook(group: Any, bucket: Any) -> "Future[torch.Tensor]":
+        own = bucket.buffer()
+        sent = own.to(dtype).div_(dist.get_world_size(group))
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        return _then_copy(work.get_future(), own)
+
+    return _typed(hook)
+
+
+def wrapped_in(dtype: torch.dtype, inner: Hook) -> Hook:
+    """A hook that runs another on the bucket in ``dtype``, and converts the result to the bucket's own."""
+
+    def hook(state: Any, bucket: Any) -> "Future[torch.Tensor]":
+        own = bucket.buffer()
+        bucket.set_buffer(own.to(dtype))
+        return _then_copy(inner(state, bucket), own)
+
+    return _typed(hook)
+
+
+def _then_copy(future: Any, target: torch.Tensor) -> "Future[torch.Tensor]":
+    def take(done: Any) -> torch.Tensor:
+        value = done.value()
+        return target.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+
+    result: Future[torch.Tensor] = future.then(take)
+    return result
+
+
+def _typed(hook: Hook) -> Hook:
+    """DDP compares a hook's annotations with real types, which importing them at run time alone provides."""
+    hook.__annotations__ = {"bucket": cast(Any, dist).GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    return hook
+
+
+def _power_sgd(hook: str, options: Mapping[str, Any], group: Any) -> tuple[Any, Hook]:
+    import inspect
+
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    known = [name for name in inspect.signature(power.PowerSGDState).parameters if name != "process_group"]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"comm_state_option {name!r} is not one of {', '.join(known)}{hint}")
+    state = power.PowerSGDState(group, **options)
+    if hook == "power_sgd":
+        return state, power.powerSGD_hook
+    from accel_backends.ddp.power_sgd import batched_power_sgd
+
+    return state, _typed(batched_power_sgd)

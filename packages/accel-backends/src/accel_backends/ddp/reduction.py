@@ -1,0 +1,204 @@
+"""The gradients of a DDP model after each backward: means over ranks, also for parts that the loss did not reach."""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_backends.ddp.averaging import average_tensors
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.sparse import sparse_embeddings
+from accel_precision.scaler import GradientMarks, gradient_marks
+from accel_state.errors import BackendError
+
+# The part of torch's error that lists the reducer's parameters without a gradient in a backward.
+_WITHOUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
+# Value of ``require_forward_param_sync`` from a backward to the next forward, and before the first: the reducer has to
+# be prepared again for another backward. Each forward sets True. For torch either value is true.
+_SPENT = 1
+
+
+@final
+class Reduction:
+    """Makes torch's reducer reduce all gradients of one model in every backward that synchronises.
+
+    By itself the reducer expects, once after each forward, a backward with gradients of all parameters that trained
+    when it was built. If a backward leaves some out, their buckets stay unreduced on this rank, and ranks that used
+    them wait; torch raises an error in the next forward. Here each missing parameter gets a gradient of -0.0, which
+    changes no sum, in the same backward. A gradient that is -0.0 in all elements afterwards belongs to a part that no
+    rank used, and is deleted, as there is none in one process.
+
+    Args:
+        model: the DDP model.
+        group: its process group.
+        given: the user wrapped the model, and may have frozen or thawed parameters since.
+
+    Attributes:
+        recorded: there has been a backward that synchronised, in which torch records a static graph.
+    """
+
+    __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_sparse", "recorded")
+
+    def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
+        model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
+        self._group = group
+        self.recorded = False
+        # With a static graph, the gradients before a backward that no forward of this model came before.
+        self._before: GradientMarks | None = None
+        self._expected: list[torch.Tensor] = []  # in the reducer's order, by which it numbers them
+        self._others: list[torch.Tensor] = []
+        self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
+        reduced = _in_reducer(model) if given and not self._sparse else None
+        for parameter in model._module_parameters:  # without those that DDP ignores
+            expected = parameter.requires_grad if reduced is None else id(parameter) in reduced
+            (self._expected if expected else self._others).append(parameter)
+        self._model = ref(model, partial(_empty, (self._expected, self._others)))
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The DDP model; None if it has been deleted."""
+        return self._model()
+
+    def prepare(self, loss: torch.Tensor) -> None:
+        """Before a backward: prepares the reducer if the last forward did not, or if a backward has followed it.
+
+        With a static graph the reducer counts the gradients of one backward for each forward, and cannot be prepared
+        again; ``finish`` refuses a second one.
+
+        Raises:
+            BackendError: a second backward within ``join``, where ranks without batches repeat one for each forward.
+        """
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
+            return
+        if model.static_graph:
+            if model.require_forward_param_sync is _SPENT:
+                self._before = gradient_marks(self._expected)
+            return
+        if model._join_config.enable and model.require_forward_param_sync is _SPENT:
+            raise BackendError(
+                "join_uneven_inputs follows one backward for each forward of a model, and this is another after the "
+                "same forward; nearest: add the losses up and call backward once"
+            )
+        model._has_rebuilt_buckets = model.reducer._rebuild_buckets() or model._has_rebuilt_buckets
+        model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+
+    def finish(self) -> None:
+        """After a backward: reduces the parameters that it left out, and those that were frozen when DDP was built.
+
+        Raises:
+            BackendError: with a static graph, gradients of this model from a backward without a forward of its own.
+        """
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync:
+            return
+        before, self._before = self._before, None
+        if before is not None:
+            if gradient_marks(self._expected) != before:
+                raise BackendError(
+                    "static_graph=True: torch reduces one backward for each forward of the prepared model, and this is "
+                    "another after the same forward, or one through another method; nearest: add the losses up and "
+                    "call backward once, or leave static_graph out"
+                )
+            return
+        self.recorded = True
+        self._complete(model)
+        model.__dict__["require_forward_param_sync"] = _SPENT
+        for parameter in self._others:
+            if parameter.requires_grad:
+                self._average_thawed(model)
+                break
+
+    def _complete(self, model: DistributedDataParallel) -> None:
+        """Computes gradients of -0.0 where the reducer waits for any, and deletes those that no rank used.
+
+        torch's error lists 100 parameters at most, so that it may take several passes.
+        """
+        without: list[torch.Tensor] = []
+        passed: set[int] = set()
+        while missing := self._missing(model):
+            if passed.issuperset(map(id, missing)):
+                raise BackendError("DistributedDataParallel waits for gradients that it has been given")
+            passed.update(map(id, missing))
+            without += [parameter for parameter in missing if parameter.grad is None]
+            frozen = [parameter for parameter in missing if not parameter.requires_grad]
+            _set_requires_grad(frozen, True)
+            torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
+            _set_requires_grad(frozen, False)
+        if without:
+            _drop_nothing(without)
+
+    def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
+        """Parameters whose gradients the reducer waits for, the first 100 of them; none if it has reduced all."""
+        try:
+            model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _WITHOUT.search(str(error))
+            if found is None:
+                raise BackendError(f"DistributedDataParallel has not reduced all gradients: {error}") from error
+            return [self._expected[int(index)] for index in found[1].split()]
+        return []
+
+    def _average_thawed(self, model: DistributedDataParallel) -> None:
+        """Averages parameters that the reducer does not have; averaging again does not change a mean."""
+        thawed = [parameter for parameter in self._others if parameter.requires_grad]
+        if model._join_config.enable:
+            names = [name for name, one in named_parameters(model).items() if any(one is other for other in thawed)]
+            raise BackendError(
+                f"join_uneven_inputs cannot average gradients of parameters that were frozen when prepare was called: "
+                f"{', '.join(names[:10])}; set requires_grad before prepare"
+            )
+        without = [parameter for parameter in thawed if parameter.grad is None]
+        for parameter in thawed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter).neg_()
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], self._group)
+        if without:
+            _drop_nothing(without)
+
+    def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter that was not used."""
+        if id(parameter) not in self._sparse:
+            return torch.zeros_like(parameter).neg_()
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+
+
+def _in_reducer(model: DistributedDataParallel) -> set[int]:
+    """The ids of the parameters that the reducer was built for; it cannot list them if some are sparse."""
+    return {id(one) for bucket in model.reducer._get_zeros_like_grad_buckets() for one in bucket.parameters()}
+
+
+def _empty(lists: Iterable[list[torch.Tensor]], _: object) -> None:
+    """Drops the parameters of a model that has been deleted."""
+    for parameters in lists:
+        parameters.clear()
+
+
+def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(value)
+
+
+@torch.no_grad()
+def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
+    """Deletes the gradients that are -0.0 in all elements or have no elements."""
+    device = parameters[0].device  # waited for once
+    unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
+    for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
+        if nothing:
+            parameter.grad = None
+
+
+def _is_nothing(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    if gradient.is_sparse:
+        return torch.tensor(gradient._nnz() == 0)
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return ((real == 0) & torch.signbit(real)).all()

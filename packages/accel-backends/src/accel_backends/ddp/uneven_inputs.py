@@ -1,0 +1,133 @@
+"""Ranks that run out of batches at different times, and have the same state afterwards.
+
+torch's Join repeats the collectives of models on ranks that have run out, and at the end copies the model of a rank
+with the most batches to all. It does not copy optimizers and the loss scale: those of some ranks would have fewer
+steps, and weights would drift apart from the next step on. They take part through ``_Follower``.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel_precision.scaler import LossScaler
+
+
+@contextmanager
+def joined(
+    models: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], scaler: LossScaler | None
+) -> Iterator[None]:
+    """torch's Join over the models, after which optimizers and scale are those of a rank with the most batches.
+
+    Inside, each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still step have
+    the same ones, and the others do not take part in further collectives.
+    """
+    reduce = None if scaler is None else scaler.reduce
+    if scaler is not None:
+        scaler.reduce = None
+    try:
+        with Join([*models, _Follower(models[0], optimizers, scaler)]):
+            yield
+    finally:
+        if scaler is not None:
+            scaler.reduce = reduce
+
+
+@final
+class _Follower(Joinable):
+    """Takes part in a Join for the optimizers and the loss scale of its models."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], scaler: LossScaler | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizers = optimizers
+        self.scaler = scaler
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What runs once all ranks have run out."""
+        return _Settle(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The model's."""
+        device: torch.device = self.model.join_device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The model's."""
+        return self.model.join_process_group
+
+
+@final
+class _Settle(JoinHook):
+    def __init__(self, follower: _Follower) -> None:
+        self.follower = follower
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies optimizer states and the scale to all others from the highest of the ranks with the most batches."""
+        import torch.distributed as dist
+
+        from accel_state.collectives.objects import all_gather_object, broadcast_object_list
+        from accel_state.collectives.tensors import broadcast
+
+        follower = self.follower
+        group = follower.join_process_group
+        went_on = all_gather_object(is_last_joiner, group=group)
+        if all(went_on):
+            return
+        source = max(rank for rank, last in enumerate(went_on) if last)
+        here = dist.get_rank(group) == source
+        tensors: list[torch.Tensor] = []
+        states = (
+            [_without_tensors(optimizer.state_dict(), tensors) for optimizer in follower.optimizers] if here else []
+        )
+        scale = None if follower.scaler is None else follower.scaler.state_dict()
+        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        sent: list[Any] = [states, shapes, scale]
+        broadcast_object_list(sent, from_process=source, group=group)
+        states, shapes, scale = sent
+        if not here:
+            tensors = [torch.empty(shape, dtype=dtype, device=self._own(device)) for shape, dtype, device in shapes]
+        broadcast(tensors, from_process=source, group=group)
+        if here:
+            return
+        for optimizer, state in zip(follower.optimizers, states, strict=True):
+            optimizer.load_state_dict(_with_tensors(state, tensors))
+        if follower.scaler is not None and scale is not None:
+            follower.scaler.load_state_dict(scale)
+
+    def _own(self, device: torch.device) -> torch.device:
+        """This rank's device of the same type."""
+        return device if device.type == "cpu" else self.follower.join_device
+
+
+class _Slot(int):
+    """Stands for a tensor: its place in the list of them."""
+
+
+def _without_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach())
+        return _Slot(len(tensors) - 1)
+    if isinstance(tree, dict):
+        return {key: _without_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_without_tensors(value, tensors) for value in tree)
+    return tree
+
+
+def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(tree, _Slot):
+        return tensors[tree]
+    if isinstance(tree, dict):
+        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_with_tensors(value, tensors) for value in tree)
+    return tree

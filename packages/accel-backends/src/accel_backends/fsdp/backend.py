@@ -1,0 +1,371 @@
+"""Parameters, gradients and optimizer states spread over ranks, by torch's ``fully_shard`` (FSDP2)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.core.backend import _NOTHING, Backend
+from accel_backends.core.bundle import Bundle
+from accel_backends.core.capabilities import Capabilities
+from accel_backends.core.config import BackendConfig
+from accel_backends.core.replaced import replace_parameters
+from accel_backends.fsdp.backward_errors import explained
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.float8 import follow
+from accel_backends.fsdp.full_state_loading import take_whole_tensors
+from accel_backends.fsdp.mesh import Spread
+from accel_backends.fsdp.outside_forward import outside_units, refuse_outside
+from accel_backends.fsdp.shard import (
+    Sharded,
+    Sharder,
+    adopt,
+    check_torch,
+    find_unused,
+    shard_dtypes,
+    shard_model,
+    synchronising,
+    units_of,
+)
+from accel_backends.fsdp.unit_record import watch_units
+from accel_backends.fsdp.unreduced_gradients import held_gradients, hold_gradients
+from accel_backends.fsdp.validate import (
+    check_flattened,
+    check_gradients,
+    check_hooks,
+    check_model,
+    check_optimizers,
+    check_separate,
+    compare_ranks,
+    is_sharded,
+)
+from accel_backends.fsdp.wrap_units import Units, parameters_to_split
+from accel_backends.ops.compile import TorchDynamoPlugin
+from accel_backends.ops.copying import refuse_copies
+from accel_backends.ops.dtensor import is_dtensor, placed_like, sharded_like, whole_parameters
+from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.master_weights import upcast_parameters, upcasts
+from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
+from accel_backends.ops.optimizer_trial import check_on_shards, holds_any
+from accel_backends.ops.state_dicts import STATE, load_model_state, optimizer_names
+from accel_precision.autocast import cast_parameters
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+_log = get_logger(__name__)
+
+
+@final
+class FSDPBackend(Backend):
+    """Shards models in place, block by block; a prepared model is the user's own object, its parameters DTensors.
+
+    It computes in the policy's dtype natively: parameters are gathered in it, outputs handed out in the policy's
+    output dtype, and no autocast is involved. Works over any collective backend, so on CPUs as on GPUs, and with one
+    process, too.
+    """
+
+    name: ClassVar[str] = "fsdp"
+    Config: ClassVar[type[BackendConfig]] = FSDPConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        sharded=True, gathers_fp8=True, offload=True, meta_device=True, loads_in_place=True
+    )
+    distributed_type: ClassVar[str] = "FSDP"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
+        check_torch(self._options)
+        self._spread = Spread(self.session, self._options)
+        self._source_filled = True
+        self._all_filled = True
+        self._dropping = False
+        self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+        self._released: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+        self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+
+    @classmethod
+    def options(cls, values: Mapping[str, Any]) -> BackendConfig:
+        """Options with ``fsdp_version=2``, which the name of this backend implies."""
+        return FSDPConfig.build({"fsdp_version": 2, **values})
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Replicas and shards, from the options."""
+        return self._spread.degrees
+
+    # Preparing
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuses what cannot be sharded: see ``wrapping.find_units`` and ``fsdp_check``."""
+        if not bundle.training:
+            return
+        check_separate(bundle.models)
+        for model in bundle.models:
+            if is_sharded(innermost(model)):
+                continue
+            if self.session.rank == 0 and is_meta(model):
+                check_initialisers(innermost(model), self._options.param_init_fn)
+            units = self._units(model)
+            check_model(model, units, upcast=upcasts(self.policy))
+            check_hooks(model, units, version=2)
+            check_gradients(model, units)
+        splitting = self._splitting(bundle.models)
+        check_optimizers(bundle.optimizers, self._options, splitting)
+        check_flattened(bundle.optimizers, splitting, self.degrees[1])
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """As every backend, once all ranks are known to prepare the same."""
+        config = self._options
+        if bundle.training and self.session.world_size > 1:
+            whole = [model for model in bundle.models if not is_sharded(innermost(model))]
+            filled = compare_ranks(whole, self._units, synchronised=config.sync_module_states, group=self.session.group)
+            self._source_filled = filled[0]
+            self._all_filled = all(filled) and not config.cpu_ram_efficient_loading
+            self._dropping = config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0
+        elif bundle.training:
+            self._source_filled = self._all_filled = not any(map(is_meta, bundle.models))
+            self._dropping = False
+        if bundle.training:
+            splitting = self._splitting(bundle.models)
+            tried = [one for one in bundle.optimizers if holds_any(one, splitting)]
+            check_on_shards(tried, self._spread.mesh, offload=bool(config.cpu_offload))
+        bound = super().bind(bundle)
+        for optimizer in bundle.optimizers:
+            for group in optimizer.param_groups:
+                if len({is_dtensor(parameter) for parameter in group["params"]}) > 1 and "foreach" in group:
+                    group["foreach"] = False  # torch's loops over lists take either kind, not both
+        return bound
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Unless parameters are kept over some of the ranks, which torch cannot do with them."""
+        return isinstance(self._options.reshard, bool)
+
+    def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
+        """Sharded with its precision built in; a model that is only evaluated stays whole, as on one device."""
+        return self.prepare_model(model) if training else super().ready(model, placed=placed, training=False)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself, sharded in place; one that the user has sharded already is left as it is."""
+        root = innermost(model)
+        if is_sharded(root):
+            self._sharded[root] = known = self._released.pop(root, None) or adopt(root)
+            if self._options.find_unused_parameters and known.usage is None:
+                find_unused(root, known)
+            return model
+        given, kind = named_parameters(root), type(root).__name__
+        if self._dropping:
+            drop_values(root)
+        units = self._units(model)
+        if units.tied:
+            _log.info("not units, because parameters of theirs are used elsewhere, too: %s", ", ".join(units.tied))
+        upcast_parameters(model, self.policy)
+        self.convert_layers(cast_parameters(root, self.policy))
+        units = self._units(model)
+        sharded = shard_model(root, units, self._sharder())
+        if self.session.world_size > 1:  # before ``follow``, which sets another gathering for 8-bit weights
+            from accel_backends.fsdp.collectives import explain_collectives
+
+            explain_collectives([cast("FSDPModule", root), *sharded.units])
+        backend = self.session.device.collective_backend
+        sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
+        self._sharded[root] = sharded
+        replace_parameters(given, named_parameters(root), kind)
+        refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
+        take_whole_tensors(root)
+        self._outside[root] = refuse_outside(
+            outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
+        )
+        if self.session.world_size > 1:
+            own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
+            pairs = {name: (module, module) for name, module in own.items()}
+            watch_units(root, kind, pairs, self.session.group, replicas=self.degrees[0])
+        return model
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """As every backend; modules that are called outside of forward end in torch's own errors from then on."""
+        if plugin.enabled:
+            for handle in self._outside.pop(innermost(model), ()):
+                handle.remove()
+        return super().compile(model, plugin)
+
+    def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
+        """This rank's part of a whole state."""
+        return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Drops prepared models; they stay sharded, and can be prepared again as they are."""
+        models = list(models)
+        super().release(models)
+        for model in models:
+            sharded = self._sharded.pop(innermost(model), None)
+            if sharded is not None:
+                self._released[innermost(model)] = sharded
+                if sharded.usage is not None:
+                    sharded.usage.remove()
+
+    def close(self) -> None:
+        """Drops everything, the group of a single process included."""
+        super().close()
+        self._sharded.clear()
+        self._released.clear()
+        self._spread.close()
+
+    # A step
+
+    @property
+    def gradient_average(self) -> int:
+        """All ranks of the session."""
+        return self.session.world_size
+
+    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
+        """As on one device.
+
+        Raises:
+            BackendError: it needs parameters that have been resharded; see ``fsdp_backward``.
+        """
+        reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
+        whole = [sharded.whole for _, sharded in reducing if sharded.whole]
+        watched = [
+            (sharded.usage, [root, *cast("list[nn.Module]", sharded.units)])
+            for root, sharded in reducing
+            if sharded.usage is not None
+        ]
+        for usage, modules in watched:
+            usage.begin(modules)
+        for one in whole:
+            one.deferred = True
+        try:
+            with explained(2):
+                super().backward(loss, scale=scale, **kwargs)
+        finally:
+            for one in whole:
+                one.deferred = False
+        for one in whole:
+            one.average()
+        for usage, modules in watched:
+            usage.end(modules, device=self.device, group=self.session.group)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Whole gradients add up on each rank until a backward outside of it reduces them."""
+        return self._synchronising(model, enable=False)
+
+    def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Within it, backward reduces whatever has added up."""
+        return self._synchronising(model, enable=True)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps on the shards, after freeing whole parameters that a forward without backward has left.
+
+        Scales of weights that are gathered in 8 bits follow.
+        """
+        for root, sharded in self._sharded.items():
+            self._reshard(root, sharded)
+        stepped = super().step(optimizer, closure)
+        for sharded in self._sharded.values():
+            if sharded.follower is not None:
+                sharded.follower.renew()
+        return stepped
+
+    # States
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """DTensors under the model's own names."""
+        self._rest([model])
+        return super().model_state(model)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        self._rest([model])
+        load_model_state(model, state, strict=strict, place=placed_like)
+
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What has added up here unreduced, and what has been reduced already, whole."""
+        self._rest([model])
+        return held_gradients(model)
+
+    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Reduces the shares now; what follows in the window adds to it."""
+        self._rest([model])
+        hold_gradients(model, gradients, group=self.session.group)
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """DTensors under the names of the parameters."""
+        self._rest(models)
+        return super().optimizer_state(optimizer, models)
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        self._rest(models)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
+        values = {
+            name: {key: placed_like(value, parameters.get(name)) for key, value in entries.items()}
+            for name, entries in state[STATE].items()
+        }
+        super().load_optimizer_state(optimizer, models, {**state, STATE: values})
+
+    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters are whole on every rank; changes go back unless ``writeback`` is off; collective."""
+        self._rest([model])
+        return whole_parameters(model, writeback=writeback)
+
+    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
+        buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
+        if buffers and self.session.world_size > 1:
+            from accel_state.collectives.tensors import broadcast
+
+            broadcast(buffers, group=self.session.group)
+
+    # Helpers of the above
+
+    def _units(self, model: nn.Module) -> Units:
+        return units_of(model, self.policy, self._options)
+
+    def _splitting(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+        """The parameters that are going to be sharded, or are already, by id."""
+        found: dict[int, nn.Parameter] = {}
+        for model in models:
+            if is_sharded(innermost(model)):
+                found |= {id(parameter): parameter for parameter in model.parameters() if is_dtensor(parameter)}
+            else:
+                found |= {id(p): p for p in parameters_to_split(model, self._units(model)) if p.dim() > 0}
+        return found
+
+    def _sharder(self) -> Sharder:
+        return Sharder(
+            self._options,
+            self._spread.mesh,
+            self.device,
+            shard_dtypes(self.policy, self._options),
+            group=self.session.group,
+            source_filled=self._source_filled,
+            all_filled=self._all_filled,
+        )
+
+    def _sharding(self, model: nn.Module) -> Sharded | None:
+        return self._sharded.get(innermost(model))
+
+    def _synchronising(self, model: nn.Module, *, enable: bool) -> AbstractContextManager[Any]:
+        root = innermost(model)
+        sharded = self._sharded.get(root)
+        return _NOTHING if sharded is None else synchronising(root, sharded, enable)
+
+    def _rest(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            sharded = self._sharding(model)
+            if sharded is not None:
+                self._reshard(innermost(model), sharded)
+
+    def _reshard(self, root: nn.Module, sharded: Sharded) -> None:
+        cast(Any, root).reshard()
+        for unit in sharded.kept:
+            unit.reshard()

@@ -1,0 +1,63 @@
+"""Collectives of a model sharded by version 2; where one fails, the error names the ranks that did not take part."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, final
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from accel_state.watchdog.decorator import active, explain, recorded
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+    from torch.distributed.fsdp import FSDPModule
+
+_gather = recorded("gather parameters", shared=False)(DefaultAllGather.__call__)
+_reduce = recorded("reduce gradients", shared=False)(DefaultReduceScatter.__call__)
+
+
+@final
+class ExplainedAllGather(DefaultAllGather):
+    """torch's own gathering; a broken connection is reported with what is known of the other ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Work | None":
+        """Gathers one unit.
+
+        Raises:
+            CollectiveError: another rank has failed or ended, with its reason.
+        """
+        work: Work | None = _explained(super().__call__, _gather, self, *args, **kwargs)
+        return work
+
+
+@final
+class ExplainedReduceScatter(DefaultReduceScatter):
+    """torch's own reduction of gradients; fails as ``ExplainedAllGather`` does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Work":
+        """Reduces the gradients of one unit.
+
+        Raises:
+            CollectiveError: another rank has failed or ended, with its reason.
+        """
+        work: Work = _explained(super().__call__, _reduce, self, *args, **kwargs)
+        return work
+
+
+def explain_collectives(units: Iterable["FSDPModule"]) -> None:
+    """Makes failing collectives of these units raise CollectiveError with what is known of the other ranks."""
+    gather, reduce = ExplainedAllGather(), ExplainedReduceScatter()
+    for unit in units:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+
+
+def _explained(run: Callable[..., Any], alone: Callable[..., Any], comm: object, *args: Any, **kwargs: Any) -> Any:
+    """Runs a collective; ``alone`` records it, too, as nothing else does where the user calls ``loss.backward()``."""
+    doctor = active()
+    try:
+        if doctor is None or doctor.record.inside:
+            return run(*args, **kwargs)
+        return alone(comm, *args, **kwargs)
+    except Exception as error:
+        explain(error)
+        raise

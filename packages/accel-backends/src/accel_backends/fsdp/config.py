@@ -1,0 +1,349 @@
+"""Options of fully sharded data parallelism, under the names of Accelerate's plugin."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+from torch import nn
+
+from accel_backends.core.config import BackendConfig, WholeForm
+from accel_backends.core.option_parsing import (
+    AutoWrap,
+    BackwardPrefetch,
+    MixedDtypes,
+    Sharding,
+    StateDictKind,
+    as_flag,
+    as_member,
+    as_number,
+    mixed_dtypes,
+    offloads,
+    reshard_value,
+    whole_form,
+    wrap_value,
+)
+from accel_state.errors import BackendError, ConfigError
+
+PREFIX = "FSDP_"
+_KEEPS = (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD, Sharding.HYBRID_SHARD_ZERO2)
+_HYBRID = (Sharding.HYBRID_SHARD, Sharding.HYBRID_SHARD_ZERO2)
+
+
+@final
+@dataclass(slots=True)
+class FSDPConfig(BackendConfig):
+    """How parameters, gradients and optimizer states are spread over ranks.
+
+    What is None when it is made is read from the environment, ``FSDP_<NAME>`` in capitals (``FSDP_OFFLOAD_PARAMS``,
+    ``FSDP_TRANSFORMER_CLS_TO_WRAP``), else it is what is said below. Enums are taken by name in any case, by number, or
+    as torch's own members.
+
+    Attributes:
+        fsdp_version: 2 shards each parameter (``fully_shard``, backend "fsdp"); 1 flattens them (backend "fsdp1").
+        sharding_strategy: FULL_SHARD (1; the default) shards all and frees parameters after forward, SHARD_GRAD_OP (2)
+            keeps them until after backward, NO_SHARD (3) replicates, HYBRID_SHARD (4) shards within groups and
+            replicates between them, HYBRID_SHARD_ZERO2 (5) does so and keeps parameters until after backward.
+        reshard_after_forward: free parameters after forward (wins over the strategy); a number keeps them sharded over
+            that many neighbouring ranks between forward and backward. Version 2.
+        shard_size: over how many ranks parameters are sharded; None: all, or one machine's with a hybrid strategy.
+        replicate_size: how many such groups there are; None follows from ``shard_size``.
+        auto_wrap_policy: which modules are gathered as a unit: TRANSFORMER_BASED_WRAP (by class), SIZE_BASED_WRAP,
+            NO_WRAP (the model at once), or a function of a module. None: the classes that were named, else those that
+            the model names in ``_no_split_modules``, else the blocks that it repeats.
+        transformer_cls_names_to_wrap: names of classes, a list or one text with commas.
+        min_num_params: size of a unit for SIZE_BASED_WRAP; 0 makes none.
+        mixed_precision_policy: dtypes that override those of the precision: "bf16", a mapping of ``param_dtype``,
+            ``reduce_dtype``, ``output_dtype``, ``buffer_dtype`` (version 1) and ``cast_forward_inputs``, or torch's.
+        cpu_offload: keep parameters, gradients and optimizer states on the host.
+        pin_memory: pin what is offloaded; None: where there is an accelerator to copy to.
+        ignored_modules: modules left out, or a pattern that their whole names match. They stay whole on every rank, and
+            what trains in them is the caller's to synchronise.
+        activation_checkpointing: compute a unit's activations again in backward instead of keeping them.
+        activation_checkpointing_offload: keep the units' inputs on the host meanwhile. Version 2.
+        backward_prefetch: BACKWARD_PRE gathers the next unit while one computes its backward, NO_PREFETCH does not;
+            BACKWARD_POST is version 1's. None: BACKWARD_PRE.
+        forward_prefetch: gather this many units ahead in forward (True: 1), beyond what overlaps anyhow.
+        limit_all_gathers: bound how far the host runs ahead. Version 1; 2 always does.
+        sync_module_states: start from rank 0's parameters and buffers; on unless turned off.
+        cpu_ram_efficient_loading: only rank 0 needs the values; the other ranks' models are dropped before sharding.
+            Version 2; with 1 it saves no memory.
+        param_init_fn: called with each module whose parameters were on the meta device, to give them values.
+        find_unused_parameters: ranks may use different parameters of one unit in a step; each counts as zero on ranks
+            that do not use it, and has no gradient if none does. All ranks call the same units. Version 2.
+        use_orig_params: version 1; only True is supported, without which parameters lose their names.
+        state_dict_type: taken for compatibility; checkpoints are sharded whatever it says, and load everywhere.
+        state_dict_config: how ``get_state_dict`` hands out whole states: a mapping of ``offload_to_cpu`` and
+            ``rank0_only`` (both True), or torch's ``FullStateDictConfig``.
+        optim_state_dict_config: the same for ``Backend.whole_optimizer_state``.
+
+    Raises:
+        ConfigError: a value that is not one of these, with the nearest that is.
+    """
+
+    fsdp_version: int | str | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: Any = None
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    sync_module_states: Any = None
+    forward_prefetch: Any = None
+    activation_checkpointing: Any = None
+    activation_checkpointing_offload: Any = None
+    cpu_ram_efficient_loading: Any = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: Any = None
+    shard_size: int | None = None
+    replicate_size: int | None = None
+    pin_memory: bool | None = None
+    find_unused_parameters: bool = False
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """The backend of the version: "fsdp" or "fsdp1"."""
+        return "fsdp" if self.fsdp_version == 2 else "fsdp1"
+
+    @property
+    def needs_ranks(self) -> bool:  # type: ignore[override]
+        """Version 1 does, so one process trains on its device alone."""
+        return self.fsdp_version == 1
+
+    def on(self, device_type: str) -> BackendConfig:
+        """On XLA devices one process shards over all of them; where and when it gathers is the compiler's choice.
+
+        Raises:
+            ConfigError: offloading, checkpointing or degrees, which XLA's backend does not have.
+        """
+        if device_type != "xla":
+            return self
+        from accel_backends.xla.backend import XLAConfig
+
+        unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
+        for name in unable:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} does not exist on XLA devices; leave it out, and XLAConfig("
+                    "shard_parameters=True) is what is left of these options"
+                )
+        return XLAConfig(shard_parameters=self.sharding_strategy is not Sharding.NO_SHARD)
+
+    def __post_init__(self) -> None:
+        env = os.environ
+        self.fsdp_version = as_number("fsdp_version", self._given("fsdp_version", "VERSION", env, 2))
+        if self.fsdp_version not in (1, 2):
+            raise ConfigError(f"fsdp_version is {self.fsdp_version}; expected 2 (fully_shard) or 1")
+        self._read_sharding(env)
+        self._read_wrapping(env)
+        self._read_memory(env)
+        self._read_schedule(env)
+        self.mixed_precision_policy = mixed_dtypes(self.mixed_precision_policy)
+        self.state_dict_type = as_member(
+            "state_dict_type",
+            self._given("state_dict_type", "STATE_DICT_TYPE", env, StateDictKind.SHARDED_STATE_DICT),
+            StateDictKind,
+        )
+        self.state_dict_config = whole_form("state_dict_config", self.state_dict_config)
+        self.optim_state_dict_config = whole_form("optim_state_dict_config", self.optim_state_dict_config)
+        if self.state_dict_type is StateDictKind.FULL_STATE_DICT:
+            logging.getLogger(__name__).info(
+                "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of "
+                "ranks; get_state_dict and save_model give whole weights"
+            )
+        if self.state_dict_type is StateDictKind.LOCAL_STATE_DICT:
+            raise ConfigError(
+                "state_dict_type LOCAL_STATE_DICT fits one number of ranks only; nearest: SHARDED_STATE_DICT"
+            )
+
+    def of_version(self, version: int, other: str) -> "FSDPConfig":
+        """These options, if they are of that version; ``other`` is the backend that takes them otherwise.
+
+        Raises:
+            BackendError: they are not.
+        """
+        if self.fsdp_version != version:
+            raise BackendError(
+                f"the options say fsdp_version={self.fsdp_version}, not {version}; use backend {other!r}"
+            )
+        return self
+
+    def _given(self, name: str, variable: str, env: Mapping[str, str], default: Any = None) -> Any:
+        value = getattr(self, name)
+        if value is None:
+            value = env.get(PREFIX + variable) or default
+        return value
+
+    def _flag(self, name: str, variable: str, env: Mapping[str, str], default: bool) -> bool:
+        return as_flag(name, self._given(name, variable, env, default))
+
+    def _read_sharding(self, env: Mapping[str, str]) -> None:
+        strategy = self._given("sharding_strategy", "SHARDING_STRATEGY", env, Sharding.FULL_SHARD)
+        self.sharding_strategy = as_member("sharding_strategy", strategy, Sharding)
+        reshard = self._given("reshard_after_forward", "RESHARD_AFTER_FORWARD", env)
+        if reshard is not None and self.fsdp_version == 1:
+            if isinstance(reshard, bool):
+                raise ConfigError(
+                    f"reshard_after_forward={reshard} is not supported with FSDP1; nearest: "
+                    f"sharding_strategy={'FULL_SHARD' if reshard else 'SHARD_GRAD_OP'!r}, or fsdp_version=2"
+                )
+            self.sharding_strategy = as_member("reshard_after_forward", reshard, Sharding)
+            reshard = None
+        self.reshard_after_forward = None if reshard is None else reshard_value(reshard)
+        for name in ("shard_size", "replicate_size"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, as_number(name, value))
+                if getattr(self, name) < 1:
+                    raise ConfigError(f"{name} is {value}; it counts ranks, at least 1")
+
+    def _read_wrapping(self, env: Mapping[str, str]) -> None:
+        names = self._given("transformer_cls_names_to_wrap", "TRANSFORMER_CLS_TO_WRAP", env)
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        self.transformer_cls_names_to_wrap = None if names is None else list(names)
+        self.min_num_params = as_number("min_num_params", self._given("min_num_params", "MIN_NUM_PARAMS", env, 0))
+        self.auto_wrap_policy = wrap_value(self._given("auto_wrap_policy", "AUTO_WRAP_POLICY", env))
+        if self.transformer_cls_names_to_wrap and self.auto_wrap_policy in (AutoWrap.SIZE_BASED_WRAP, AutoWrap.NO_WRAP):
+            raise ConfigError(
+                f"transformer_cls_names_to_wrap={self.transformer_cls_names_to_wrap} has no meaning with "
+                f"auto_wrap_policy={self.auto_wrap_policy}; nearest: TRANSFORMER_BASED_WRAP"
+            )
+        self.ignored_modules = self._given("ignored_modules", "IGNORED_MODULES", env)
+
+    def _read_memory(self, env: Mapping[str, str]) -> None:
+        if self.cpu_offload is None:
+            self.cpu_offload = as_flag("cpu_offload", env.get(f"{PREFIX}OFFLOAD_PARAMS") or False)
+        elif not isinstance(self.cpu_offload, bool):
+            pinned = getattr(self.cpu_offload, "pin_memory", None)
+            self.pin_memory = pinned if self.pin_memory is None else self.pin_memory
+            self.cpu_offload = offloads(self.cpu_offload)
+        self.activation_checkpointing = self._flag(
+            "activation_checkpointing", "ACTIVATION_CHECKPOINTING", env, default=False
+        )
+        self.activation_checkpointing_offload = self._flag(
+            "activation_checkpointing_offload", "ACTIVATION_CHECKPOINTING_OFFLOAD", env, default=False
+        )
+        if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
+            raise ConfigError(
+                "activation_checkpointing_offload needs activation_checkpointing=True and fsdp_version=2; got "
+                f"activation_checkpointing={self.activation_checkpointing}, fsdp_version={self.fsdp_version}"
+            )
+        self.cpu_ram_efficient_loading = self._flag(
+            "cpu_ram_efficient_loading", "CPU_RAM_EFFICIENT_LOADING", env, default=False
+        )
+        if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
+            logging.getLogger(__name__).warning(
+                "cpu_ram_efficient_loading=True saves no memory with fsdp_version=1, whose ranks all hold the whole "
+                "model while it is wrapped; fsdp_version=2 does"
+            )
+        self.sync_module_states = self._flag("sync_module_states", "SYNC_MODULE_STATES", env, default=True)
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise ConfigError(
+                "cpu_ram_efficient_loading=True needs sync_module_states=True: the values come from rank 0"
+            )
+
+    def _read_schedule(self, env: Mapping[str, str]) -> None:
+        prefetch = self._given("backward_prefetch", "BACKWARD_PREFETCH", env)
+        if prefetch is not None:
+            prefetch = as_member("backward_prefetch", prefetch, BackwardPrefetch)
+        if prefetch is BackwardPrefetch.BACKWARD_POST and self.fsdp_version == 2:
+            raise ConfigError(
+                "backward_prefetch BACKWARD_POST is not supported in FSDP2; nearest: BACKWARD_PRE, or fsdp_version=1"
+            )
+        self.backward_prefetch = prefetch
+        ahead = self._given("forward_prefetch", "FORWARD_PREFETCH", env, False)
+        self.forward_prefetch = int(
+            as_flag("forward_prefetch", ahead) if not str(ahead).isdecimal() else as_number("forward_prefetch", ahead)
+        )
+        self.limit_all_gathers = as_flag("limit_all_gathers", self.limit_all_gathers)
+        self.find_unused_parameters = as_flag("find_unused_parameters", self.find_unused_parameters)
+        self.use_orig_params = self._flag("use_orig_params", "USE_ORIG_PARAMS", env, default=True)
+        if self.fsdp_version == 1 and not self.use_orig_params:
+            raise ConfigError(
+                "use_orig_params=False makes flat parameters without names or groups; nearest: use_orig_params=True"
+            )
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether groups of ranks that shard are replicas of each other."""
+        return self.sharding_strategy in _HYBRID
+
+    @property
+    def reshard(self) -> bool | int:
+        """What becomes of parameters between forward and backward: freed, kept, or kept over that many ranks."""
+        given: bool | int | None = self.reshard_after_forward
+        return self.sharding_strategy not in _KEEPS if given is None else given
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Sets the dtypes by a precision's name, unless they are set and ``override`` is off.
+
+        With ``buffer_autocast`` buffers stay fp32.
+        """
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = mixed_dtypes(mixed_precision, buffers_wide=buffer_autocast)
+
+    def degrees(self, world_size: int, local_world_size: int) -> tuple[int, int]:
+        """How many replicas there are, and over how many ranks each is sharded.
+
+        Raises:
+            ConfigError: a degree that does not divide the number of ranks.
+        """
+        shard, replicate = self.shard_size, self.replicate_size
+        if self.sharding_strategy is Sharding.NO_SHARD:
+            if shard not in (None, 1) or replicate not in (None, world_size):
+                raise ConfigError(
+                    f"sharding_strategy NO_SHARD with shard_size={shard}, replicate_size={replicate}; nearest: "
+                    "HYBRID_SHARD, which takes them"
+                )
+            shard, replicate = 1, world_size
+        if shard is None:
+            if replicate is None:
+                shard = local_world_size if self.hybrid and world_size % local_world_size == 0 else world_size
+            else:
+                shard = max(1, world_size // replicate)
+        replicate = max(1, world_size // shard) if replicate is None else replicate
+        if prod((shard, replicate)) != world_size:
+            divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            raise ConfigError(
+                f"shard_size={self.shard_size}, replicate_size={self.replicate_size} make {shard} x {replicate} = "
+                f"{shard * replicate} ranks, and there are {world_size}; sizes that divide it: "
+                f"{', '.join(map(str, divisors))}"
+            )
+        reshard = self.reshard
+        if not isinstance(reshard, bool) and (reshard < 1 or shard % reshard):
+            divisors = [size for size in range(1, shard + 1) if shard % size == 0]
+            raise ConfigError(
+                f"reshard_after_forward={reshard} does not divide the {shard} ranks that a parameter is sharded over; "
+                f"sizes that do: {', '.join(map(str, divisors))}"
+            )
+        return replicate, shard
+
+    @property
+    def state_form(self) -> WholeForm:
+        """How whole states of models are handed out."""
+        form: WholeForm = self.state_dict_config
+        return form
+
+    @property
+    def optimizer_state_form(self) -> WholeForm:
+        """How whole states of optimizers are handed out."""
+        form: WholeForm = self.optim_state_dict_config
+        return form
+
+    @property
+    def dtypes(self) -> MixedDtypes:
+        """``mixed_precision_policy`` as a mapping, empty where there is none."""
+        return self.mixed_precision_policy or {}
+
+
+FullyShardedDataParallelPlugin = FSDPConfig

@@ -1,0 +1,65 @@
+"""The ranks that models are sharded over, as a mesh."""
+
+from typing import TYPE_CHECKING, final
+
+from accel_backends.fsdp.config import FSDPConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.session import Session
+
+
+@final
+class Spread:
+    """Replicas times shards of a session's ranks; their mesh is made when it is first read.
+
+    Attributes:
+        degrees: how many replicas there are, and over how many ranks each is sharded.
+    """
+
+    def __init__(self, session: "Session", config: FSDPConfig, *, flat: bool = False) -> None:
+        """``flat``: if nothing is sharded, or nothing replicated, the mesh has one dimension.
+
+        Raises:
+            ConfigError: degrees that do not divide the number of ranks.
+        """
+        self.degrees = config.degrees(session.world_size, session.topology.local_world_size)
+        self._session = session
+        self._flat = flat
+        self._mesh: DeviceMesh | None = None
+        self._owns_group = False
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """The mesh, whose last dimension shards; collective when first read."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._ensure_group()
+            names: tuple[str, ...] = ("dp_replicate", "dp_shard")
+            shape: tuple[int, ...] = self.degrees
+            if self.degrees[0] == 1 or (self._flat and self.degrees[1] == 1):
+                shape, names = (self._session.world_size,), names[1:]
+            self._mesh = init_device_mesh(self._session.device.type, shape, mesh_dim_names=names)
+        return self._mesh
+
+    def close(self) -> None:
+        """Drops the mesh, and closes the group of a single process."""
+        self._mesh = None
+        if self._owns_group:
+            import torch.distributed as dist
+
+            self._owns_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _ensure_group(self) -> None:
+        """torch shards over process groups only, so a single process that has none gets one of its own."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
+
+        if not dist.is_initialized():
+            backend = self._session.device.collective_backend
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._owns_group = True

@@ -1,0 +1,69 @@
+"""Modules of a sharded model that are called outside of its forward, when their parameters are not gathered."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.ops.dtensor import is_dtensor
+from accel_backends.ops.fqn import places
+from accel_state.errors import BackendError
+
+_REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method(accelerator.unwrap_model(model), 'name')"
+
+
+class Own(NamedTuple):
+    """A module that is gathered with the root, its name, and a parameter of it that shows whether it is gathered."""
+
+    module: nn.Module
+    name: str
+    parameter: str
+
+
+def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
+    """The modules of a model with sharded parameters (DTensors) of their own, without the root and those in units."""
+    seen = {id(model), *(id(module) for unit in units for module in unit.modules())}
+    found = []
+    for place in places(model):
+        if id(place.module) in seen:
+            continue
+        seen.add(id(place.module))
+        named = (name for name, parameter in place.module._parameters.items() if is_dtensor(parameter))
+        if (parameter := next(named, None)) is not None:
+            found.append(Own(place.module, place.prefix.removesuffix("."), parameter))
+    return found
+
+
+def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[RemovableHandle]:
+    """Makes these modules of a model of class ``kind`` raise BackendError when they are called by themselves.
+
+    Otherwise torch raises an error about the kind or shape of a tensor. ``version`` is FSDP's: shards are DTensors
+    in version 2, and flat pieces of parameters with several dimensions in version 1. Returns the hooks, which have to
+    be removed before torch.compile: it would compile each module that has one as a graph of its own.
+    """
+    is_shard = is_dtensor if version == 2 else _is_flat
+    nearest = "strategy='ddp'"
+    if version == 2:
+        nearest = f"after prepare {_REGISTER}, for a method that forward does not call"
+    handles = []
+    for module, name, parameter in modules:
+        said = (
+            f"{name} of {kind} was called outside of {kind}.forward, and its parameters are gathered only there; call "
+            f"the prepared model, whose forward may call its other methods; or {nearest}"
+        )
+        handles.append(module.register_forward_pre_hook(_refusing(parameter, is_shard, said)))
+    return handles
+
+
+def _refusing(name: str, is_shard: Callable[[Any], bool], said: str) -> Callable[[nn.Module, Any], None]:
+    def refuse(module: nn.Module, inputs: Any) -> None:
+        if is_shard(module._parameters.get(name)):
+            raise BackendError(said)
+
+    return refuse
+
+
+def _is_flat(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.dim() == 1

@@ -1,0 +1,308 @@
+"""Shards a model in place with torch's ``fully_shard``, unit by unit."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast, final
+from weakref import ref
+
+import torch
+from torch import nn
+
+from accel_backends.core.option_parsing import BackwardPrefetch
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.scalar_parameters import WholeParameters
+from accel_backends.fsdp.unused_parameters import Usage
+from accel_backends.fsdp.wrap_units import Units, find_units
+from accel_backends.ops.fqn import natural, places
+from accel_backends.ops.meta_init import Made, materialise
+from accel_precision.facts import HALVES
+from accel_precision.fp8 import Follower
+from accel_precision.policy import PrecisionPolicy
+from accel_state.collectives.tensors import broadcast
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sharder:
+    """The inputs of sharding besides the model.
+
+    Attributes:
+        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the whole model, see ``shard_dtypes``.
+        group: the ranks that start from the same values.
+        source_filled: rank 0 has values, and ranks whose parameters are on the meta device take them from it;
+            otherwise every rank makes its own, and rank 0's count.
+        all_filled: every rank has values, so those of ignored modules are left to the caller.
+    """
+
+    config: FSDPConfig
+    mesh: "DeviceMesh"
+    device: torch.device
+    dtypes: dict[str, Any]
+    group: Any = None
+    source_filled: bool = True
+    all_filled: bool = True
+    made: Made = field(default_factory=dict)
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Gives what is on the meta device memory, and values unless rank 0 sends them."""
+        materialise(
+            modules,
+            self.device,
+            made=self.made,
+            initialise=self.config.param_init_fn,
+            values_follow=self.source_filled,
+        )
+
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        """Broadcasts rank 0's values, unless ``sync_module_states`` is off."""
+        if self.config.sync_module_states:
+            broadcast(tensors, group=self.group)
+
+
+@final
+class Sharded:
+    """A sharded model's parts that steps deal with.
+
+    It holds no modules: the root may be the key to it, and by way of torch's states every unit leads there.
+
+    Attributes:
+        whole: parameters that cannot be sharded; None: of a model that the user has sharded, who averages them.
+        follower: has to be renewed after each step, see ``fsdp_fp8``.
+        usage: finds the parameters that no rank uses, where ranks may use different ones.
+    """
+
+    __slots__ = ("_kept", "_synchronising", "_units", "follower", "usage", "whole")
+
+    def __init__(self, units: Iterable["FSDPModule"], whole: WholeParameters | None, *, freed: bool) -> None:
+        self._units = [ref(unit) for unit in units]
+        self._kept = [] if freed else self._units
+        self.whole = whole
+        self._synchronising = True
+        self.follower: Follower | None = None
+        self.usage: Usage | None = None
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether backward reduces gradients."""
+        return self._synchronising
+
+    @synchronising.setter
+    def synchronising(self, enable: bool) -> None:
+        self._synchronising = enable
+        if self.whole is not None:
+            self.whole.synchronising = enable
+
+    @property
+    def units(self) -> list["FSDPModule"]:
+        """The modules within the root that are gathered by themselves, in the order of their names."""
+        return _alive(self._units)
+
+    @property
+    def kept(self) -> list["FSDPModule"]:
+        """Those of them that do not go back to shards after forward."""
+        return _alive(self._kept)
+
+
+def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:
+    return [unit for one in units if (unit := one()) is not None]
+
+
+def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
+    """The arguments of torch's ``MixedPrecisionPolicy`` that carry out a precision.
+
+    Units compute in the policy's dtype, gradients are summed in its ``reduce`` or in the parameters' own dtype, and
+    the model as a whole gives its ``output``. Dtypes of the options take precedence.
+    """
+    dtypes: dict[str, Any] = {"reduce_dtype": policy.reduce, "output_dtype": policy.output}
+    if policy.compute is not None:
+        dtypes["param_dtype"] = policy.compute
+        if policy.autocast and policy.reduce is None:
+            dtypes["reduce_dtype"] = policy.params or torch.float32
+    dtypes |= {name: value for name, value in config.dtypes.items() if name != "buffer_dtype"}
+    return {name: value for name, value in dtypes.items() if value is not None}
+
+
+def computes_in_halves(dtypes: dict[str, Any]) -> bool:
+    """Whether units compute in fp16 or bf16."""
+    return dtypes.get("param_dtype") in HALVES
+
+
+def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig) -> Units:
+    """The units of a model under a precision; see ``wrapping.find_units``."""
+    return find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)))
+
+
+def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
+    """Shards ``model`` in place and returns what steps need; collective.
+
+    Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are freed, so
+    that the device never holds more than one whole unit.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    named = {name: model.get_submodule(name) for name in (*units.inside_out, *units.ignored)}
+    how.fill(module for module in model.modules() if any(_is_scalar(p) for p in module._parameters.values()))
+    for name in units.ignored:
+        how.fill(named[name].modules())
+        _move(named[name], how.device)
+    ignored = {parameter for name in units.ignored for parameter in named[name].parameters()}
+    whole = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
+    for parameter in whole:
+        parameter.data = parameter.data.to(how.device)
+    if how.config.activation_checkpointing:
+        offload = how.config.activation_checkpointing_offload and how.device.type != "cpu"
+        wrapped = {id(named[name]): checkpointed(named[name], offload=offload) for name in units.blocks}
+        replace_modules(model, wrapped)
+        named |= {name: wrapped[id(named[name])] for name in units.blocks}
+    apart = ignored | set(whole)
+    for name in units.inside_out:
+        _shard_unit(named[name], how, apart, wide=name in units.wide)
+    _shard_unit(model, how, apart, root=True)
+    left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
+    how.send([*whole, *left_out, *model.buffers()])
+    averaged = WholeParameters(whole, how.group, how.mesh.size())
+    sharded = adopt(model, averaged, freed=how.config.reshard is True)
+    if how.config.find_unused_parameters:
+        find_unused(model, sharded)
+    set_prefetch([cast(FSDPModule, named[name]) for name in sorted(units.blocks, key=natural)], model, how.config)
+    return sharded
+
+
+def adopt(model: nn.Module, whole: WholeParameters | None = None, *, freed: bool = False) -> Sharded:
+    """What steps need of a model that is sharded; ``freed``: its units free their parameters after forward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units: list[FSDPModule] = [
+        module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
+    ]
+    return Sharded(units, whole, freed=freed)
+
+
+def find_unused(model: nn.Module, sharded: Sharded) -> None:
+    """Makes units reduce parameters that this rank has not used, and notes those that no rank has."""
+    cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
+    sharded.usage = Usage()
+
+
+@contextmanager
+def synchronising(model: nn.Module, sharded: Sharded, enable: bool) -> Iterator[None]:
+    """Within it, backward reduces gradients or leaves them on their ranks."""
+    before = sharded.synchronising
+    _synchronise(model, sharded, enable)
+    try:
+        yield
+    finally:
+        _synchronise(model, sharded, before)
+
+
+def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
+    sharded.synchronising = enable
+    cast(Any, model).set_requires_gradient_sync(enable, recurse=False)
+    for unit in sharded.units:
+        unit.set_requires_gradient_sync(enable, recurse=False)
+
+
+def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
+    """The block in a wrapper that computes its activations again in backward; ``offload``: its inputs on the host."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+
+    wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if offload:
+        wrapped = offload_wrapper(wrapped)
+    return wrapped
+
+
+def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:
+    """Sets which blocks each block gathers ahead of time."""
+    ahead = config.forward_prefetch
+    for position, block in enumerate(blocks):
+        if ahead:
+            block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + ahead])
+    if config.backward_prefetch is BackwardPrefetch.NO_PREFETCH:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])  # itself is gathered by then: nothing to do
+
+
+def _shard_unit(
+    module: nn.Module, how: Sharder, apart: set[nn.Parameter], *, root: bool = False, wide: bool = False
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    given = {parameter for parameter in module.parameters() if not parameter.is_meta}
+    how.fill(module.modules())
+    fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
+    for parameter in fresh:
+        parameter.data = parameter.data.to(how.device)
+        how.send([parameter.data])  # one by one: no second copy of the unit is packed
+    reshard = how.config.reshard
+    pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
+    fully_shard(
+        module,
+        mesh=how.mesh,
+        reshard_after_forward=None if root and reshard else reshard,
+        mp_policy=MixedPrecisionPolicy(**_unit_dtypes(how.dtypes, root=root, wide=wide)),
+        offload_policy=CPUOffloadPolicy(pin_memory=pinned) if how.config.cpu_offload else OffloadPolicy(),
+        ignored_params=apart or None,
+    )
+    for parameter in fresh:
+        if parameter not in given:
+            # Threads of the collectives keep references to what they sent for a while; this frees its memory at once.
+            parameter.data.untyped_storage().resize_(0)
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str, Any]:
+    """Only the root converts outputs; what computes in full precision takes its inputs as they come."""
+    chosen = dict(dtypes)
+    if not root:
+        chosen.pop("output_dtype", None)
+    if wide:
+        chosen.pop("param_dtype", None)
+        chosen["cast_forward_inputs"] = False
+    return chosen
+
+
+def check_torch(config: FSDPConfig) -> None:
+    """Refuses options that the installed torch does not have.
+
+    Raises:
+        ConfigError: with the version that has them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if config.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"find_unused_parameters=True needs torch 2.13 or newer with FSDP2, and this is {torch.__version__}; "
+            "nearest: leave it out and use all parameters in every step, or strategy='ddp'"
+        )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.to(device)
+
+
+def _is_scalar(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.dim() == 0
+
+
+def replace_modules(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
+    """Puts modules in the places of others, wherever in the model those are used."""
+    for place in list(places(model)):
+        for name, child in list(place.module._modules.items()):
+            if child is not None and id(child) in replacements:
+                place.module._modules[name] = replacements[id(child)]

@@ -1,0 +1,83 @@
+"""Parameters of a model sharded by version 2 that a backward has reached on no rank: they have no gradient."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.fsdp.unreduced_gradients import added_up, parameter_groups
+
+
+@final
+class Usage:
+    """Which parameters of one model its backwards reach, with ``find_unused_parameters``.
+
+    torch gives every parameter of a unit that was ever gathered a gradient then, of zeros where no rank used it, and an
+    optimizer with momentum or weight decay moves it. In one process it has none. Costs a hook for each parameter, and a
+    reduction of a byte for each in a backward that gives a parameter its first gradient of a step.
+    """
+
+    __slots__ = ("_hooked", "_used", "_without")
+
+    def __init__(self) -> None:
+        self._hooked: dict[int, RemovableHandle] = {}
+        self._used: set[int] = set()
+        self._without: set[int] = set()
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Before a backward: notes which parameters have no gradient yet, and which have gradients to be reduced.
+
+        ``modules`` are the root and the units, in the same order on every rank.
+        """
+        self._used.clear()
+        self._without.clear()
+        for entry in _entries(modules):
+            key = id(entry)  # the entry exists as long as the model; its sharded parameter may be replaced
+            if entry.sharded_param.grad is None:
+                self._without.add(key)
+            if added_up(entry) is not None:
+                self._used.add(key)
+            whole: torch.Tensor | None = getattr(entry, "_unsharded_param", None)
+            if key not in self._hooked and whole is not None and whole.requires_grad:
+                self._hooked[key] = whole.register_post_accumulate_grad_hook(_noting(self._used, key))
+
+    @torch.no_grad()
+    def end(self, modules: Iterable[nn.Module], *, device: torch.device, group: Any = None) -> None:
+        """After a backward that reduced gradients: takes away those of parameters that no rank used; collective."""
+        entries = list(_entries(modules))
+        fresh = [entry.sharded_param.grad is not None and id(entry) in self._without for entry in entries]
+        if not any(fresh):
+            return
+        used = self._anywhere([id(entry) in self._used for entry in entries], device, group)
+        for entry, new, kept in zip(entries, fresh, used, strict=True):
+            if new and not kept:
+                entry.sharded_param.grad = None
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+    @staticmethod
+    def _anywhere(flags: list[bool], device: torch.device, group: Any) -> list[int]:
+        import torch.distributed as dist
+
+        used = torch.tensor(flags, dtype=torch.uint8, device=device)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        found: list[int] = used.tolist()
+        return found
+
+
+def _noting(used: set[int], key: int) -> Any:
+    return lambda whole: used.add(key)
+
+
+def _entries(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """torch's entries of the parameters of units."""
+    for module in modules:
+        for group in parameter_groups(module._get_fsdp_state()):  # type: ignore[operator]
+            yield from group.fsdp_params

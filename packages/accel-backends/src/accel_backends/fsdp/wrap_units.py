@@ -1,0 +1,237 @@
+"""The units of a model: modules that are gathered, checkpointed and freed together."""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, final
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accel_backends.core.option_parsing import AutoWrap
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.ops.compile import repeated_blocks
+from accel_backends.ops.fqn import innermost, natural, places
+from accel_state.errors import PrepareError
+
+Policy = Callable[..., Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a model by name, each before those inside it; the rest belongs to the root.
+
+    Attributes:
+        blocks: the repeated work of the model, which activation checkpointing is for.
+        extra: modules that are gathered by themselves for another reason (large embeddings).
+        wide: batch normalisations, gathered by themselves because they compute in full precision.
+        ignored: modules that are left out altogether, and what is in them.
+        tied: modules that the options name and that are no unit, because a parameter of theirs is also used outside.
+    """
+
+    blocks: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+
+    @property
+    def inside_out(self) -> list[str]:
+        """All units, each after those inside it, in one order on all ranks: block 10 after block 9."""
+        return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: (-name.count("."), natural(name)))
+
+
+def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:
+    """The units of a model by the options; pure.
+
+    Args:
+        halves: whether units compute in half precision, in which running statistics would drift.
+
+    Raises:
+        PrepareError: a class that no module has, with those that there are; nothing that activation checkpointing
+            could be applied to.
+    """
+    model = innermost(model)
+    modules = dict(model.named_modules())
+    ignored = _ignored(modules, config)
+    left_out = {module for name in ignored for module in modules[name].modules()}
+    open_modules = {name: module for name, module in modules.items() if module not in left_out}
+    asked = [name for name in _asked(model, open_modules, config) if name and _can_be_unit(open_modules.get(name))]
+    leaking = _tied_outside(model, {name: modules[name] for name in open_modules if name})
+    blocks = tuple(name for name in asked if name not in leaking)
+    if config.activation_checkpointing and not blocks:
+        raise PrepareError(
+            f"activation_checkpointing=True, and {type(model).__name__} has no blocks that could be computed again: it "
+            "repeats none, and none were named; give transformer_cls_names_to_wrap or an auto_wrap_policy"
+        )
+    automatic = config.auto_wrap_policy in (None, AutoWrap.TRANSFORMER_BASED_WRAP)
+    extra = _embeddings(open_modules, blocks, leaking) if automatic and blocks else ()
+    wide = tuple(
+        name
+        for name, module in open_modules.items()
+        if halves and name and isinstance(module, _BatchNorm) and module.affine and name not in leaking
+    )
+    return Units(blocks, extra, wide, ignored, tuple(name for name in asked if name in leaking))
+
+
+def units_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = True) -> list[str]:
+    """Names of the modules whose class is called one of ``names``.
+
+    Raises:
+        PrepareError: ``strict``, and one of them is no module's class.
+    """
+    found = {name: type(module).__name__ for name, module in model.named_modules()}
+    known = list(dict.fromkeys(found.values()))
+    missing = [name for name in names if name not in known]
+    if missing and strict:
+        near = get_close_matches(missing[0], known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PrepareError(
+            f"Could not find the transformer layer class {missing[0]} in the model. {type(model).__name__} consists of "
+            f"{', '.join(known)}{hint}"
+        )
+    return [name for name, kind in found.items() if kind in names]
+
+
+def units_by_size(model: nn.Module, least: int) -> list[str]:
+    """Names of the smallest modules that hold at least ``least`` numbers not yet in a unit inside them."""
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def rest(name: str, module: nn.Module) -> int:
+        left = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+        for child, below in module._modules.items():
+            if below is not None and id(below) not in seen:
+                seen.add(id(below))
+                left += rest(f"{name}.{child}" if name else child, below)
+        if least > 0 and left >= least and name and _can_be_unit(module):
+            found.append(name)
+            return 0
+        return left
+
+    rest("", model)
+    return found[::-1]
+
+
+def units_by_policy(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> list[str]:
+    """Names of the modules for which ``policy`` returns true.
+
+    It takes a module, or what torch's policies take (``recurse`` and the number of parameters besides).
+    """
+    asks_recursion = "recurse" in _parameters_of(policy)
+    found = []
+    for name, module in modules:
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if policy(module, recurse=False, nonwrapped_numel=numel) if asks_recursion else policy(module):
+            found.append(name)
+    return found
+
+
+def parameters_of_units(model: nn.Module, units: Units) -> dict[str, list[str]]:
+    """For each unit, the root ("") included, the names of the parameters that are gathered with it."""
+    model = innermost(model)
+    groups: dict[str, list[str]] = {"": []}
+    groups |= {name: [] for name in units.inside_out}
+    chosen = set(groups)
+    for name, _ in model.named_parameters():
+        if _within(name, units.ignored):
+            continue
+        owner = name.rpartition(".")[0]
+        while owner not in chosen:
+            owner = owner.rpartition(".")[0]
+        groups[owner].append(name)
+    return groups
+
+
+def parameters_to_split(model: nn.Module, units: Units) -> list[nn.Parameter]:
+    """The model's parameters but those of ignored modules."""
+    model = innermost(model)
+    ignored = {id(parameter) for name in units.ignored for parameter in model.get_submodule(name).parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in ignored]
+
+
+def _asked(model: nn.Module, modules: dict[str, nn.Module], config: FSDPConfig) -> list[str]:
+    policy = config.auto_wrap_policy
+    if policy is AutoWrap.NO_WRAP:
+        return []
+    if policy is AutoWrap.SIZE_BASED_WRAP:
+        return units_by_size(model, config.min_num_params)
+    if callable(policy) and not isinstance(policy, AutoWrap):
+        return units_by_policy(modules.items(), policy)
+    if config.transformer_cls_names_to_wrap:
+        return units_by_class(model, config.transformer_cls_names_to_wrap)
+    declared = getattr(model, "_no_split_modules", None)
+    found = units_by_class(model, list(declared), strict=False) if declared else []
+    return found or repeated_blocks(model)
+
+
+def _ignored(modules: dict[str, nn.Module], config: FSDPConfig) -> tuple[str, ...]:
+    wanted = config.ignored_modules
+    if wanted is None:
+        return ()
+    if isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        found = tuple(name for name in modules if name and pattern.fullmatch(name))
+        if not found:
+            near = get_close_matches(wanted, modules, n=1)
+            hint = f"; nearest: {near[0]!r}" if near else ""
+            raise PrepareError(f"ignored_modules={wanted!r} is the whole name of no module{hint}")
+        return found
+    given = list(wanted)
+    by_id = {id(module): name for name, module in modules.items()}
+    strangers = [type(module).__name__ for module in given if id(module) not in by_id]
+    if len(strangers) == len(given) and given:
+        raise PrepareError(f"none of ignored_modules ({', '.join(strangers[:5])}) is part of the model")
+    return tuple(by_id[id(module)] for module in given if id(module) in by_id)
+
+
+def _can_be_unit(module: nn.Module | None) -> bool:
+    """Whether it has parameters and is called: a list of modules is not."""
+    if module is None or next(module.parameters(), None) is None:
+        return False
+    return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
+
+
+def _tied_outside(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
+    """Names of the modules that hold a parameter which is also used outside of them."""
+    uses: dict[int, list[int]] = {}
+    for place in places(model):
+        for parameter in place.module._parameters.values():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append(id(place.module))
+    shared = {key: set(users) for key, users in uses.items() if len(set(users)) > 1}
+    if not shared:
+        return set()
+    leaking = set()
+    for name, module in modules.items():
+        inside = {id(below) for below in module.modules()}
+        if any(users & inside and not users <= inside for users in shared.values()):
+            leaking.add(name)
+    return leaking
+
+
+def _embeddings(modules: dict[str, nn.Module], blocks: Collection[str], leaking: Collection[str]) -> tuple[str, ...]:
+    """Embeddings outside of the blocks at least as large as the smallest block: not worth holding for a whole step."""
+    least = min(sum(p.numel() for p in modules[name].parameters()) for name in blocks)
+    return tuple(
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Embedding)
+        and module.weight.numel() >= least
+        and name not in leaking
+        and not _within(name, blocks)
+    )
+
+
+def _within(name: str, units: Iterable[str]) -> bool:
+    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
+
+
+def _parameters_of(policy: Policy) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(policy).parameters)
+    except (TypeError, ValueError):
+        return ()

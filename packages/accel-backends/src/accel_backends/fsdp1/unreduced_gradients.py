@@ -1,0 +1,116 @@
+"""Gradients of a model sharded by version 1 in an accumulation window that is still open."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from accel_backends.fsdp.unreduced_gradients import averaged, brought_by_any
+from accel_backends.ops.fqn import places
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+class _Unit(NamedTuple):
+    """One flat parameter: torch's handle of it, and the names of what it consists of, in its order."""
+
+    handle: Any
+    names: list[str]
+
+    @property
+    def flat(self) -> Any:
+        return self.handle.flat_param
+
+
+def held_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]:
+    """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
+
+    torch keeps the sum of what was not reduced as one whole flat gradient, and beside it this rank's piece of what was.
+
+    Raises:
+        BackendError: the user has wrapped the model with flat parameters.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for unit in _units(model):
+        whole = _whole(unit)
+        if whole is not None:
+            views = unit.handle._get_unflat_views(whole)
+            trained = (parameter.requires_grad for parameter in unit.flat._params)
+            found |= {
+                name: view.clone() for name, view, trains in zip(unit.names, views, trained, strict=True) if trains
+            }
+    return found
+
+
+def hold_gradients(
+    model: "FullyShardedDataParallel", gradients: Mapping[str, torch.Tensor], *, group: Any = None
+) -> None:
+    """Gives every parameter its part of the average over ranks of these shares; collective.
+
+    Raises:
+        BackendError: the user has wrapped the model with flat parameters.
+    """
+    brought = brought_by_any(gradients, group)
+    for handle, names in _units(model):
+        flat = handle.flat_param
+        flat.grad = None
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard  # torch takes its being there for something to add to
+        pieces = flat._shard_param_infos
+        for name, parameter, shape, piece in zip(names, flat._params, flat._shapes, pieces, strict=True):
+            parameter.grad = None
+            if name not in brought:
+                continue
+            empty = torch.zeros(shape, dtype=parameter.dtype, device=handle.device)
+            total = averaged(gradients.get(name), empty, group)
+            if piece.in_shard:
+                first, last = piece.intra_param_start_idx, piece.intra_param_end_idx
+                parameter.grad = total.flatten()[first : last + 1].view(parameter.shape)
+
+
+def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    prefixes: dict[int, str] = {}
+    for place in places(model):
+        prefixes.setdefault(id(place.module), place.prefix)
+    for wrapped in FullyShardedDataParallel.fsdp_modules(model):
+        if (handle := wrapped._handle) is not None:
+            if not handle._use_orig_params:
+                raise BackendError(
+                    "a checkpoint within an accumulation window needs parameters of their own, and this model was "
+                    "wrapped with use_orig_params=False; save after a step, or wrap it with use_orig_params=True"
+                )
+            infos = handle.flat_param._param_infos
+            yield _Unit(handle, [prefixes[id(info.module)] + info.param_name for info in infos])
+
+
+def _whole(unit: _Unit) -> torch.Tensor | None:
+    """The whole flat gradient: what adds up here, and what has been reduced already, which every rank counts alike."""
+    unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has emptied the parameters, not the flat one
+    reduced: torch.Tensor | None = getattr(unit.flat, "_saved_grad_shard", None)
+    added: torch.Tensor | None = unit.flat.grad
+    if added is not None and added.shape != unit.flat._unpadded_unsharded_size:
+        reduced, added = added, None
+    gathered = _gathered(unit, reduced)
+    if added is None or gathered is None:
+        return gathered if added is None else added
+    return added + gathered  # in the wider dtype of both
+
+
+def _gathered(unit: _Unit, piece: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole of which each rank has a piece, or none; collective over the unit's ranks."""
+    import torch.distributed as dist
+
+    group = unit.handle.process_group
+    ranks = dist.get_world_size(group)
+    there = torch.tensor([float(piece is not None)], device=unit.handle.device)
+    dist.all_reduce(there, group=group)
+    if not there.item():
+        return None
+    mine = torch.zeros_like(unit.flat._local_shard) if piece is None else piece
+    every = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(every, mine.contiguous(), group=group)
+    return torch.cat(every)[: unit.flat._unpadded_unsharded_size.numel()]

@@ -1,0 +1,112 @@
+"""torch's ``FullyShardedDataParallel`` (version 1): the wrapper in a model, and its arguments from the options."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from accel_backends.core.option_parsing import BackwardPrefetch, Sharding
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.outside_forward import Own
+from accel_backends.fsdp.shard import shard_dtypes
+from accel_backends.fsdp.wrap_units import Units
+from accel_backends.ops.fqn import places, wrapped_name
+from accel_precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+def wrapper_arguments(
+    root: nn.Module,
+    units: Units,
+    options: FSDPConfig,
+    policy: PrecisionPolicy,
+    *,
+    degrees: tuple[int, int],
+    mesh: "DeviceMesh",
+    device: torch.device,
+) -> dict[str, Any]:
+    """The arguments of the wrapper around ``root``; ``degrees`` are replicas and shards of ``mesh``."""
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    ids = {id(root.get_submodule(name)) for name in units.inside_out}
+    dtypes = shard_dtypes(policy, options)
+    prefetch = options.backward_prefetch
+    given = {
+        "param_dtype": dtypes.get("param_dtype"),
+        "reduce_dtype": dtypes.get("reduce_dtype"),
+        "buffer_dtype": options.dtypes.get("buffer_dtype", policy.buffers),
+    }
+    mixed = fsdp.MixedPrecision(**given, cast_root_forward_inputs=dtypes.get("cast_forward_inputs", True))
+    return {
+        "device_mesh": mesh,
+        "sharding_strategy": fsdp.ShardingStrategy[_strategy(options, degrees)],
+        "auto_wrap_policy": CustomPolicy(lambda module: is_unit(module, ids)),
+        # With one, even without a dtype, torch computes batch normalisations in fp32.
+        "mixed_precision": mixed if any(given.values()) else None,
+        # What trains on the host is there already.
+        "cpu_offload": fsdp.CPUOffload(offload_params=bool(options.cpu_offload) and device.type != "cpu"),
+        "backward_prefetch": None
+        if prefetch is BackwardPrefetch.NO_PREFETCH
+        else fsdp.BackwardPrefetch[(prefetch or BackwardPrefetch.BACKWARD_PRE).name],
+        "forward_prefetch": bool(options.forward_prefetch),
+        "limit_all_gathers": options.limit_all_gathers,
+        "use_orig_params": True,
+        "ignored_modules": [root.get_submodule(name) for name in units.ignored] or None,
+        "device_id": device,
+    }
+
+
+def _strategy(options: FSDPConfig, degrees: tuple[int, int]) -> str:
+    """torch's name of the strategy: degrees decide whether it is a hybrid one."""
+    strategy = options.sharding_strategy
+    replicated = degrees[0] > 1 and degrees[1] > 1
+    if options.hybrid and not replicated:
+        strategy = Sharding.FULL_SHARD if strategy is Sharding.HYBRID_SHARD else Sharding.SHARD_GRAD_OP
+    elif replicated and not options.hybrid:
+        strategy = Sharding.HYBRID_SHARD if strategy is Sharding.FULL_SHARD else Sharding.HYBRID_SHARD_ZERO2
+    name: str = strategy.name
+    return "_HYBRID_SHARD_ZERO2" if strategy is Sharding.HYBRID_SHARD_ZERO2 else name
+
+
+def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
+    """The outermost wrapper of version 1 around a model; None without one."""
+    while "_fsdp_wrapped_module" not in model._modules:
+        name = wrapped_name(model)
+        if name is None:
+            return None
+        model = cast(nn.Module, model._modules[name])
+    return cast("FullyShardedDataParallel", model)
+
+
+def is_unit(module: nn.Module, ids: set[int]) -> bool:
+    """Whether it is a unit, or one in the wrapper of activation checkpointing (which is to be inside of FSDP's)."""
+    inner = module._modules.get("_checkpoint_wrapped_module")
+    return id(inner) in ids if inner is not None else id(module) in ids
+
+
+def outside_units(model: "FullyShardedDataParallel") -> list[Own]:
+    """The modules that are gathered with the root, each with a parameter of several dimensions."""
+    if model._handle is None:
+        return []
+    flat: Any = model._handle.flat_param
+    names = {id(place.module): place.prefix.removesuffix(".") for place in places(model)}
+    found: dict[int, Own] = {}
+    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+        if len(shape) > 1 and (name := names[id(info.module)]):
+            found.setdefault(id(info.module), Own(info.module, name, info.param_name))
+    return list(found.values())
+
+
+def first_names_of(model: nn.Module) -> dict[str, str]:
+    """For each plain name of a parameter or buffer the first name of the same tensor."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for place in places(model):
+        for name, tensor in (*place.module._parameters.items(), *place.module._buffers.items()):
+            if tensor is not None:
+                names[place.prefix + name] = first.setdefault(id(tensor), place.prefix + name)
+    return names

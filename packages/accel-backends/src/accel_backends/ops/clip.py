@@ -1,0 +1,245 @@
+"""Clips gradients by their norm over all ranks, or by value, in one way for replicated tensors and DTensors."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError
+from accel_state.watchdog.decorator import recorded
+
+Names = Callable[[], Mapping[int, str]]
+Places = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+#: A device mesh, and those of its dimensions over which something is spread.
+Pieces = tuple[Any, tuple[int, ...]]
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    names: Names | None = None,
+    pieces: Pieces | None = None,
+) -> torch.Tensor:
+    """Scales gradients down so that their joint norm is at most ``max_norm``, and returns that norm before scaling.
+
+    It is the norm of the model's whole gradient, wherever its parts are: plain tensors count once, since every rank
+    holds the same, and the parts of DTensors are summed over the mesh dimensions that shard them. Norms of several
+    meshes and of plain tensors are joined. Nothing is read back from the device.
+
+    Args:
+        max_norm: the largest norm allowed; ``inf`` only measures.
+        norm_type: any p > 0, or ``inf``.
+        error_if_nonfinite: raise instead of scaling if the norm is nan or infinite (waits for the device).
+        names: gives parameter names by ``id``, for that error.
+        pieces: where plain tensors are pieces, and every rank holds others: what they are spread over. All of its ranks
+            take part then, also those without gradients of their own.
+
+    Returns:
+        A scalar on the device of the first gradient, 0 without gradients.
+
+    Raises:
+        BackendError: a norm that is not positive, or a non-finite norm, with the names of the parameters at fault.
+    """
+    if not norm_type > 0.0:
+        raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+    listed = _listed(parameters)
+    kept = [parameter for parameter in listed if parameter.grad is not None]
+    gradients = _gradients(kept)
+    if not gradients and (pieces is None or not listed):
+        return torch.tensor(0.0)
+    with torch.no_grad():
+        places, sharded = _sorted(gradients)
+        sharded = sharded or pieces is not None
+        total = (
+            total_norm(gradients if pieces is None else _with_empty(listed), norm_type, pieces=pieces)
+            if sharded
+            else _joined(_norms(places, norm_type), norm_type, gradients[0].device)
+        )
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            culprits = nonfinite(kept, names)
+            raise BackendError(
+                f"the gradient norm (p={norm_type:g}) is {float(total)}; gradients with nan or inf: "
+                f"{culprits or 'none here'}"
+            )
+        if max_norm != math.inf:
+            _scale(places, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limits every element of the gradients to ``[-clip_value, clip_value]``, in place."""
+    if not clip_value >= 0.0:
+        raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
+    with torch.no_grad():
+        for group in _by_place(_gradients(_listed(parameters))).values():
+            torch._foreach_clamp_min_(group, -clip_value)
+            torch._foreach_clamp_max_(group, clip_value)
+
+
+def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Pieces | None = None) -> torch.Tensor:
+    """The norm of all gradients together, as a scalar on the first one's device; ``pieces`` as ``clip_grad_norm``."""
+    plain: list[torch.Tensor] = []
+    meshes: dict[Pieces, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if _is_sharded(gradient):
+            whole, dims = _reducible(gradient)
+            meshes.setdefault((whole.device_mesh, dims), []).append(whole.to_local())
+        elif pieces is not None:
+            meshes.setdefault(pieces, []).append(gradient)
+        else:
+            plain.append(gradient)
+    parts = _norms(_by_place(plain), norm_type)
+    for (mesh, dims), group in meshes.items():
+        filled = [local for local in group if local.numel()]
+        dtype = reduce(torch.promote_types, (local.dtype for local in group))  # the same on every rank
+        zero = torch.zeros((), device=group[0].device, dtype=dtype)
+        own = _joined(_norms(_by_place(filled), norm_type), norm_type, zero.device).to(dtype) if filled else zero
+        parts.append(_over_mesh(own, mesh, dims, norm_type))
+    return _joined(parts, norm_type, _local(gradients[0]).device)
+
+
+def norm_of_held(
+    models: Iterable[tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]],
+    parameters: "torch.Tensor | Iterable[torch.Tensor]",
+    norm_type: float,
+) -> torch.Tensor:
+    """The norm of the gradients of these parameters; ``models``: each one's parameters and gradients by name."""
+    asked = {id(parameter) for parameter in _listed(parameters)}
+    held = [
+        gradients[name]
+        for named, gradients in models
+        for name, parameter in named.items()
+        if id(parameter) in asked and name in gradients
+    ]
+    return total_norm(held, norm_type) if held else torch.tensor(0.0)
+
+
+def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
+    """The names of the parameters whose gradients, as far as they are here, hold nan or inf; the first ten."""
+    known = names() if names is not None else {}
+    with_gradient = [(position, one) for position, one in enumerate(parameters) if one.grad is not None]
+    good = finite([one.grad for _, one in with_gradient if one.grad is not None])
+    bad = [place for place, fine in zip(with_gradient, good, strict=True) if not fine]
+    return listed([known.get(id(parameter), f"parameter {position}") for position, parameter in bad])
+
+
+def finite(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether all elements of each that are here are finite."""
+    return [bool(torch.isfinite(_local(gradient)).all()) for gradient in gradients]
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that there are; sparse ones coalesced in place, so that each index has one value to scale."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+        found.append(gradient)
+    return found
+
+
+def _with_empty(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradient of every parameter, an empty one where it has none here."""
+    return [p.detach().new_empty(0) if p.grad is None else p.grad for p in parameters]
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+        return cast(torch.Tensor, tensor.to_local())
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def _by_place(gradients: list[torch.Tensor]) -> Places:
+    return _sorted(gradients)[0]
+
+
+def _sorted(gradients: list[torch.Tensor]) -> tuple[Places, bool]:
+    """What is here of each gradient, by place, and whether any is sharded; one pass without a call for each."""
+    groups: Places = {}
+    sharded = False
+    for gradient in gradients:
+        local = gradient
+        if type(gradient) is not torch.Tensor or gradient.is_sparse:
+            local = _local(gradient)
+            sharded = sharded or _is_sharded(gradient)
+        place = local.device, local.dtype
+        if place in groups:
+            groups[place].append(local)
+        else:
+            groups[place] = [local]
+    return groups, sharded
+
+
+def _norms(places: Places, norm_type: float) -> list[torch.Tensor]:
+    norms: list[torch.Tensor] = []
+    for group in places.values():
+        norms.extend(torch._foreach_norm(group, norm_type))
+    return norms
+
+
+def _joined(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
+
+
+def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
+    """The gradient without partial sums, and the mesh dimensions over which its elements are spread."""
+    if any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
+    return gradient, tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+
+
+@recorded("gradient norm", shared=False)
+def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
+    """The norm over all parts, from the norm of this rank's part; reduced on the mesh's devices."""
+    import torch.distributed as dist
+
+    largest = norm_type == math.inf
+    part = (norm.clone() if largest else norm**norm_type).to(mesh.device_type)
+    for dim in dims:
+        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return (part if largest else part ** (1.0 / norm_type)).to(norm.device)
+
+
+def _scale(places: Places, factor: torch.Tensor) -> None:
+    for (device, _), group in places.items():
+        torch._foreach_mul_(group, factor if factor.device == device else factor.to(device))
+
+
+def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+    """Multiplies every gradient of the models in place, a tied one once."""
+    gradients = {id(p.grad): p.grad for model in models for p in model.parameters() if p.grad is not None}
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients.values():
+        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, device), group in by_dtype.items():
+        if isinstance(factor, torch.Tensor):
+            torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
+        else:
+            torch._foreach_mul_(group, factor)

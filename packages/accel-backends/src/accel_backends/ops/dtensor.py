@@ -1,0 +1,138 @@
+"""Sharded tensors to whole ones and back."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from accel_backends.ops.fqn import places
+from accel_backends.ops.state_dicts import STATE
+from accel_state.watchdog.decorator import recorded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a DTensor, without importing them where there are none."""
+    return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor on every rank; collective. Other tensors are returned as they are.
+
+    A shard on the host of a mesh of other devices is copied to its device first.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    sharded = cast("DTensor", tensor.detach())
+    local = sharded.to_local()
+    if local.device.type != sharded.device_mesh.device_type:
+        sharded = DTensor.from_local(
+            local.to(sharded.device_mesh.device_type),
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+    whole: torch.Tensor = sharded.full_tensor()
+    return whole
+
+
+def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``whole``, which every rank has, placed as ``model`` is; nothing is sent.
+
+    The dtype stays. ``whole`` itself if ``model`` is no DTensor or ``whole`` is one already.
+    """
+    if not is_dtensor(model) or is_dtensor(whole) or whole.shape != model.shape:
+        return whole
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    like = cast("DTensor", model)
+    device = like.to_local().device
+    if device.type == like.device_mesh.device_type:
+        return distribute_tensor(whole.to(device), like.device_mesh, like.placements, src_data_rank=None)
+    # Placed on the mesh's own devices and then taken to the host, one tensor at a time.
+    placed = distribute_tensor(
+        whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return DTensor.from_local(
+        placed.to_local().to(device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def placed_like(value: Any, model: Any) -> Any:
+    """A value of a state as ``sharded_like`` places it beside ``model``; as it is if one of them is no tensor."""
+    both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
+    return sharded_like(value, model) if both else value
+
+
+@recorded("get_state_dict")
+def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+    """A model's state with every tensor whole; collective.
+
+    Tensor by tensor, so that with ``host`` (taken to the host) the device holds one of them at a time. With ``keep``
+    off they are gathered, for the ranks that want them, and dropped here: the result is empty.
+    """
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        whole = gathered(value) if isinstance(value, torch.Tensor) else value
+        if keep:
+            found[name] = whole
+            if isinstance(whole, torch.Tensor):
+                found[name] = whole.detach().cpu() if host else whole.detach()
+    return found
+
+
+@recorded("whole optimizer state")
+def whole_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+    """An optimizer's state by names (see ``states``) with every tensor whole; as ``whole_state`` otherwise."""
+    values = {name: whole_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}
+    return {**state, STATE: values} if keep else {}
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Within it, the model's parameters are whole, in their own dtype, on every rank; collective at both ends.
+
+    Changes are copied into the shards, each rank keeping its part, unless ``writeback`` is off; every
+    rank has to make the same changes. They are for looking and changing: the model's own forward gathers for itself.
+    """
+    sharded: dict[int, nn.Parameter] = {}
+    whole: dict[int, nn.Parameter] = {}
+    swapped: list[tuple[nn.Module, str, int]] = []
+    for place in list(places(model)):
+        for name, parameter in place.module._parameters.items():
+            if parameter is None or not is_dtensor(parameter):
+                continue
+            key = id(parameter)
+            if key not in whole:
+                sharded[key] = parameter
+                full = gathered(parameter)
+                whole[key] = nn.Parameter(full.clone() if _shares(full, parameter) else full, parameter.requires_grad)
+            swapped.append((place.module, name, key))
+    for module, name, key in swapped:
+        module._parameters[name] = whole[key]
+    try:
+        yield
+    finally:
+        for module, name, key in swapped:
+            module._parameters[name] = sharded[key]
+        if writeback:
+            with torch.no_grad():
+                for key, parameter in sharded.items():
+                    parameter.copy_(sharded_like(whole[key].detach(), parameter))
+
+
+def _shares(full: torch.Tensor, parameter: Any) -> bool:
+    return bool(full.data_ptr() == parameter.detach().to_local().data_ptr())

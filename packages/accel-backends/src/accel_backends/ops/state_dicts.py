@@ -1,0 +1,339 @@
+"""States of models and optimizers under the names that their author gave, free of wrappers, world size and backend.
+
+A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's is
+``{"state": {name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from accel_backends.ops.fqn import first_names, innermost, named_parameters, raw_prefixes
+from accel_state.errors import CheckpointMismatchError, PrepareError
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The model's ``state_dict`` under its own names. Tensors share memory with the model."""
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    state: dict[str, Any] = {}
+    for raw, value in model.state_dict().items():
+        state.setdefault(_stored_name(raw, stored, prefixes), value)
+    return state
+
+
+def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``model_state`` gave, with tied tensors under all their names, as a bare module's ``state_dict`` has it."""
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    names = {_plain_name(raw, prefixes): _stored_name(raw, stored, prefixes) for raw in model.state_dict()}
+    return {name: state[kept] for name, kept in names.items() if kept in state}
+
+
+def names_stored(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, without wrappers, the name under which ``model_state`` has it."""
+    model = innermost(model)
+    prefixes = raw_prefixes(model)
+    return {_plain_name(raw, prefixes): name for raw, name in first_names(model).items()}
+
+
+def load_model_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    place: Callable[[Any, Any], Any] = lambda value, own: value,
+) -> tuple[list[str], list[str]]:
+    """Loads what ``model_state`` gave, into this or any other wrapping of the same model.
+
+    Nothing is loaded unless everything fits. A tied tensor may be given under any of its names. ``place(value, own)``
+    makes of a given value what the model's own is loaded from. Values that are the model's own memory stay as they are.
+
+    Returns:
+        The names that were missing and those that the model does not have; both empty if ``strict``.
+
+    Raises:
+        CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
+    """
+    model = innermost(model)
+    stored, prefixes = first_names(model), raw_prefixes(model)
+    own = model.state_dict()
+    wanted = {raw: _stored_name(raw, stored, prefixes) for raw in own}
+    aliases = {_plain_name(raw, prefixes): name for raw, name in wanted.items()}
+    given = {aliases.get(name, name): value for name, value in state.items()}
+    known = dict.fromkeys(wanted.values())
+    missing = [name for name in known if name not in given]
+    unexpected = [name for name in given if name not in known]
+    if strict and (missing or unexpected):
+        raise CheckpointMismatchError(differences(type(model).__name__, missing, unexpected, list(aliases)))
+    misshapen = [
+        f"{name} is {tuple(given[name].shape)} here and {tuple(value.shape)} in the model"
+        for raw, name in wanted.items()
+        if name in given and _shapes_differ(value := own[raw], given[name])
+    ]
+    if misshapen:
+        raise CheckpointMismatchError(f"state of another {type(model).__name__}: {_few(misshapen)}")
+    loaded = {raw: place(given[name], own[raw]) for raw, name in wanted.items() if name in given}
+    if all(map(_loads_as_torch_does, model.modules())):
+        loaded = {raw: value for raw, value in loaded.items() if not _same_memory(value, own[raw])}
+    if loaded:
+        _load(model, loaded)
+    return missing, unexpected
+
+
+def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` with parameters by name instead of by number.
+
+    If the optimizer updates parameters of several of the models, each name starts with its model's position (``0.``).
+
+    Raises:
+        PrepareError: the optimizer updates a parameter that belongs to none of the models.
+    """
+    names = optimizer_names(optimizer, models)
+    packed = optimizer.state_dict()
+    return {
+        STATE: {names[index]: dict(values) for index, values in packed[STATE].items()},
+        GROUPS: [{**group, PARAMS: [names[index] for index in group[PARAMS]]} for group in packed[GROUPS]],
+    }
+
+
+def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+    """Loads what ``optimizer_state`` gave, into an optimizer with the same parameters in the same groups.
+
+    Groups are found by the parameters in them, so their order does not matter. Tensors keep the dtype that they were
+    saved in, where torch would convert them to the parameter's.
+
+    Raises:
+        CheckpointMismatchError: the parameters or their grouping differ.
+    """
+    names = optimizer_names(optimizer, models)
+    index_of = {name: index for index, name in enumerate(names)}
+    order = iter(names)
+    grouped = [[next(order) for _ in group[PARAMS]] for group in optimizer.param_groups]
+    groups = [
+        {**options, PARAMS: _numbers([index_of[name] for name in here], optimizer)}
+        for options, here in zip(fitted_groups(optimizer, grouped, state), grouped, strict=True)
+    ]
+    values_of = {index_of[name]: dict(values) for name, values in state[STATE].items()}
+    optimizer.load_state_dict({STATE: values_of, GROUPS: groups})
+    _keep_dtypes(optimizer, values_of)
+
+
+def _numbers(numbers: list[int], optimizer: Optimizer) -> Sequence[int]:
+    """Numbers of a group's parameters, as a range where they are one: torch looks each up in it as often as it has
+    tensors of state, which in a list takes time that is quadratic in the number of parameters.
+    """
+    span = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+    own_way = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    hooked = bool(optimizer._optimizer_load_state_dict_pre_hooks)
+    return numbers if own_way or hooked or list(span) != numbers else span
+
+
+def fitted_groups(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The options of each of the optimizer's groups as a state has them, found by the names of its parameters.
+
+    Options that the state does not have keep their value.
+
+    Raises:
+        CheckpointMismatchError: the parameters or their grouping differ.
+    """
+    kind = type(optimizer).__name__
+    known = [name for here in names for name in here]
+    saved: dict[frozenset[str], list[Mapping[str, Any]]] = {}
+    for group in state[GROUPS]:
+        saved.setdefault(frozenset(group[PARAMS]), []).append(group)  # several may be empty
+    unknown = sorted(set(state[STATE]) - set(known))
+    fitted: list[dict[str, Any]] = []
+    for position, (group, here) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        matches = saved.get(frozenset(here))
+        if not matches or unknown or len(state[GROUPS]) != len(names):
+            there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
+            missing = sorted(set(known) - set(there))
+            reason = differences(kind, missing, sorted({*unknown, *there} - set(known)), known)
+            if not missing and set(there) == set(known):
+                reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
+            raise CheckpointMismatchError(reason)
+        fitted.append(_options(group, matches.pop(0), kind))
+    return fitted
+
+
+# Options that may differ between two states of the same optimizer: names, and how it computes and not what.
+ASIDE = frozenset(
+    [PARAMS, "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "bias_correction"]
+)
+
+
+def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The saved options of a group; options that this version of the optimizer added keep their value.
+
+    Raises:
+        CheckpointMismatchError: each has options that the other lacks, so they are different optimizers.
+    """
+    lacking, foreign = set(group) - set(saved) - ASIDE, set(saved) - set(group) - ASIDE
+    if lacking and foreign:
+        raise CheckpointMismatchError(
+            f"state of another optimizer: {kind} has {_few(sorted(lacking))}, and the state has "
+            f"{_few(sorted(foreign))} instead; build the optimizer that was saved"
+        )
+    kept = {key: value for key, value in group.items() if key not in saved and key != PARAMS}
+    return {**kept, **{key: value for key, value in saved.items() if key != PARAMS}}
+
+
+def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """The name of every parameter of the optimizer, in the order of its groups.
+
+    Raises:
+        PrepareError: a parameter belongs to none of the models.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    ids = {id(parameter) for parameter in held}
+    by_model = [{id(p): name for name, p in named_parameters(model).items()} for model in models]
+    users = [index for index, known in enumerate(by_model) if ids & known.keys()]
+    names: dict[int, str] = {}
+    for index in reversed(users):
+        prefix = f"{index}." if len(users) > 1 else ""
+        names |= {key: prefix + name for key, name in by_model[index].items()}
+    foreign = foreign_parameters(optimizer, names.keys())
+    if foreign:
+        raise PrepareError(
+            f"{type(optimizer).__name__} updates parameters of none of the prepared models: {_few(foreign)}"
+        )
+    return [names[id(parameter)] for parameter in held]
+
+
+def state_templates(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by name: its states of them are placed as they are."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(optimizer_names(optimizer, models), held, strict=True))
+
+
+def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any] | Any") -> list[str]:
+    """Descriptions of the optimizer's parameters whose ``id`` is not in ``known``."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        labels = group.get("param_names")
+        for position, parameter in enumerate(group[PARAMS]):
+            if id(parameter) not in known:
+                label = f"{labels[position]!r}, " if labels else ""
+                found.append(f"group {number} parameter {position} ({label}shape {tuple(parameter.shape)})")
+    return found
+
+
+#: Set on a pre-hook of ``load_state_dict``, it says that the hook changes where given values lie, not what they are.
+ONLY_PLACES = "_accel_only_places"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_PLAIN = (torch.Tensor, nn.Parameter)
+# Models in which a module has more children than this are loaded child by child.
+_WIDE = 8
+
+
+def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """``module.load_state_dict``, whose time is linear in the number of parameters.
+
+    Torch looks through all entries of a module once for each child, so 10,000 layers take 10,000 times 10,000 looks. A
+    module without hooks that has many children, or contains one that has, hands each child its own entries instead.
+    """
+    if not any(len(one._modules) > _WIDE for one in module.modules()) or not _loads_as_torch_does(module):
+        module.load_state_dict(state, strict=False)
+        return
+    children: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in state.items():
+        child, dot, rest = name.partition(".")
+        if dot and child in module._modules:
+            children.setdefault(child, {})[rest] = value
+        else:
+            own[name] = value
+    if own:
+        module.load_state_dict(own, strict=False)
+    for name, given in children.items():
+        inner = module._modules[name]
+        if inner is not None:
+            _load(inner, given)
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    """Whether a module has no hooks and methods that could look at what it or its children are given."""
+    kind = type(module)
+    return (
+        kind.load_state_dict is nn.Module.load_state_dict
+        and kind._load_from_state_dict is nn.Module._load_from_state_dict
+        and all(map(_keeps_content, module._load_state_dict_pre_hooks.values()))
+        and all(map(_keeps_content, module._load_state_dict_post_hooks.values()))
+    )
+
+
+def _keeps_content(hook: Any) -> bool:
+    """Whether a hook of ``load_state_dict`` leaves what is loaded as it is: ours, and FSDP2's, which reshard."""
+    function = getattr(hook, "hook", hook)  # torch wraps those that get the module
+    return hasattr(function, ONLY_PLACES) or getattr(function, "__module__", "").startswith(_FSDP2)
+
+
+def _same_memory(value: Any, own: Any) -> bool:
+    """Whether a value is a view of all of the model's own tensor, so that copying it there would change nothing."""
+    if type(value) not in _PLAIN or type(own) not in _PLAIN:
+        if not (hasattr(value, "_local_tensor") and hasattr(own, "_local_tensor")):
+            return False
+        if value.placements != own.placements or value.device_mesh != own.device_mesh:
+            return False
+        value, own = value._local_tensor, own._local_tensor
+        if type(value) not in _PLAIN or type(own) not in _PLAIN:
+            return False
+    return (
+        value.data_ptr() == own.data_ptr() != 0
+        and (value.dtype, value.device, value.shape) == (own.dtype, own.device, own.shape)
+        and value.stride() == own.stride()
+        and (value.is_conj(), value.is_neg()) == (own.is_conj(), own.is_neg())
+    )
+
+
+def _stored_name(raw: str, stored: Mapping[str, str], prefixes: Mapping[str, str]) -> str:
+    return stored[raw] if raw in stored else _plain_name(raw, prefixes)
+
+
+def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
+    """A name without wrappers; an ``_extra_state`` is named after the module that holds it."""
+    prefix, dot, leaf = raw.rpartition(".")
+    return prefixes.get(prefix + dot, prefix + dot) + leaf
+
+
+def _shapes_differ(own: Any, given: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return False
+    return not isinstance(given, torch.Tensor) or own.shape != given.shape
+
+
+def differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
+    """How the names of a state differ from those that are known, for a message."""
+    parts = [f"state of another {kind}"]
+    if missing:
+        parts.append(f"it lacks {_few(missing)}")
+    if unexpected:
+        near = get_close_matches(unexpected[0], known, n=1)
+        parts.append(f"it holds unknown {_few(unexpected)}{f' (nearest: {near[0]})' if near else ''}")
+    return ": ".join((parts[0], "; ".join(parts[1:])))
+
+
+def _few(items: Sequence[str], most: int = 5) -> str:
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undoes the conversion of saved tensors to the parameters' dtype, which loses bits of fp32 states."""
+    held = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    for index, values in saved.items():
+        state = optimizer.state[held[index]]
+        for key, value in values.items():
+            now = state.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                state[key] = value.to(now.device, copy=True)

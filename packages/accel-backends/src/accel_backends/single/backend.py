@@ -1,0 +1,22 @@
+"""One process, one device."""
+
+from typing import ClassVar, final
+
+from torch import nn
+
+from accel_backends.core.backend import Backend
+from accel_backends.core.capabilities import Capabilities
+from accel_backends.core.config import BackendConfig, SingleConfig
+
+
+@final
+class SingleBackend(Backend):
+    """Trains on one device: the defaults of ``Backend``, and no wrapper at all."""
+
+    name: ClassVar[str] = "single"
+    Config: ClassVar[type[BackendConfig]] = SingleConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(ranks=(1, 1), uneven_inputs=True, loads_in_place=True)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model

@@ -1,0 +1,280 @@
+"""TPUs and other devices of torch_xla: one process drives all devices of its host, and the compiler spreads the work.
+
+Over several machines of a pod each runs the same program on all their devices; only batches differ from host to host.
+
+Computations are recorded and run when a step ends, so a step must look alike each time: a new shape means a new
+compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/XLA SPMD, and GSPMD
+(arXiv:2105.04663) for how a program with marked tensors is partitioned.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.core.backend import Backend
+from accel_backends.core.bundle import Bundle
+from accel_backends.core.capabilities import Capabilities
+from accel_backends.core.config import BackendConfig
+from accel_backends.ops.fqn import innermost
+from accel_backends.ops.state_dicts import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_backends.xla.compilations import CompilationWatch
+from accel_backends.xla.mesh import open_mesh, shard, shard_rows
+from accel_state.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from accel_state.topology import Topology
+
+
+@dataclass(slots=True)
+class XLAConfig(BackendConfig):
+    """How a model is spread over the devices.
+
+    Attributes:
+        shard_parameters: each device holds a part of every parameter, gradient and optimizer state, and the compiler
+            gathers what a layer needs (what torch_xla calls FSDPv2). Off: each holds all of them.
+        min_shard_size: parameters of fewer elements stay whole on each device.
+        quiet_steps: optimizer steps in which compilations are expected; each later one is reported with the step.
+
+    Values may be texts, as a command line gives them.
+
+    Raises:
+        ConfigError: a text that is no truth value, or a negative number.
+    """
+
+    backend: ClassVar[str] = "xla"
+
+    shard_parameters: bool = False
+    min_shard_size: int = 0
+    quiet_steps: int = 2
+
+    def __post_init__(self) -> None:
+        from accel_backends.core.option_parsing import as_flag, as_number
+
+        self.shard_parameters = as_flag("shard_parameters", self.shard_parameters)
+        for name in ("min_shard_size", "quiet_steps"):
+            value = as_number(name, getattr(self, name))
+            if value < 0:
+                raise ConfigError(f"{name} is {value}; it must be a whole number of at least 0")
+            setattr(self, name, value)
+
+
+@final
+class XLABackend(Backend):
+    """One process over all XLA devices of a machine; batches are cut into one part for each of them.
+
+    The batches of a step on all machines are one tensor here: losses, norms and gathered tensors are those of the
+    whole, and no collective is called by hand. What machines have by themselves they exchange over the session's group.
+
+    Raises:
+        BackendError: there are no XLA devices; other processes than one on each machine that the runtime connects; or
+            gradients were computed before torch had these devices.
+
+    Attributes:
+        watch: counts compilations, and reports late ones.
+    """
+
+    name: ClassVar[str] = "xla"
+    Config: ClassVar[type[BackendConfig]] = XLAConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"xla"}),
+        precisions=frozenset({"no", "bf16", "bf16-true", "fp32-true", "fp64-true"}),
+        uneven_inputs=True,
+    )
+    distributed_type: ClassVar[str] = "XLA"
+
+    def __init__(self, session: Any, policy: Any, config: BackendConfig | None = None, **options: Any) -> None:
+        if session.device.type != "xla":
+            raise BackendError(
+                f"backend {self.name!r} needs XLA devices, and this is {session.device}: {_how_to_get()}"
+            )
+        session.device.load_collectives()
+        check_hosts(count_hosts(), session.topology)
+        open_mesh(session.group)
+        check_gradients(session.device.torch)
+        super().__init__(session, policy, config, **options)
+        self.watch = CompilationWatch(cast(XLAConfig, self.config).quiet_steps)
+        self._micro_batch = _MicroBatch(self.watch, self._sync)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that a batch is cut for."""
+        return int(open_mesh().size())
+
+    # Preparing
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """As everywhere; then the recorded moves are carried out, so that no step has them in its computation."""
+        bundle = super().bind(bundle)
+        self._sync()
+        return bundle
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """On the devices, with the values of the first machine: whole on each, or in parts, by the options."""
+        if self.session.world_size > 1:
+            self._take_first(model)
+        tied = _places(model)
+        model = model.to(self.device)
+        for (module, name), *others in tied:
+            for other, alias in others:
+                setattr(other, alias, getattr(module, name))
+        self._spread(model)
+        return model
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def _take_first(self, model: nn.Module) -> None:
+        """Gives this machine the first one's parameters and buffers, as every machine sends its own to its devices."""
+        own = {id(one): one.detach() for one in (*model.parameters(), *model.buffers())}
+        self.session.broadcast([one for one in own.values() if one.device.type == "cpu"])
+
+    def _spread(self, model: nn.Module) -> None:
+        config = cast(XLAConfig, self.config)
+        if config.shard_parameters:
+            for parameter in innermost(model).parameters():
+                if parameter.dim() and parameter.numel() >= config.min_shard_size:
+                    shard(parameter)
+
+    # A step
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A micro-batch that is no step yet: what it recorded runs at its end."""
+        return self._micro_batch
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Updates parameters and ends the recording of the step, which runs then."""
+        taken = super().step(optimizer, closure)
+        self.watch.end_step(self._sync)
+        return taken
+
+    # States
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Copies in the host's memory, whole: nothing else outlives the next step."""
+        return cast("dict[str, Any]", self._on_host(model_state(model)))
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads a state of any backend, spread as the parameters were."""
+        load_model_state(model, state, strict=strict)
+        self._spread(model)
+        self._sync()
+
+    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """Copies in the host's memory, by parameter names."""
+        return cast("dict[str, Any]", self._on_host(optimizer_state(optimizer, models)))
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Loads a state of any backend, each tensor spread as its parameter."""
+        load_optimizer_state(optimizer, models, state)
+        config = cast(XLAConfig, self.config)
+        if config.shard_parameters:
+            for parameter, values in optimizer.state.items():
+                for value in values.values():
+                    if _is_alike(value, parameter) and parameter.numel() >= config.min_shard_size:
+                        shard(value)
+        self._sync()
+
+    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Copies in the host's memory."""
+        return cast("dict[str, torch.Tensor]", self._on_host(super().held_gradients(model)))
+
+    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether all elements of each are finite; runs what was recorded so far."""
+        self._sync()
+        return super().finite(gradients)
+
+    def _on_host(self, state: Any) -> Any:
+        from accel_state.pytree.operations import map_leaves
+
+        # What is still recorded runs once, and not again in part for each tensor that is copied.
+        self._sync()
+        return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+    def _sync(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+
+@final
+class _MicroBatch:
+    """The block of a micro-batch that no optimizer step follows yet."""
+
+    def __init__(self, watch: CompilationWatch, end: Callable[[], None]) -> None:
+        self._watch, self._end = watch, end
+
+    def __enter__(self) -> None:
+        """Nothing: computations are recorded always."""
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self._watch.end_micro_batch(self._end)
+
+
+def _how_to_get() -> str:
+    """What is missing where a process has no XLA devices."""
+    if find_spec("torch_xla") is None:
+        return "install torch_xla, the one made for your torch (pip install torch==2.9.0 torch_xla==2.9.0)"
+    return "set PJRT_DEVICE to TPU (or to CPU, to try it), and do not ask for the CPU"
+
+
+def count_hosts() -> int:
+    """Machines whose devices the runtime of this process sees: 1, or those of a pod."""
+    import torch_xla.runtime as runtime
+
+    return int(runtime.process_count())
+
+
+def check_hosts(hosts: int, topology: "Topology") -> None:
+    """Raises BackendError unless there is one process for each machine whose devices the runtime connects."""
+    started = topology.world_size
+    if hosts == started == topology.num_nodes:
+        return
+    if started == 1:
+        raise BackendError(
+            f"this is one of {hosts} machines of a pod, and was started alone: it would train on all batches as if it "
+            "had all devices; start it on each of them (accel launch --tpu there, or --tpu_cluster from elsewhere)"
+        )
+    raise BackendError(
+        f"{started} processes were started on {topology.num_nodes} machine(s), and XLA's runtime connects {hosts} "
+        "machine(s): one process on each drives all its devices, so start as many"
+    )
+
+
+def check_gradients(device: torch.device) -> None:
+    """Raises BackendError where torch listed the devices that compute gradients before torch_xla had added its own."""
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.neg().backward()
+    except RuntimeError as error:
+        raise BackendError(
+            "gradients were computed in this process before torch_xla was imported, and torch looks for devices only "
+            "once, at the first backward: make the Accelerator, or import torch_xla, before that"
+        ) from error
+
+
+def shard_batch(batch: Any) -> Any:
+    """The batch with the rows of every tensor cut into one part for each device; for batches that no loader made."""
+    from accel_state.pytree.operations import map_leaves
+
+    return map_leaves(lambda leaf: shard_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each shared parameter is registered: moving to XLA makes a new parameter in each place."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _is_alike(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == parameter.device and value.shape == parameter.shape

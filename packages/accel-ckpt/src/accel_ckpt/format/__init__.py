@@ -1,0 +1,1 @@
+"""Format of a checkpoint: manifest, state trees, tensors and their shards."""

@@ -1,0 +1,259 @@
+"""The manifest: a checkpoint's sealed table of contents. A folder without one is not a checkpoint."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, Digest, FileRecord, sha256
+from accel_ckpt.format.shard_layout import Box, overlap
+from accel_ckpt.format.tensors import CODES, RAW
+from accel_ckpt.format.tree import Json
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+MANIFEST, TREE, FORMAT, VERSION = "manifest.json", "tree.json", "accel-checkpoint", 1
+# The file ends with ,"seal":"<64 hex digits>"}\n where the digits are the SHA-256 of everything before the comma.
+_SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
+_SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
+MAX_MANIFEST = 2**31
+MAX_SHAPE = 2**63
+# With the widest dtype their bytes have a number of 63 bits.
+MAX_ELEMENTS = 2**58
+# In the subfolder of a save behind a URL from its begin: the place counts as taken, and one that cannot be written is
+# known at once.
+BEGUN = "begun"
+_SUBFOLDER = re.compile(r"[0-9a-f]{16}")
+_OWN_NAME = re.compile(r"tensors-\d{5,}\.safetensors|local-\d{5,}\.json")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and the file and name under which it is stored."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint: torch's name of its dtype, its whole shape, and its parts, which do not overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds: files with digests, tensors with parts, and who wrote it."""
+
+    id: str
+    created: str
+    world_size: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorEntry]
+    metadata: Json = field(default_factory=dict)
+    writer: Json = field(default_factory=dict)
+    digest: Digest = "crc32"
+    block_size: int = BLOCK
+    version: int = VERSION
+    folder: str = ""
+    """The subfolder in which the files lie; empty: beside the manifest."""
+    extra: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files that the user's hooks wrote, by their path in the checkpoint."""
+
+    def place_of(self, file: str) -> str:
+        """Where a file lies, from where the manifest does."""
+        return f"{self.folder}/{file}" if self.folder else file
+
+    @property
+    def every_file(self) -> Mapping[str, FileRecord]:
+        """All files but the manifest."""
+        return {**self.files, **self.extra}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, the manifest's own left out."""
+        return sum(record.size for record in self.every_file.values())
+
+
+def local_file(rank: int) -> str:
+    """Name of the JSON with the trees of one rank's own."""
+    return f"local-{rank:05d}.json"
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file with the tensors that one rank wrote."""
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def is_subfolder(name: str) -> bool:
+    """Whether files of a checkpoint may lie in a subfolder of this name: that of the save that wrote them."""
+    return _SUBFOLDER.fullmatch(name) is not None
+
+
+def pack(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file, sealed."""
+    document = {
+        "format": FORMAT,
+        "version": manifest.version,
+        "id": manifest.id,
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "world_size": manifest.world_size,
+        "digest": manifest.digest,
+        "block_size": manifest.block_size,
+        **({"folder": manifest.folder} if manifest.folder else {}),
+        "metadata": manifest.metadata,
+        "files": _listed(manifest.files),
+        **({"extra": _listed(manifest.extra)} if manifest.extra else {}),
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "parts": [[part.file, part.key, list(part.box.offset), list(part.box.shape)] for part in entry.parts],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+    }
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return text + _SEAL_BEGIN + sha256([text]).encode() + _SEAL_END
+
+
+def _listed(files: Mapping[str, FileRecord]) -> dict[str, Json]:
+    return {name: {"size": record.size, "blocks": list(record.blocks)} for name, record in files.items()}
+
+
+def unpack(content: bytes) -> Manifest:
+    """The manifest in ``content``, its seal and every name and number in it checked.
+
+    Raises:
+        CheckpointCorruptError: it was altered or cut off, or says something impossible.
+        CheckpointError: a newer version of this package wrote it.
+    """
+    try:
+        text = _unsealed(content)
+        document = json.loads(text)
+        return _manifest(document)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointCorruptError(f"{MANIFEST}: ill-formed: {type(error).__name__}: {error}") from error
+
+
+def seal_of(content: bytes) -> str:
+    """The 64 digits that identify a checkpoint's whole content."""
+    return content[-len(_SEAL_END) - 64 : -len(_SEAL_END)].decode("ascii", "replace")
+
+
+def _unsealed(content: bytes) -> bytes:
+    text, tail = content[:-_SEAL_LENGTH], content[-_SEAL_LENGTH:]
+    if not tail.startswith(_SEAL_BEGIN) or not tail.endswith(_SEAL_END):
+        raise CheckpointCorruptError(f"{MANIFEST}: not sealed, so it was cut off or altered")
+    if sha256([text]) != seal_of(content):
+        raise CheckpointCorruptError(f"{MANIFEST}: its content is not what was sealed")
+    return text + b"}"
+
+
+def _manifest(document: Any) -> Manifest:
+    if document["format"] != FORMAT:
+        raise ValueError(f"format {document['format']!r}, expected {FORMAT!r}")
+    version = _natural(document["version"])
+    if version > VERSION:
+        raise CheckpointError(
+            f"written in format version {version} by {document.get('writer')}; this accel-ckpt reads up to "
+            f"version {VERSION}: install a newer one"
+        )
+    block = _natural(document["block_size"])
+    if not 0 < block <= 2**32:
+        raise ValueError(f"block_size {block}")
+    digest = document["digest"]
+    if digest not in DIGESTS:
+        raise ValueError(f"unknown digest {digest!r}")
+    folder = document.get("folder", "")
+    if folder and not is_subfolder(folder):
+        raise ValueError(f"{folder!r:.100} is no name of a subfolder")
+    files = {_file_name(name): _record(name, entry, block) for name, entry in document["files"].items()}
+    return Manifest(
+        id=str(document["id"]),
+        created=str(document["created"]),
+        world_size=_natural(document["world_size"]),
+        files=files,
+        tensors={name: _tensor(name, entry, files) for name, entry in document["tensors"].items()},
+        metadata=document["metadata"],
+        writer=document["writer"],
+        digest=digest,
+        block_size=block,
+        version=version,
+        folder=folder,
+        extra={_extra_name(name): _record(name, entry, block) for name, entry in document.get("extra", {}).items()},
+    )
+
+
+def _file_name(name: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+        raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+    return name
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a checkpoint keeps this name in its folder for its own files."""
+    return name in (MANIFEST, TREE) or _OWN_NAME.fullmatch(name) is not None or is_subfolder(name) or name == BEGUN
+
+
+def _extra_name(name: str) -> str:
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & {*parts} or "\0" in name or is_own_name(parts[0]):
+        raise ValueError(f"{name!r:.100} is no path of a file in a checkpoint")
+    return name
+
+
+def _record(name: str, entry: Any, block: int) -> FileRecord:
+    record = FileRecord(_natural(entry["size"]), tuple(entry["blocks"]))
+    if len(record.blocks) != -(-record.size // block):
+        raise ValueError(f"{name}: {len(record.blocks)} digests for {record.size} bytes")
+    return record
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEntry:
+    shape = _naturals(entry["shape"])
+    if entry["dtype"] not in CODES and entry["dtype"] not in RAW:
+        raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
+    elements = prod(shape)
+    if len(shape) > 64 or (elements or prod(max(size, 1) for size in shape)) > MAX_ELEMENTS:
+        raise ValueError(f"{name}: shape {shape!r:.100}")
+    covered = 0
+    parts: list[Part] = []
+    for file, key, offset, lengths in entry["parts"]:
+        if file not in files:
+            raise ValueError(f"{name}: is said to be in {file!r:.100}, which is not listed")
+        box = Box(tuple(offset), tuple(lengths))
+        _naturals((*box.offset, *box.shape))
+        fits = len(box.offset) == len(box.shape) == len(shape)
+        if not fits or any([a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)]):
+            raise ValueError(f"{name}: part at {box.offset} of {box.shape} lies outside of {shape}")
+        covered += prod(box.shape)
+        parts.append(Part(file, str(key), box))
+    if covered != elements:
+        raise ValueError(f"{name}: its parts do not make up the shape {shape}")
+    if len(parts) > 1 and overlap([part.box for part in parts]):
+        raise ValueError(f"{name}: its parts overlap")
+    return TensorEntry(str(entry["dtype"]), shape, tuple(parts))
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    for value in found:
+        if type(value) is not int or not 0 <= value < MAX_SHAPE:
+            _natural(value)
+    return found
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_SHAPE:
+        raise ValueError(f"{value!r:.100} is not a natural number below 2**63")
+    return value

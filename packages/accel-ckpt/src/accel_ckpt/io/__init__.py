@@ -1,0 +1,1 @@
+"""Storage of checkpoints: local folders and object stores."""

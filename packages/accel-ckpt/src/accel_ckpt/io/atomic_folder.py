@@ -1,0 +1,312 @@
+"""A folder that appears complete or not at all: written beside its place, moved there at the end.
+
+While it is written its name is ``.<name>.<id>.staging``, and ``.<name>.<id>.lock`` beside it is locked by its writer.
+The operating system drops the lock when the writer dies, however it dies; that is how leftovers are told from folders
+that another run is writing right now.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.format.blocks import Content, FileRecord
+from accel_ckpt.format.manifest import MANIFEST, is_own_name, unpack
+from accel_ckpt.io.local_files import read_record, write_file
+from accel_ckpt.io.storage import Location
+from accel_ckpt.saving.extra_files import check_names
+from accel_state.errors import CheckpointError
+
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)")
+# A lock file is made and locked just before its folder; a folder younger than this may be about to get one.
+YOUNG = 60.0
+# A file system's clock may go this much before ours (seconds).
+FUTURE = 86400.0
+_AT_FDCWD, _EXCHANGE = -100, 2
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@final
+class Staging:
+    """The folder in which a checkpoint for ``target`` is prepared. Only one process makes, commits or drops it."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        self.target = target
+        self.overwrite = overwrite
+        self.id = secrets.token_hex(8)
+        self.folder: Location = target.parent / f".{target.name}.{self.id}.staging"
+        self.subfolder = ""
+        self._lock = target.parent / f".{target.name}.{self.id}.lock"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            sweep(target.parent, only=target.name)
+            check_replaceable(target, overwrite=overwrite)
+            self._handle: int | None = _take_lock(self._lock)
+            try:
+                self._path.mkdir()
+            except OSError:
+                self._release()
+                raise
+        except OSError as error:
+            raise CheckpointError(f"{target}: cannot be written: {error.strerror}: {error.filename}") from error
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.folder)
+
+    def brought(self) -> Mapping[str, FileRecord]:
+        names = files_below(self._path)
+        check_names(names)
+        return {name: read_record(self._path / name) for name in names}
+
+    def seal(self, manifest: bytes) -> None:
+        """Completes the folder by its manifest, surely on the disk."""
+        write_file(self._path / MANIFEST, Content.of(manifest))
+        try:
+            sync_folder(self._path)
+        except OSError as error:
+            raise CheckpointError(f"{self.target}: cannot be written: {error.strerror}") from error
+
+    def commit(self) -> None:
+        """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+        try:
+            check_replaceable(self.target, overwrite=self.overwrite)
+            _keep_foreign(self.target, self._path)
+            replaced = self._move()
+            sync_folder(self.target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.target}: cannot be committed: {error.strerror}") from error
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        self._release()
+
+    def drop(self) -> None:
+        """Removes the folder; what was at the target stays."""
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._release()
+
+    def _move(self) -> Path | None:
+        """Renames to the target; what was there is afterwards at the returned place."""
+        if not self.target.exists():
+            try:
+                os.rename(self._path, self.target)
+                return None
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self.overwrite:
+                    raise
+        elif not any(self.target.iterdir()):
+            os.rename(self._path, self.target)  # replaces an empty folder
+            return None
+        if _exchange(self._path, self.target):
+            return self._path
+        aside = self.target.parent / f".{self.target.name}.{self.id}.replaced"
+        os.rename(self.target, aside)
+        os.rename(self._path, self.target)
+        return aside
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            self._lock.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None
+
+
+def files_below(folder: Path) -> list[str]:
+    """The paths of all files in ``folder`` and its subfolders, in order, surely on the disk.
+
+    Raises:
+        CheckpointError: a link, or what is neither file nor folder, is among them.
+    """
+    found: list[str] = []
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            entry = Path(place, name)
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+                raise CheckpointError(f"{entry} is a link or no regular file, which a checkpoint does not hold")
+        found += [Path(place, name).relative_to(folder).as_posix() for name in names]
+        for name in names:
+            sync_folder(Path(place, name))
+        sync_folder(Path(place))
+    return sorted(found)
+
+
+def _keep_foreign(target: Path, staged: Path) -> None:
+    """Gives the new checkpoint what somebody has put beside the files of the one that it replaces."""
+    names = [entry.name for entry in target.iterdir()] if target.is_dir() else []
+    strange = [name for name in names if not is_own_name(name)]
+    if not strange:
+        return
+    try:
+        known = unpack((target / MANIFEST).read_bytes()).extra
+    except (OSError, CheckpointError):
+        known = {}
+    for name in strange:
+        for path in _files_and_links(target / name):
+            place = staged / path.relative_to(target)
+            if path.relative_to(target).as_posix() in known or place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(path, place, follow_symlinks=False)
+
+
+def _files_and_links(entry: Path) -> Iterator[Path]:
+    """``entry`` if it is no folder, else all below it that is none."""
+    if entry.is_symlink() or not entry.is_dir():
+        yield entry
+        return
+    for below in entry.iterdir():
+        yield from _files_and_links(below)
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raises unless ``target`` is absent, an empty folder, or a checkpoint that may be overwritten.
+
+    Raises:
+        CheckpointError: says what is there.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise CheckpointError(f"{target}: a {'link' if target.is_symlink() else 'file'} is there; give another place")
+    if not target.exists():
+        return
+    if (target / MANIFEST).exists():
+        if not overwrite:
+            raise CheckpointError(f"{target}: a checkpoint is there already; give another place or overwrite=True")
+    elif any(target.iterdir()):
+        raise CheckpointError(f"{target}: a folder with other files is there; a checkpoint needs a place of its own")
+
+
+def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> list[Path]:
+    """Removes what killed saves left in ``folder``, and puts back what a killed overwrite had moved aside.
+
+    With ``only``, what those to this name left.
+
+    Folders whose writer lives, in this process or any other that sees the same locks, are left alone. Of a folder
+    without a lock nothing is known, so it is left alone while younger than ``grace`` seconds.
+    """
+    groups: dict[tuple[str, str], dict[str, Path]] = {}
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _HIDDEN.fullmatch(entry.name)
+        if match is not None and only in (None, match["name"]) and not entry.is_symlink():
+            groups.setdefault((match["name"], match["id"]), {})[match["kind"]] = entry
+    removed: list[Path] = []
+    for (name, identity), entries in groups.items():
+        lock = folder / f".{name}.{identity}.lock"
+        with _claimed(lock, entries.values(), grace) as ours:
+            if ours:
+                removed += _clear(folder / name, entries)
+                lock.unlink(missing_ok=True)
+    return removed
+
+
+def discard(path: Path) -> None:
+    """Removes a folder so that it is gone at once; killed in between, ``sweep`` finds the rest."""
+    identity = secrets.token_hex(8)
+    lock = path.parent / f".{path.name}.{identity}.lock"
+    aside = path.parent / f".{path.name}.{identity}.staging"
+    try:
+        handle = _take_lock(lock)
+        try:
+            os.rename(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        finally:
+            lock.unlink(missing_ok=True)
+            os.close(handle)
+    except FileNotFoundError:  # another run was faster
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in ``path`` are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some file systems do not let a folder be synced, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _clear(target: Path, entries: Mapping[str, Path]) -> list[Path]:
+    """Deals with what one dead writer left."""
+    removed = []
+    for kind, entry in sorted(entries.items()):  # what was moved aside goes back before the rest is removed
+        if kind == "replaced" and not target.exists():
+            os.rename(entry, target)
+        elif kind != "lock":
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            continue
+        removed.append(entry)
+    return removed
+
+
+def _take_lock(path: Path) -> int:
+    """A new locked file. A sweep may remove one between its making and its locking; then the name is not used."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lost = os.fstat(handle).st_nlink == 0
+    except OSError as error:
+        lost = error.errno in _BUSY  # any other: this file system has no locks, and sweeps leave the folder alone
+    if lost:
+        os.close(handle)
+        raise CheckpointError(f"{path}: a sweep took the lock of this save at its very begin; save again")
+    return handle
+
+
+@contextmanager
+def _claimed(lock: Path, entries: Iterable[Path], grace: float) -> Iterator[bool]:
+    """Holds the lock of a writer that is dead; False when it may live. Without a lock file age decides."""
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield not any(_is_young(entry, grace) for entry in entries)
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        except OSError:  # it is held, or this file system has no locks
+            ours = False
+        yield ours
+    finally:
+        os.close(handle)
+
+
+def _is_young(entry: Path, grace: float) -> bool:
+    """By this machine's clock; a time that lies in the future by more than that is a clock's mistake, and old."""
+    try:
+        return -FUTURE < time.time() - entry.lstat().st_mtime < grace
+    except OSError:
+        return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names at once where the system can (Linux: renameat2); False where it cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

@@ -1,0 +1,81 @@
+"""Checkpoints in folders of a file system that all ranks see: a folder is renamed when it is complete."""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.format.blocks import Content, FileRecord
+from accel_ckpt.io.atomic_folder import Staging, discard, sweep, sync_folder
+from accel_ckpt.io.local_files import FileSource, write_file
+from accel_ckpt.io.storage import Location, Storage
+from accel_ckpt.io.thread_pool import default_threads
+from accel_state.errors import CheckpointError
+
+
+@final
+class LocalStorage(Storage):
+    """The operations on folders."""
+
+    cached = True
+
+    def __init__(self) -> None:
+        self.threads = default_threads()
+
+    def listing(self, folder: Location) -> Mapping[str, int | None]:
+        try:
+            with os.scandir(_path(folder)) as entries:
+                return {entry.name: _size(entry) for entry in entries}
+        except NotADirectoryError as error:
+            raise FileNotFoundError(f"{folder} is no folder") from error
+        except PermissionError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}") from error
+
+    def open(self, file: Location) -> FileSource:
+        return FileSource(_path(file))
+
+    def write(self, file: Location, content: Content) -> FileRecord:
+        return write_file(_path(file), content)
+
+    def ready(self, folder: Location) -> None:
+        try:
+            _path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+
+    def publish(self, files: Mapping[Location, Location]) -> None:
+        try:
+            for written, name in files.items():
+                os.replace(_path(written), _path(name))
+            for folder in {_path(name).parent for name in files.values()}:
+                sync_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
+
+    def remove(self, place: Location) -> None:
+        _path(place).unlink(missing_ok=True)
+
+    def stage(self, target: Location, *, overwrite: bool) -> Staging:
+        return Staging(_path(target), overwrite=overwrite)
+
+    def discard(self, folder: Location) -> None:
+        discard(_path(folder))
+
+    def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
+        return [*(sweep(_path(folder)) if grace is None else sweep(_path(folder), grace))]
+
+
+def _path(place: Location) -> Path:
+    assert isinstance(place, Path), place
+    return place
+
+
+def _size(entry: "os.DirEntry[str]") -> int | None:
+    try:
+        facts = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # gone in the meantime
+        return -1
+    if stat.S_ISDIR(facts.st_mode):
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else -1

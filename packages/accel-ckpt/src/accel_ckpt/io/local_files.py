@@ -1,0 +1,171 @@
+"""Files of this machine: written and synced, read by ranges, mapped."""
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import stat
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, Content, Digest, Digester, FileRecord, in_blocks
+from accel_ckpt.io.thread_pool import default_threads
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+_IOV_MAX = 1024
+_SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
+# Bytes of a file written beside other work that stay in memory: its pages then serve again for what follows, where a
+# whole checkpoint of new ones would be taken from those that the system, or the host of a virtual machine, has left.
+_KEPT = 4 * BLOCK
+# Bytes asked for in one read: while they are copied the system fetches the next, which after a long one it begins late.
+_AT_ONCE = 2**20
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_file(path: Path, content: Content) -> FileRecord:
+    """Writes the new file ``path`` and waits until it is on the disk.
+
+    This thread writes, others digest what it has written. The system is told to start each block on its way at once,
+    so that the disk and the digests do not wait for each other.
+
+    Raises:
+        CheckpointError: the disk is full (says what was needed and what is free), or refused.
+    """
+    threads = default_threads() if content.threads is None else content.threads
+    written = 0
+    digests: list[str] = []
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            with Digester(threads, DIGESTS[content.digest]) as digester:
+                for views in in_blocks(content.pieces()):
+                    length = sum(map(len, views))
+                    _write_all(handle, views, written)
+                    _sync_range(handle, written, length, _SYNC_FILE_RANGE_WRITE)
+                    if not threads and written >= _KEPT:
+                        _let_go(handle, written - _KEPT)
+                    digester.add(views)
+                    written += length
+                os.fsync(handle)
+                digests = digester.digests()
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise _explain(error, path, written, content.size) from error
+    return FileRecord(written, tuple(digests))
+
+
+def read_record(path: Path, digest: Digest = "crc32") -> FileRecord:
+    """Size and digests of a file that is there."""
+    digests: list[str] = []
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digests.append(DIGESTS[digest]([block]))
+        return FileRecord(file.tell(), tuple(digests))
+
+
+@final
+class FileSource:
+    """A file of this machine; links and anything but regular files are refused."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+        try:
+            self.handle = os.open(path, flags)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointCorruptError(f"{path.name}: a link; a checkpoint holds none") from None
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        self.close = weakref.finalize(self, os.close, self.handle)
+        """Closes it, as losing the last reference does; what was mapped stays readable for who holds it."""
+        facts = os.fstat(self.handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointCorruptError(f"{path.name}: not a regular file")
+        self.path = path
+        self.size = facts.st_size
+        self._memory: memoryview | None = None
+
+    def read_into(self, begin: int, *views: memoryview) -> None:
+        """Fills ``views`` one after the other with the bytes from ``begin`` on."""
+        deque(self.reading(begin, *views), maxlen=0)
+
+    def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
+        """As ``read_into``, yielding each piece once it is filled."""
+        waiting = deque(view for view in views if len(view))
+        while waiting:
+            try:
+                count = os.preadv(self.handle, _first(waiting, _AT_ONCE), begin)
+            except OSError as error:
+                raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
+            if not count:
+                raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
+            yield from _taken(waiting, count)
+            begin += count
+
+    def mapped(self) -> memoryview:
+        """The file as memory; copy on write, because torch knows no read-only tensors (nobody writes)."""
+        if self._memory is None:
+            self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
+        return self._memory
+
+
+def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
+    waiting = deque(views)
+    while waiting:
+        count = os.pwritev(handle, list(islice(waiting, _IOV_MAX)), begin)
+        if not count:
+            raise OSError(errno.ENOSPC, "nothing could be written")
+        deque(_taken(waiting, count), maxlen=0)
+        begin += count
+
+
+def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
+    """The first ``size`` bytes, or less, for one call of the system."""
+    views: list[memoryview] = []
+    for view in islice(waiting, _IOV_MAX):
+        views.append(view[:size])
+        size -= len(view)
+        if size <= 0:
+            break
+    return views
+
+
+def _taken(waiting: deque[memoryview], count: int) -> Iterator[memoryview]:
+    """Removes the first ``count`` bytes and yields them."""
+    while count:
+        first = waiting.popleft()
+        if len(first) > count:
+            waiting.appendleft(first[count:])
+        yield first[:count]
+        count -= min(count, len(first))
+
+
+def _sync_range(handle: int, begin: int, length: int, how: int) -> None:
+    """Asks Linux to write a block now, not when it is told to wait for the file; elsewhere nothing is lost."""
+    sync = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync is not None and length == BLOCK:
+        sync(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(how))
+
+
+def _let_go(handle: int, begin: int) -> None:
+    """Waits until a block has been written, and gives its memory back."""
+    if hasattr(os, "posix_fadvise"):
+        _sync_range(handle, begin, BLOCK, _SYNC_FILE_RANGE_ALL)
+        os.posix_fadvise(handle, begin, BLOCK, os.POSIX_FADV_DONTNEED)
+
+
+def _explain(error: OSError, path: Path, written: int, size: int) -> CheckpointError:
+    if error.errno in _NO_SPACE:
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        return CheckpointError(
+            f"{path}: {error.strerror} after {written} bytes of the {size} that it needs; {free} bytes are free there. "
+            "Nothing was committed; earlier checkpoints are intact"
+        )
+    return CheckpointError(f"{path}: {error.strerror or error}")

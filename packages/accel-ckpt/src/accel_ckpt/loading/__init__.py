@@ -1,0 +1,1 @@
+"""Loading: reading, verifying and resharding of a committed checkpoint."""

@@ -1,0 +1,417 @@
+"""A committed checkpoint for reading: by name, by part, at any world size."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from accel_ckpt.format.blocks import BLOCK, CheckedFile, read_whole
+from accel_ckpt.format.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
+from accel_ckpt.format.shard_layout import Box
+from accel_ckpt.format.tree import Json, Tree, decode, leaves
+from accel_ckpt.format.tree import Path as TreePath
+from accel_ckpt.io.storage import Location, Storage, is_folder, locate, storage_of
+from accel_ckpt.io.thread_pool import run_jobs
+from accel_ckpt.loading.cooperative_read import Interest
+from accel_ckpt.loading.fetching import Fetched, Place, PlannedFetch, Requests, fill
+from accel_ckpt.loading.foreign import advice
+from accel_ckpt.loading.opened_files import OpenedFiles
+from accel_ckpt.loading.tensor_reader import Request, TensorReader
+from accel_ckpt.loading.tree_diff import Difference, compare
+from accel_ckpt.rank_group import Peers, Ranks
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+_MAX_TREE = 2**31
+# How often a checkpoint that was replaced while its bytes were compared is opened anew.
+_REPLACED = 3
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
+    """Opens the checkpoint at ``path`` without reading its tensors.
+
+    With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
+    is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
+    of them must call, and all of them raise if one does; they read once all have called, so a checkpoint that one of
+    them wrote before its call is found. Without one, this process works alone. With a ``PerNode`` each machine opens
+    the copy at its own ``path``, and all copies must be of one save.
+
+    Raises:
+        CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
+        CheckpointCorruptError: a file is missing, cut off or altered; names each.
+    """
+    peers = Peers(None) if group is None else Peers.of(group)
+    left = _REPLACED
+    while True:
+        checkpoint = _opened(path, peers)
+        try:
+            if verify:
+                checkpoint.verify(group=peers)
+            return checkpoint
+        except BaseException as error:
+            checkpoint.close()
+            damaged = isinstance(error, CheckpointCorruptError)
+            if not left or not damaged or not any(peers.together(f"opening {path}", checkpoint.is_replaced)):
+                raise
+            left -= 1
+
+
+def _opened(path: str | os.PathLike[str], peers: Peers) -> "Checkpoint":
+    """The checkpoint, of which all ranks see the same, as it is once all have called.
+
+    Each opens what it sees at once. A rank that has just written it sees that save, so that all see it if they see the
+    same; if not, those that came early look again.
+    """
+    opened: list[Checkpoint] = []
+
+    def identity() -> str:
+        opened.append(Checkpoint(locate(path)))
+        return opened[-1].manifest.id
+
+    def seen() -> str | None:
+        try:
+            return identity()
+        except CheckpointError:
+            return None
+
+    if peers.size > 1:
+        told = peers.together(f"opening {path}", seen)
+        if told[0] is not None and len({*told}) == 1:
+            return opened[0]
+    told = peers.together(f"opening {path}", identity)
+    if other := [rank for rank, one in enumerate(told) if one != told[0]]:
+        raise CheckpointError(
+            f"{path}: rank 0 sees the save {told[0]} there and rank {other[0]} the save {told[other[0]]}; every "
+            "machine needs a copy of the same"
+        )
+    return opened[-1]
+
+
+@final
+class Checkpoint:
+    """What was saved at ``path``: named state trees, each rank's own, and metadata. Any number of ranks may read it."""
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self._storage = storage_of(path)
+        self.manifest = read_manifest(path)
+        self._files = OpenedFiles(path, self.manifest, self._storage)
+        self._documents: dict[str, Mapping[str, Json]] = {}
+        self._reader = TensorReader(self.manifest, self._files, self._storage)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, names={self.names})"
+
+    def __getstate__(self) -> object:
+        raise TypeError("a Checkpoint holds open files; pass its path and open it there")
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which state trees were saved, in their order."""
+        return list(self._document(TREE))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The JSON given when it was saved."""
+        metadata: dict[str, Any] = decode(self.manifest.metadata, _no_tensor)
+        return metadata
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self.manifest.world_size
+
+    def read(self, name: str, like: Tree | None = None, *, strict: bool = True, place: Place | None = None) -> Tree:
+        """The state tree called ``name``, as new tensors of the saved dtypes.
+
+        ``like`` is a tree whose tensors say where those at the same places go: a DTensor gets its mesh and placements,
+        and only this rank's part of it is read; a plain tensor its device. Tensors it does not have come whole on the
+        CPU. ``place(path, dtype, shape)`` may give such a tensor for places that ``like`` does not have (the state of
+        an optimizer that has none yet). Tensors that were tied when saved come back as one. Not a collective.
+
+        Raises:
+            CheckpointError: there is no such name.
+            CheckpointMismatchError: ``strict``, and the places or shapes of ``like`` are not those saved; lists them.
+            CheckpointCorruptError: what was read is not what was written.
+        """
+        tree = self._tree(TREE, name)
+        if like is not None and strict:
+            difference = self.compare(name, like)
+            if difference:
+                raise CheckpointMismatchError(
+                    f"{name!r} in {self.path} is not like what it is loaded into: {difference}"
+                )
+        return self._read(tree, {} if like is None else leaves(like), place)
+
+    def fetch(
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        group: Ranks = None,
+        in_place: bool = False,
+        verify: bool = False,
+    ) -> Fetched:
+        """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
+
+        It is compared and in this machine's memory then; the function returned for a name puts its tensors into their
+        places. So all of a run's states can be known to be intact before the first is loaded, without reading anything
+        twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one,
+        where that is faster one reads it for all, and all raise if one does. Collective then. With ``verify`` what
+        nobody wants is compared as well, by a share of each.
+
+        With ``in_place`` a tensor is read into the memory of the one in ``likes``, which is then the result, if that is
+        contiguous memory of the CPU, of the saved dtype, which no other tensor shares; tensors of ``places`` are never
+        written. Damage within a block is then found when parts of ``likes`` have been written, all else before.
+        """
+        return self.plan(likes, places=places, group=group, in_place=in_place, verify=verify)()
+
+    def plan(
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        group: Ranks = None,
+        in_place: bool = False,
+        verify: bool = False,
+    ) -> Callable[[], Fetched]:
+        """``fetch`` up to where tensors are read: compares headers with the manifest and ``likes``.
+
+        With ``in_place`` also every file's size, and the content of those without tensors, of which the ranks of a
+        machine take a share each. What is returned does the rest. With a ``group`` both are collective.
+        """
+        peers = Peers(None) if group is None else Peers.of(group)
+        planned: list[PlannedFetch] = []
+
+        def plan() -> Interest:
+            planned.append(self.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
+            return planned[0].interest
+
+        interests = peers.together("planning what to read", plan)
+
+        def fetch() -> Fetched:
+            fetched: list[Fetched] = []
+            peers.together("reading", lambda: fetched.append(planned[0].read(interests)))
+            planned[0].trust(interests)
+            return fetched[0]
+
+        return fetch
+
+    def planned(
+        self,
+        likes: Mapping[str, Tree],
+        *,
+        places: Mapping[str, Place | None] | None = None,
+        peers: Peers,
+        in_place: bool,
+        verify: bool,
+    ) -> PlannedFetch:
+        """This rank's part of ``plan``, for ranks that agree on other things at the same time; not a collective.
+
+        ``plan`` shows its use: all ranks learn the ``interest`` of each, then ``read``, and ``trust`` once they know
+        that none failed.
+        """
+        if in_place:
+            share = peers.neighbours.index(peers.rank)
+            self._refuse(self._damage(share, len(peers.neighbours), tensors=False))
+        requests, trees = Requests(self._reader), {}
+        for name, like in likes.items():
+            place = None if places is None else places.get(name)
+            held = {} if like is None else leaves(like)
+            trees[name] = requests.add(self._tree(TREE, name), held, place, in_place=in_place)
+        compared = frozenset(self.documents if in_place else ())
+        plan = self._reader.plan(requests.wanted)
+        return PlannedFetch(self.manifest, self._files, peers, plan, trees, compared if verify else None)
+
+    def read_local(self, name: str, rank: int) -> Tree | None:
+        """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
+        file = local_file(rank)
+        if file not in self.manifest.files or name not in self._document(file):
+            return None
+        return self._read(self._document(file)[name], {}, None)
+
+    def local_names(self, rank: int) -> list[str]:
+        """The names under which ``rank`` saved something of its own."""
+        file = local_file(rank)
+        return list(self._document(file)) if file in self.manifest.files else []
+
+    def read_structure(self, name: str, tensor: Callable[[str], Any]) -> Tree:
+        """The tree ``name`` with ``tensor(stored name)`` at the place of each tensor; nothing but JSON is read."""
+
+        def known(key: str, path: TreePath) -> Any:
+            self._reader.entry(key)
+            return tensor(key)
+
+        return decode(self._tree(TREE, name), known)
+
+    def facts(self, name: str) -> Tree:
+        """The tree ``name`` with its tensors on the meta device: shapes and dtypes; nothing but JSON is read."""
+        return decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
+
+    def read_tensor(self, key: str) -> torch.Tensor:
+        """One tensor of the manifest, whole, on the CPU."""
+        return self._reader.read([Request(key)])[0]
+
+    def read_box(self, key: str, box: Box) -> torch.Tensor:
+        """A part of one tensor of the manifest, on the CPU."""
+        return self._reader.read_box(key, box)
+
+    @property
+    def documents(self) -> list[str]:
+        """The names of the files that hold JSON and no tensors."""
+        return [name for name in self.manifest.files if name.endswith(".json")]
+
+    def document_bytes(self, name: str) -> bytes:
+        """The content of one of the ``documents``."""
+        file = self._files[name]
+        return file.read(0, file.record.size)
+
+    def extra_pieces(self, name: str) -> Iterator[bytes]:
+        """The content of a file of the user's own, a block at a time, compared."""
+        size = self.manifest.extra[name].size
+        return (self._files[name].read(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK))
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype of a tensor of the manifest."""
+        return self._reader.dtype(key)
+
+    def compare(self, name: str, like: Tree) -> Difference:
+        """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
+        return compare(leaves(self.facts(name)), leaves(like))
+
+    def verify(self, *, group: Ranks = None) -> None:
+        """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.
+
+        What any of them has compared before, because it was read, is not compared again.
+
+        Raises:
+            CheckpointCorruptError: names every file that is missing, cut off or altered.
+        """
+        peers = Peers(None) if group is None else Peers.of(group)
+        if peers.size > 1:
+            compared = {file.name: file.compared for file in self._files}
+            told = peers.together(f"verifying {self.path}", lambda: compared)
+            for rank in peers.neighbours:
+                for name, blocks in told[rank].items():
+                    self._trust(name, blocks)
+        share = peers.neighbours.index(peers.rank)
+        found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
+        self._refuse(problem for problems in found for problem in problems)
+        for name in self.manifest.every_file:
+            file = self._files[name]
+            file.trust(file.unchecked())
+
+    def is_replaced(self) -> bool:
+        """Whether another save has taken its place since it was opened."""
+        try:
+            return read_manifest(self.path).id != self.manifest.id
+        except CheckpointError:
+            return False
+
+    def close(self) -> None:
+        """Closes the files; they are also closed when the checkpoint is forgotten."""
+        self._files.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, document: Json, like: Mapping[TreePath, Any], place: Place | None) -> Tree:
+        requests = Requests(self._reader)
+        tree = requests.add(document, like, place)
+        return fill(tree, self._reader.read(requests.wanted).__getitem__)
+
+    def _entry_facts(self, key: str) -> torch.Tensor:
+        entry = self._reader.entry(key)
+        return torch.empty(entry.shape, dtype=self._reader.dtype(key), device="meta")
+
+    def _tree(self, file: str, name: str) -> Json:
+        trees = self._document(file)
+        if name not in trees:
+            raise CheckpointError(f"{self.path} holds no {name!r}; it holds {', '.join(map(repr, trees)) or 'nothing'}")
+        return trees[name]
+
+    def _document(self, name: str) -> Mapping[str, Json]:
+        if name not in self._documents:
+            file = self._files[name]
+            if file.record.size > _MAX_TREE:
+                raise CheckpointCorruptError(f"{name}: {file.record.size} bytes of JSON")
+            try:
+                document = json.loads(file.read(0, file.record.size))
+                if not isinstance(document, dict):
+                    raise ValueError("no object")
+            except (ValueError, RecursionError) as error:
+                raise CheckpointCorruptError(f"{name}: ill-formed: {error}") from error
+            self._documents[name] = document
+        return self._documents[name]
+
+    def _trust(self, name: str, blocks: Sequence[int]) -> None:
+        try:
+            self._files[name].trust(blocks)
+        except CheckpointError:  # this rank does not see the file, which is found out by who looks for damage
+            return
+
+    def _refuse(self, problems: Iterable[str]) -> None:
+        if damage := sorted(set(problems)):
+            raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
+
+    def _damage(self, share: int, shares: int, *, tensors: bool = True) -> list[str]:
+        """Problems in this rank's share of all blocks; without ``tensors`` their files need only be of the right size.
+
+        All files are opened, which shows whether they are there, and how large they are.
+        """
+        problems: list[str] = []
+        blocks: list[tuple[CheckedFile, int]] = []
+        documents = frozenset(self.documents)
+        for name in self.manifest.every_file:
+            try:
+                file = self._files[name]
+                if tensors or name in documents:
+                    blocks += [(file, number) for number in file.unchecked()]
+            except CheckpointError as error:
+                problems.append(str(error))
+
+        def check(file: CheckedFile, number: int) -> None:
+            try:
+                file.check(number)
+            except CheckpointError as error:
+                problems.append(str(error))
+
+        own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+        run_jobs([partial(check, file, number) for file, number in own], self._storage.threads)
+        return problems
+
+
+def read_manifest(folder: Location) -> Manifest:
+    """The manifest of the checkpoint at ``folder``, checked.
+
+    Raises:
+        CheckpointError: there is none, so this is no checkpoint.
+    """
+    storage = storage_of(folder)
+    try:
+        names = storage.listing(folder)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {folder}{_near(storage, folder)}") from None
+    if MANIFEST not in names:
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format{advice(names)}"
+        )
+    with closing(storage.open(folder / MANIFEST)) as source:
+        return unpack(read_whole(source, MANIFEST, MAX_MANIFEST))
+
+
+def _near(storage: Storage, folder: Location) -> str:
+    beside = storage.listing(folder.parent) if is_folder(storage, folder.parent) else ()
+    near = get_close_matches(folder.name, [name for name in beside if not name.startswith(".")], n=3)
+    return f"; near it: {', '.join(near)}" if near else ""
+
+
+def _no_tensor(key: str, path: TreePath) -> Tree:
+    raise CheckpointCorruptError(f"{MANIFEST}: a tensor {key!r} in the metadata")

@@ -1,0 +1,149 @@
+"""State trees out of a checkpoint, planned by each rank alone and read by all of them at the same time."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from accel_ckpt.format.manifest import Manifest
+from accel_ckpt.format.tensors import as_dtensor, memory_key, placement_key
+from accel_ckpt.format.tree import Json, Tree, decode
+from accel_ckpt.format.tree import Path as TreePath
+from accel_ckpt.loading.cooperative_read import Interest, covered
+from accel_ckpt.loading.opened_files import OpenedFiles
+from accel_ckpt.loading.tensor_reader import ReadPlan, Request, TensorReader
+from accel_ckpt.rank_group import Peers
+
+Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
+Fetched = dict[str, Callable[[], Tree]]
+"""By name, a function that puts a tree's tensors into their places and returns the tree."""
+
+
+@final
+class Requests:
+    """Trees with marks where tensors belong, and the tensors to read for them, tied ones once."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self.wanted: list[Request] = []
+
+    def add(
+        self, document: Json, like: Mapping[TreePath, Any], place: Place | None = None, *, in_place: bool = False
+    ) -> Tree:
+        """One more tree: ``like`` and ``place`` say where its tensors go, as in ``Checkpoint.read``."""
+        known: dict[str, list[int]] = {}
+
+        def request(key: str, path: TreePath) -> "_Wanted":
+            entry = self._reader.entry(key)
+            here = path in like
+            model = like[path] if here else None
+            if not here and place is not None:
+                model = place(path, self._reader.dtype(key), entry.shape)
+            if not isinstance(model, torch.Tensor) or tuple(model.shape) != entry.shape:
+                model = None
+            wanted = Request(key, model, in_place and here and model is not None)
+            return _Wanted(self._number(wanted, known.setdefault(key, [])))
+
+        return decode(document, request)
+
+    def _number(self, request: Request, same: list[int]) -> int:
+        for number in same:
+            if _destination(self.wanted[number]) == _destination(request):
+                return number
+        same.append(len(self.wanted))
+        self.wanted.append(request)
+        return same[-1]
+
+
+@final
+class PlannedFetch:
+    """One rank's part of a fetch: made by each rank alone, read by all at the same time; nothing is agreed on here."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        files: OpenedFiles,
+        peers: Peers,
+        plan: ReadPlan,
+        trees: Mapping[str, Tree],
+        verified: Collection[str] | None,
+    ) -> None:
+        self._manifest, self._files, self._peers, self._plan, self._trees = manifest, files, peers, plan, trees
+        # The files that have been compared; None: what no rank reads is not compared.
+        self._verified = verified
+        self.interest = plan.interest
+        """To be known to all ranks before they read."""
+
+    def read(self, interests: Sequence[Interest]) -> Fetched:
+        """Reads this rank's tensors into the machine's memory and compares its share of what is to be compared.
+
+        ``interests`` are those of all ranks. Collective only where blocks are passed on between machines.
+
+        Raises:
+            CheckpointCorruptError: names the file and the bytes that are not those written.
+        """
+        puts = self._plan.read(interests, self._peers, self._others(interests))
+        return {name: partial(self._filled, name, puts) for name in self._trees}
+
+    def trust(self, interests: Sequence[Interest]) -> None:
+        """Marks as compared what all ranks have, once they know of each other that nothing failed."""
+        read = covered(interests, self._peers.neighbours)
+        for file in self._files:
+            file.trust(read.get(file.name, ()) if self._verified is None else file.unchecked())
+
+    def _others(self, interests: Sequence[Interest]) -> list[tuple[str, int]]:
+        """This rank's share of the blocks that no rank reads; all ranks that see the same copy cut them alike.
+
+        All files are opened, which shows whether they are there, and how large they are.
+        """
+        if self._verified is None:
+            return []
+        read = covered(interests, self._peers.neighbours)
+        blocks = [
+            (file.name, number)
+            for file in [self._files[name] for name in self._manifest.every_file]
+            if file.name not in self._verified
+            for number in range(len(file.record.blocks))
+            if number not in read.get(file.name, ())
+        ]
+        share, shares = self._peers.neighbours.index(self._peers.rank), len(self._peers.neighbours)
+        return blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+
+    def _filled(self, name: str, puts: Sequence[Callable[[], torch.Tensor]]) -> Tree:
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor(number: int) -> torch.Tensor:
+            if number not in tensors:
+                tensors[number] = puts[number]()
+            return tensors[number]
+
+        return fill(self._trees[name], tensor)
+
+
+@final
+class _Wanted:
+    """Stands in a tree for a tensor that is yet to be read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def fill(tree: Tree, tensor: Callable[[int], torch.Tensor]) -> Tree:
+    """``tree`` with the tensors of its marks, by their position among ``Requests.wanted``."""
+    if isinstance(tree, _Wanted):
+        return tensor(tree.number)
+    if isinstance(tree, dict):
+        return {key: fill(value, tensor) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(fill(value, tensor) for value in tree)
+    return tree
+
+
+def _destination(request: Request) -> object:
+    """Equal for two requests of one tensor that can have the same result."""
+    model = request.like
+    memory = memory_key(model) if request.in_place and model is not None else None
+    if model is None or as_dtensor(model) is None:
+        return "cpu" if model is None or model.device.type == "meta" else str(model.device), memory
+    return placement_key(model), memory

@@ -1,0 +1,36 @@
+"""Checkpoint folders that Accelerate wrote, recognised by the names of their files; none of them is read here."""
+
+import re
+from collections.abc import Iterable
+
+from accel_ckpt.io.storage import Location, is_folder, storage_of
+
+_ACCELERATES = re.compile(r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin|pytorch_model_fsdp_\d+")
+
+
+def advice(names: Iterable[str]) -> str:
+    """What can be done with a folder of these files if Accelerate wrote it; otherwise an empty text."""
+    names = list(names)
+    if not any(_ACCELERATES.fullmatch(name) for name in names):
+        return ""
+    if any(name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        weights = "its weights can be loaded by load_model(model, folder) of an Accelerator"
+    else:
+        weights = "its weights can be loaded into the model with torch.load and load_state_dict before prepare"
+    return (
+        f"; Accelerate wrote it: {weights}; its optimizer, scheduler and random states are pickles, which are not read "
+        "(see docs/checkpoints.md)"
+    )
+
+
+def advice_on_series(folder: Location) -> str:
+    """The same about the folders ``checkpoint_N`` in ``folder``: of the newest that Accelerate wrote."""
+    storage = storage_of(folder)
+    if not is_folder(storage, folder):
+        return ""
+    names = (name for name, size in storage.listing(folder).items() if size is None)
+    numbered = sorted(
+        (name for name in names if re.fullmatch(r"checkpoint_\d+", name)), key=lambda name: int(name[11:])
+    )
+    found = ((name, advice(storage.listing(folder / name))) for name in reversed(numbered))
+    return next((f"; there is {name}{said}" for name, said in found if said), "")

@@ -1,0 +1,55 @@
+"""The files of one checkpoint, each opened when it is first read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+from accel_ckpt.format.blocks import CheckedFile
+from accel_ckpt.format.manifest import MANIFEST, Manifest
+from accel_ckpt.io.storage import Location, Storage
+from accel_state.errors import CheckpointCorruptError
+
+
+@final
+class OpenedFiles:
+    """Files by name, which a checkpoint and its readers share.
+
+    Nothing here refers to the checkpoint, so that the files of one that nobody holds any more are closed at once, and
+    not when the garbage collector next looks for cycles.
+    """
+
+    def __init__(self, folder: Location, manifest: Manifest, storage: Storage) -> None:
+        self._folder, self._manifest, self._storage = folder, manifest, storage
+        self._files: dict[str, CheckedFile] = {}
+
+    def __getitem__(self, name: str) -> CheckedFile:
+        """One file, open.
+
+        Raises:
+            CheckpointCorruptError: the manifest has no such file, or it is missing or of another size.
+        """
+        if name not in self._files:
+            record = self._manifest.files.get(name) or self._manifest.extra.get(name)
+            if record is None:
+                raise CheckpointCorruptError(f"{MANIFEST}: no file {name!r}")
+            place = self._folder
+            *above, last = self._manifest.place_of(name).split("/")
+            for part in above:
+                place = place / part
+                if isinstance(place, Path) and place.is_symlink():
+                    raise CheckpointCorruptError(f"{part}: a link; a checkpoint holds none")
+            source = self._storage.open(place / last)
+            self._files[name] = CheckedFile(
+                source, record, name, block=self._manifest.block_size, digest=self._manifest.digest
+            )
+        return self._files[name]
+
+    def __iter__(self) -> Iterator[CheckedFile]:
+        """The files that are open."""
+        return iter(self._files.values())
+
+    def close(self) -> None:
+        """Closes all of them."""
+        for file in self:
+            file.source.close()
+        self._files.clear()

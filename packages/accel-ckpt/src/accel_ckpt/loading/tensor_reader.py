@@ -1,0 +1,330 @@
+"""Tensors out of files: for every tensor wanted, just the ranges that its part needs, several at a time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import NamedTuple, final
+
+import torch
+
+from accel_ckpt.format.blocks import CheckedFile, read_range
+from accel_ckpt.format.manifest import MANIFEST, Manifest, Part, TensorEntry
+from accel_ckpt.format.safetensors_file import Span, read_header, stored_as
+from accel_ckpt.format.shard_layout import Box, Layout, boxes, is_run, local_shape, run_start, whole
+from accel_ckpt.format.tensors import (
+    apart,
+    as_dtensor,
+    byte_view,
+    distributed_like,
+    dtensor_layout,
+    dtype_of,
+    own_memory,
+    row_major,
+)
+from accel_ckpt.io.huge_pages import new_tensor
+from accel_ckpt.io.storage import Storage
+from accel_ckpt.io.thread_pool import Seat, run_jobs
+from accel_ckpt.loading.cooperative_read import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
+from accel_ckpt.loading.opened_files import OpenedFiles
+from accel_ckpt.rank_group import Peers
+from accel_state.errors import CheckpointCorruptError
+
+# Tensors for other devices are read and moved in groups of about this many bytes.
+_BATCH = 2**30
+Puts = list[Callable[[], torch.Tensor]]
+"""For each tensor that has been read, a function that puts it into its place and returns it."""
+
+
+class Request(NamedTuple):
+    """A tensor to read: its name in the manifest, and the tensor that it is placed like (None: whole, on the CPU)."""
+
+    key: str
+    like: torch.Tensor | None = None
+    in_place: bool = False
+    """Whether it is read into the memory of ``like``, and ``like`` is the result, where that can be."""
+
+
+@final
+class TensorReader:
+    """Reads tensors of one checkpoint out of its ``files``."""
+
+    def __init__(self, manifest: Manifest, files: OpenedFiles, storage: Storage) -> None:
+        self._manifest, self._files, self._storage = manifest, files, storage
+        self._headers: dict[str, Mapping[str, Span]] = {}
+        # Where the tensors of a file begin, so where its header ends.
+        self._begins: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def entry(self, key: str) -> TensorEntry:
+        """What the manifest says of a tensor."""
+        entry = self._manifest.tensors.get(key)
+        if entry is None:
+            raise CheckpointCorruptError(f"{MANIFEST}: no tensor {key!r:.200}")
+        return entry
+
+    def dtype(self, key: str) -> torch.dtype:
+        """A tensor's dtype."""
+        name = self.entry(key).dtype
+        found = self._dtypes.get(name) or dtype_of(name)
+        if found is None:
+            raise CheckpointCorruptError(f"this torch has no dtype {name!r}, which {key} has")
+        self._dtypes[name] = found
+        return found
+
+    def read(self, wanted: Sequence[Request]) -> list[torch.Tensor]:
+        """A tensor of the saved dtype for each request, in groups that bound what the host's memory holds."""
+        results: list[torch.Tensor] = []
+        for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
+            planned = self.plan(batch)
+            results += [put() for put in planned.read([planned.interest], Peers(None))]
+        return results
+
+    def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
+        """As ``read`` up to where tensors are touched: headers are read and compared with the manifest."""
+        entries = [(self.entry(request.key), self.dtype(request.key)) for request in wanted]
+        memories = [
+            own_memory(request.like, dtype) if request.in_place and request.like is not None else None
+            for request, (_, dtype) in zip(wanted, entries, strict=True)
+        ]
+        shares: dict[object, _Share] = {}
+        work, targets = _Work(), []
+        for (key, like, _), (entry, dtype), memory in zip(wanted, entries, apart(memories), strict=True):
+            targets.append(_Target(key, entry, dtype, like, _share(key, entry, like, shares), memory))
+            self._plan(targets[-1], work)
+        blocks = {name: tuple(numbers) for name, numbers in self._blocks(work).items()}
+        besides = {name: tuple(sorted(numbers)) for name, numbers in work.mapped.items()}
+        return ReadPlan(self._files, self._storage, work, targets, Interest(Seat.own(), blocks, besides))
+
+    def read_box(self, key: str, box: Box) -> torch.Tensor:
+        """One part of a tensor, on the CPU."""
+        layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
+        target, work = _Target(key, self.entry(key), self.dtype(key), None, _Share.of(layout)), _Work()
+        self._plan(target, work)
+        self._blocks(work)
+        _run(self._files, work, self._storage.threads)
+        return target.tensor
+
+    def span(self, part: Part, entry: TensorEntry) -> Span:
+        """Where a part lies in its file; what the file says of it must be what the manifest says."""
+        if part.file not in self._headers:
+            file = self._files[part.file]
+            spans = read_header(partial(read_range, file.source), file.record.size, part.file)
+            self._headers[part.file] = spans
+            self._begins[part.file] = min((span.begin for span in spans.values()), default=file.record.size)
+        span = self._headers[part.file].get(part.key)
+        if span is None:
+            raise CheckpointCorruptError(f"{part.file}: no tensor {part.key!r}")
+        if (span.code, span.shape) != stored_as(entry.dtype, part.box.shape):
+            raise CheckpointCorruptError(f"{part.file}: {part.key!r} is {span.code} {span.shape}, the manifest differs")
+        return span
+
+    def _blocks(self, work: "_Work") -> dict[str, list[int]]:
+        """Cuts what is to be read into blocks; their numbers by file.
+
+        Those with a header that nobody has compared yet are among them, so that it is before its numbers are believed.
+        """
+        numbers: dict[str, list[int]] = {}
+        for name, ranges in work.ranges.items():
+            file = self._files[name]
+            header = file.unchecked(0, self._begins[name])
+            blocks: dict[int, Parts] = {**dict.fromkeys(header, ()), **file.by_block(ranges)}
+            for number in sorted(blocks):
+                work.blocks[name, number] = blocks[number]
+                numbers.setdefault(name, []).append(number)
+        return numbers
+
+    def _plan(self, target: "_Target", work: "_Work") -> None:
+        size = target.tensor.element_size()
+        filled = 0
+        for box, here in target.share.boxes:
+            same = next((part for part in target.entry.parts if part.box == box), None)
+            for part in target.entry.parts if same is None else (same,):
+                common = box if part is same else part.box.intersect(box)
+                if common is None:
+                    continue
+                volume = common.volume
+                filled += volume
+                span = self.span(part, target.entry)
+                inside = here if common is box else _shift(common, box, here)
+                source, place = _run_start(common, part.box), _run_start(inside, target.share.whole)
+                if source is None or place is None:
+                    first, last = run_start(common, part.box), run_start(_last(common), part.box)
+                    begin, end = span.begin + first * size, span.begin + (last + 1) * size
+                    file = self._files[part.file]
+                    work.mapped.setdefault(part.file, set()).update(file.touched(begin, end))
+                    work.strided.append(partial(_copy, file, begin, end, target, part.box, common, inside))
+                    continue
+                view = target.bytes[place * size : (place + volume) * size]
+                work.ranges.setdefault(part.file, []).append((span.begin + source * size, view))
+        if filled != target.tensor.numel():
+            raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
+
+
+@final
+class ReadPlan:
+    """What one process reads, planned by itself; ``interest`` says it to those that read at the same time."""
+
+    def __init__(
+        self, files: OpenedFiles, storage: Storage, work: "_Work", targets: "Sequence[_Target]", interest: Interest
+    ) -> None:
+        self._files, self._storage, self._work, self._targets = files, storage, work, targets
+        self.interest = interest
+
+    def read(self, interests: Sequence[Interest], peers: Peers, others: Sequence[Place] = ()) -> Puts:
+        """Reads all tensors into this machine's memory, and compares this process's share of what is read.
+
+        ``interests`` are those of all ``peers``, which call this at the same time. Of a block that several of them read
+        on one machine one compares all of it, or reads it for all. Blocks in ``others`` are compared too. Collective
+        where blocks are passed on; failures are the caller's to agree on.
+
+        Raises:
+            CheckpointCorruptError: names the file and the bytes that differ.
+        """
+        self._read_for_all(interests, peers)
+        compares = compared_by(interests, peers.neighbours)
+        most = self._storage.threads
+        threads = self.interest.seat.threads([one.seat for one in interests], most) if self._storage.cached else most
+        _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
+        return [target.finish for target in self._targets]
+
+    def _read_for_all(self, interests: Sequence[Interest], peers: Peers) -> None:
+        """Fills blocks that all want from one reader, where each would read them for itself and that is slower."""
+        machines = {interest.seat.host for interest in interests}
+        readers = len(machines) if self._storage.cached else peers.size
+        if readers < 2 or len(peers.keepers) > 1:
+            return
+        common = wanted_by_all(interests)
+        blocks = [(self._files[name], number, self._work.blocks[name, number]) for name, number in common]
+        for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
+            del self._work.blocks[place]
+
+
+def _run(
+    files: OpenedFiles,
+    work: "_Work",
+    threads: int,
+    compares: Callable[[Place], bool] = lambda place: True,
+    others: Sequence[Place] = (),
+) -> None:
+    fills = [
+        partial(files[name].fill, number, parts, compare=compares((name, number)))
+        for (name, number), parts in work.blocks.items()
+    ]
+    run_jobs([*fills, *(partial(files[name].check, number) for name, number in others)], threads)
+    run_jobs(work.strided, threads)
+
+
+def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box, common: Box, inside: Box) -> None:
+    """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
+    content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
+    aligned = content if begin % target.tensor.element_size() == 0 else content.clone()
+    saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(outer.shape))
+    target.tensor[inside.within(target.share.whole)].copy_(saved)
+
+
+@final
+@dataclass(slots=True)
+class _Work:
+    """What is to be read: ranges of files with memory for each, the same in blocks, and copies of what is strided."""
+
+    ranges: dict[str, list[tuple[int, memoryview]]] = field(default_factory=dict)
+    blocks: dict[Place, Parts] = field(default_factory=dict)
+    strided: list[Callable[[], None]] = field(default_factory=list)
+    mapped: dict[str, set[int]] = field(default_factory=dict)
+    """The blocks that ``strided`` copies from, and compares, by file."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """This process's part of a tensor: the shape of its memory, and the boxes in it, as ``layout.boxes`` has them."""
+
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[Box, Box]]
+    whole: Box
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_Share":
+        shape = local_shape(layout)
+        return cls(shape, boxes(layout), Box((0,) * len(shape), shape))
+
+
+def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Share]) -> _Share:
+    """The part that belongs where ``like`` is; ``known`` has those of tensors of the same shape and placement."""
+    dtensor = None if like is None else as_dtensor(like)
+    if dtensor is None:
+        same: object = entry.shape
+        if same not in known:
+            known[same] = _Share.of(whole(entry.shape))
+        return known[same]
+    local = tuple(dtensor._local_tensor.shape)
+    same = (entry.shape, local, id(dtensor.device_mesh), dtensor.placements)
+    if same not in known:
+        layout = dtensor_layout(key, dtensor)
+        known[same] = _Share(local, [], Box((0,) * len(local), local)) if layout is None else _Share.of(layout)
+    return known[same]
+
+
+@final
+class _Target:
+    """A tensor that is being filled: this process's part of it in CPU memory, and how to make the result of that."""
+
+    def __init__(
+        self,
+        key: str,
+        entry: TensorEntry,
+        dtype: torch.dtype,
+        like: torch.Tensor | None,
+        share: _Share,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        self.key, self.entry, self.like, self.share = key, entry, like, share
+        self.in_place = memory is not None and tuple(memory.shape) == share.shape
+        self.tensor = memory if self.in_place and memory is not None else new_tensor(share.shape, dtype)
+        self.bytes = byte_view(self.tensor)
+
+    def finish(self) -> torch.Tensor:
+        if self.like is None:
+            return self.tensor
+        if self.in_place:
+            return self.like
+        dtensor = as_dtensor(self.like)
+        if dtensor is None:
+            return self.tensor if self.like.device.type == "meta" else self.tensor.to(self.like.device)
+        device = dtensor._local_tensor.device
+        local = self.tensor.to(dtensor.device_mesh.device_type if device.type == "meta" else device)
+        placed: torch.Tensor = distributed_like(local, dtensor)
+        return placed
+
+
+def _last(box: Box) -> Box:
+    """The last element of a box."""
+    return Box(tuple(a + n - 1 for a, n in zip(box.offset, box.shape, strict=True)), (1,) * len(box.shape))
+
+
+def _run_start(part: Box, outer: Box) -> int | None:
+    """How many elements precede ``part`` in the memory of ``outer``; None where it does not lie there in one piece."""
+    if part is outer or part == outer:
+        return 0
+    return run_start(part, outer) if is_run(part, outer) else None
+
+
+def _shift(common: Box, box: Box, here: Box) -> Box:
+    """``common``, which lies inside ``box``, in the coordinates of the memory where ``box`` lies at ``here``."""
+    return Box(tuple(c - b + h for c, b, h in zip(common.offset, box.offset, here.offset, strict=True)), common.shape)
+
+
+def _batches(wanted: Sequence[Request], size_of: Callable[[str], int]) -> Iterator[list[Request]]:
+    """All at once for the CPU, else groups of bounded size, so that host memory does not hold a whole model."""
+    batch: list[Request] = []
+    total = 0
+    for request in wanted:
+        batch.append(request)
+        on_host = request.like is None or request.like.device.type in ("cpu", "meta")
+        total += 0 if on_host else size_of(request.key)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

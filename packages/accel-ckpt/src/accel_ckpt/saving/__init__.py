@@ -1,0 +1,1 @@
+"""Saving: plan, transaction and commit of a checkpoint."""

@@ -1,0 +1,278 @@
+"""Saving while training goes on: a copy now, the disk later.
+
+The call returns once this rank's part lies in a buffer of its own, which is kept for the next save. One thread then
+digests and writes it; both release the interpreter lock, eight megabytes at a time. It uses a group of its own with the
+other ranks, because collectives of two threads on one group would be matched wrongly.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from accel_ckpt.format.tensors import byte_view
+from accel_ckpt.format.tree import Json, Tree
+from accel_ckpt.io.huge_pages import new_tensor
+from accel_ckpt.io.storage import Location, locate
+from accel_ckpt.io.thread_pool import Seat, default_threads
+from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
+from accel_ckpt.rank_group import Peers, Ranks, host_group
+from accel_ckpt.saving.failed_exit import UntoldFailure
+from accel_ckpt.saving.host_snapshot import copy_into
+from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
+from accel_ckpt.saving.replicas import Summary, Terms, alike
+from accel_ckpt.saving.transaction import Attempt, MakeDraft
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_ckpt.series.directory import CheckpointDirectory
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class SaveHandle:
+    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds.
+
+    If it fails and nobody is told, by ``wait``, ``raise_failure`` or the saver's next call, the process ends with a
+    status other than 0, whatever the script does.
+    """
+
+    def __init__(self, path: Location, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.stall = 0.0
+        self.outcome = "no checkpoint was committed"
+        """What is at ``path`` if it failed."""
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._untold: UntoldFailure | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error is not None else "committed"
+        return f"SaveHandle({str(self.path)!r}, {state})"
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """The committed checkpoint, once it is; ``timeout`` in seconds.
+
+        Raises:
+            CheckpointError: the save failed on some rank, or is not over in time.
+        """
+        if not self._over.wait(timeout):
+            raise CheckpointError(f"{self.path} is not committed after {timeout} s")
+        self.raise_failure()
+        return open_checkpoint(self.path, verify=False)
+
+    def raise_failure(self, *, once: bool = False) -> None:
+        """Raises what the save failed with; with ``once`` only if nobody was told yet."""
+        if self._error is not None and not (once and self._untold is None):
+            if self._untold is not None:
+                self._untold.told()
+                self._untold = None
+            raise CheckpointError(self._failure(self._error)) from self._error
+
+    def _failure(self, error: BaseException) -> str:
+        return f"saving {self.path} in the background failed: {error}; {self.outcome}"
+
+    def _finish(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._untold = UntoldFailure(self._failure(error))
+        self._error = error
+        self._over.set()
+
+
+@final
+class AsyncSaver:
+    """Saves in the background, one checkpoint at a time; a context manager that ends by waiting for the last.
+
+    Made and used by all ranks of ``group`` together. It makes a gloo group for its thread when there are several.
+    """
+
+    def __init__(self, *, group: Ranks = None) -> None:
+        peers = Peers.of(group)
+        self._peers = peers if peers.group is None else Peers(host_group(peers.group), peers.nodes)
+        self._threads = _local_threads(self._peers)
+        self._alike = False
+        self._buffer: torch.Tensor | None = None
+        self._handle: SaveHandle | None = None
+        self._running: Future[None] | None = None
+        # Kept, since a thread that has to be made first is waited for, and under load that takes longer than the copy.
+        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "accel-ckpt-save")
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Tree],
+        *,
+        local: Mapping[str, Tree] | None = None,
+        metadata: Mapping[str, Json] | None = None,
+        overwrite: bool = True,
+        series: "CheckpointDirectory | None" = None,
+        terms: Terms = Terms(),  # noqa: B008 (frozen)
+    ) -> SaveHandle:
+        """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
+
+        Waits for an earlier save that is still under way. After the commit ``series`` is pruned. Several ranks
+        agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
+        With states in ``terms.own`` they compare digests before each copy.
+
+        Raises:
+            CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
+        """
+        start = time.perf_counter()
+        self.wait()
+        target = locate(path)
+        make: MakeDraft = partial(make_draft, state, local, metadata, self._peers, threads=self._threads)
+        if self._alike and terms.own and terms.fill is None:
+            make = self._compared(target, make)
+        begin: _Begin
+        part: RankPart | None
+        if self._alike and terms.fill is None:
+            begin, part = self._copy_first(target, make, overwrite, terms)
+        else:
+            begin, part = self._agree_first(target, make, overwrite, terms)
+        handle = SaveHandle(target, 0 if part is None else part.nbytes)
+        self._handle = handle
+        self._running = self._pool.submit(self._run, begin, handle, series)
+        handle.stall = time.perf_counter() - start
+        return handle
+
+    def wait(self) -> None:
+        """Waits until nothing is under way.
+
+        Raises:
+            CheckpointError: the last save failed and nobody was told yet.
+        """
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+        if self._handle is not None:
+            self._handle.raise_failure(once=True)
+
+    def close(self) -> None:
+        """Waits, frees threads and buffer, and closes the group. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            self._buffer = None
+            if self._peers.group is not None:
+                import torch.distributed as dist
+
+                if dist.is_initialized():
+                    dist.destroy_process_group(self._peers.group)
+                self._peers = Peers(None)
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if kind is None:
+                raise
+            _LOG.exception("a save under way failed too")  # the first exception is what the caller must see
+
+    def _compared(self, target: Location, make: MakeDraft) -> MakeDraft:
+        """Finds out whether ranks still have the same, before they go on: what each has of its own is copied too."""
+        drafts: list[Draft] = []
+
+        def summary() -> Summary:
+            drafts.append(make(()))
+            return drafts[0].structure.summary()
+
+        self._alike = alike(self._peers.together(f"saving {target}", summary))
+        return lambda apart: make(apart) if apart else drafts[0]
+
+    def _agree_first(
+        self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
+    ) -> "tuple[_Begin, RankPart]":
+        """What cannot be saved is refused on all ranks, now."""
+        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
+        with attempt.dropped_on_error():
+            self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
+        return (lambda: attempt), attempt.part
+
+    def _copy_first(
+        self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
+    ) -> "tuple[_Begin, RankPart | None]":
+        """Ranks that brought the same tensors the last time copy at once and agree in the background.
+
+        A failure is for the background too, where all ranks hear of it: to raise here on one of them would leave it
+        out of step with the others.
+        """
+        try:
+            draft = make(())
+            part = make_part(draft, draft.trees, None, self._peers)
+            self._stage(part)
+        except Exception as error:
+            return partial(Attempt.begin, self._peers, target, partial(_fail, error)), None
+        begin = partial(Attempt.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
+        return partial(begin, terms=terms), part
+
+    def _stage(self, part: RankPart) -> None:
+        """Copies the tensors of this rank's file into the buffer."""
+        size = part.nbytes
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None
+            self._buffer = new_tensor((size,), torch.uint8, pinned=_has_accelerator(part))
+        copy_into(self._buffer, part.tensors, threads=self._threads, pool=self._pool)
+
+    def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
+        error: BaseException | None = None
+        attempt: Attempt | None = None
+        try:
+            self._alike = False  # unless all ranks hear otherwise
+            attempt = begin()
+            self._alike = attempt.alike and self._peers.group is not None
+            handle.path = attempt.target
+            attempt.finish(self._peers, partial(self._file, attempt.part), threads=0)
+            if series is not None:
+                series.among(self._peers).prune()
+        except BaseException as caught:
+            error = caught
+            handle.outcome = _outcome(handle.path, attempt)
+            _LOG.warning("saving %s in the background failed: %s; %s", handle.path, caught, handle.outcome)
+        finally:
+            handle._finish(error)
+
+    def _file(self, part: RankPart) -> Iterator[memoryview]:
+        assert self._buffer is not None
+        return iter([memoryview(part.header), byte_view(self._buffer)[: part.nbytes]])
+
+
+_Begin = Callable[[], Attempt]
+
+
+def _fail(error: Exception, apart: Collection[str]) -> Draft:
+    raise error
+
+
+def _outcome(path: Location, attempt: Attempt | None) -> str:
+    """Whether a save that failed has committed its checkpoint: ranks may fail after that, in pruning or at the end."""
+    try:
+        committed = attempt is not None and read_manifest(path).id == attempt.label.id
+    except CheckpointError:
+        committed = False
+    return "its checkpoint is committed nevertheless" if committed else "no checkpoint was committed"
+
+
+def _local_threads(peers: Peers) -> int:
+    """This rank's share of its machine's processors."""
+    seats = peers.together("counting the ranks of each machine", Seat.own)
+    return seats[peers.rank].threads(seats, default_threads())
+
+
+def _has_accelerator(part: RankPart) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in part.tensors)

@@ -1,0 +1,56 @@
+"""Files of the user's own in checkpoints behind URLs: written into a local folder, uploaded, and downloaded again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_ckpt.format.blocks import BLOCK, Content, FileRecord
+from accel_ckpt.format.manifest import is_own_name
+from accel_ckpt.io.storage import Location, Storage
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accel_ckpt.loading.checkpoint import Checkpoint
+
+
+def check_names(names: list[str]) -> None:
+    """Raises unless the user's files have other names than the checkpoint's own.
+
+    Raises:
+        CheckpointError: names those that have not.
+    """
+    if taken := [name for name in names if is_own_name(name.partition("/")[0])]:
+        raise CheckpointError(f"a hook wrote {', '.join(taken)}, a name that the checkpoint's own files have")
+
+
+def upload(folder: Path, names: list[str], storage: Storage, target: Location) -> Mapping[str, FileRecord]:
+    """Writes files of a local folder under ``target``; their sizes and digests by name."""
+    found: dict[str, FileRecord] = {}
+    for name in names:
+        path, place = folder / name, target
+        for part in name.split("/"):
+            place = place / part
+        found[name] = storage.write(place, Content(lambda path=path: _pieces(path), path.stat().st_size))  # type: ignore[misc]
+    return found
+
+
+def download(checkpoint: "Checkpoint", folder: Path) -> None:
+    """Writes the user's files of a checkpoint into a local folder, under their paths.
+
+    Raises:
+        CheckpointCorruptError: what was read is not what was written.
+    """
+    for name in checkpoint.manifest.extra:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("xb") as out:
+            for piece in checkpoint.extra_pieces(name):
+                out.write(piece)
+
+
+def _pieces(path: Path) -> "Iterator[memoryview]":
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            yield memoryview(block)

@@ -1,0 +1,232 @@
+"""One rank's contribution to a checkpoint, and the part of it that this rank writes."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from accel_ckpt.format.manifest import TREE, Part, TensorEntry, local_file, tensor_file
+from accel_ckpt.format.safetensors_file import Item, file_order, header_of
+from accel_ckpt.format.shard_layout import Box, boxes, choose_writers, overlap
+from accel_ckpt.format.tensors import Holding, as_dtensor, byte_view, hold, host_copy
+from accel_ckpt.format.tree import Json, TensorTable, Tree, encode, tensor_name
+from accel_ckpt.rank_group import Peers
+from accel_ckpt.saving.replicas import Structure, value_digests
+from accel_state.errors import CheckpointError
+
+LOCAL = "~local"
+# Tensors up to this many bytes are all written by the first rank that has them: nothing is gained by spreading them,
+# and what differs a little between replicas (statistics of a BatchNorm) then comes from one rank.
+SMALL = 2**16
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The trees as JSON and the tensors they refer to: those common to the ranks, and this rank's own."""
+
+    trees: dict[str, Json]
+    holdings: dict[str, Holding]
+    local_trees: dict[str, Json]
+    local_tensors: dict[str, Holding]
+    metadata: Json
+
+    values: dict[str, str]
+    """Digests of the tensors that other ranks hold as well."""
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What other ranks must know to see whether they bring the same."""
+        plain = {
+            name: (holding.dtype, holding.shape) for name, holding in self.holdings.items() if holding.ranks is None
+        }
+        values = {name: (self.holdings[name].ranks, digest) for name, digest in self.values.items()}
+        parts = {name.partition("/")[0] for name, holding in self.holdings.items() if holding.ranks is not None}
+        return Structure(self.trees, plain, values, frozenset(s for s in self.trees if tensor_name((s,)) in parts))
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The files that one rank writes: trees for JSON documents, tensors as items and memory in file order.
+
+    Only what needs the values is there at once; headers and documents are made when they are asked for, which a save
+    in the background does in the background.
+    """
+
+    trees: Mapping[str, dict[str, Json]]
+    """By the name of the document."""
+    tensors_name: str
+    items: Sequence[Item]
+    tensors: Sequence[torch.Tensor]
+    entries: dict[str, TensorEntry]
+
+    @cached_property
+    def documents(self) -> dict[str, bytes]:
+        """The JSON files."""
+        return {name: _document(trees) for name, trees in self.trees.items()}
+
+    @cached_property
+    def header(self) -> bytes:
+        """The begin of the tensor file; empty if this rank writes none."""
+        return header_of(self.items, {"format": "pt"}) if self.items else b""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The tensor file, straight from the tensors' memory where they lie on the CPU in order."""
+        yield memoryview(self.header)
+        for tensor in self.tensors:
+            yield byte_view(host_copy(tensor))
+
+
+def make_draft(
+    state: Mapping[str, Tree],
+    local: Mapping[str, Tree] | None,
+    metadata: Mapping[str, Json] | None,
+    peers: Peers,
+    apart: Collection[str] = (),
+    *,
+    threads: int | None = None,
+) -> Draft:
+    """Encodes everything and finds out what this rank holds of each tensor.
+
+    Those of ``state`` named in ``apart`` are this rank's own instead, beside what ``local`` has under such a name.
+
+    Raises:
+        CheckpointError: something cannot be stored; names its place.
+    """
+    table, own = TensorTable(), TensorTable(f"{LOCAL}/{peers.rank:05d}/")
+    for name in (*state, *(local or {})):
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")
+    local = {**(local or {}), **{name: tree for name, tree in state.items() if name in apart}}
+    trees = {str(name): encode(tree, str(name), table) for name, tree in state.items() if name not in apart}
+    local_trees = {str(name): encode(tree, str(name), own) for name, tree in local.items()}
+    sharded = [name for name, tensor in own.tensors.items() if as_dtensor(tensor) is not None]
+    if sharded:
+        raise CheckpointError(
+            f"{sharded[0]} in local is a DTensor, which belongs to several ranks; put it into the state, or save "
+            "its to_local()"
+        )
+    holdings = {name: hold(name, tensor, peers.group_rank) for name, tensor in table.tensors.items()}
+    shared = {name: one.local for name, one in holdings.items() if peers.size > 1 and _is_shared(one)}
+    return Draft(
+        trees,
+        holdings,
+        local_trees,
+        {name: hold(name, tensor, peers.group_rank) for name, tensor in own.tensors.items()},
+        encode(dict(metadata or {}), "metadata", None),
+        value_digests(shared, threads),
+    )
+
+
+def make_part(
+    draft: Draft,
+    trees: dict[str, Json],
+    ranks: Mapping[str, tuple[int, ...]] | None,
+    peers: Peers,
+    differing: Collection[str] = (),
+) -> RankPart:
+    """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.
+
+    ``trees`` are those of all ranks; ``ranks`` says who holds each whole tensor (None: everyone).
+    Of those in ``differing`` the first rank that has them writes its own.
+    """
+    everyone = tuple(range(peers.size))
+    holders = {
+        name: holding.ranks if holding.ranks is not None else (everyone if ranks is None else ranks[name])
+        for name, holding in draft.holdings.items()
+    }
+    large = {
+        name: (size, holders[name])
+        for name, one in draft.holdings.items()
+        if (size := one.nbytes) > SMALL and name not in differing
+    }
+    writers = choose_writers(large)
+    file = tensor_file(peers.rank)
+    items: list[tuple[Item, torch.Tensor]] = []
+    entries: dict[str, TensorEntry] = {}
+    for name, holding in draft.holdings.items():
+        writer = writers.get(name, holders[name][0] if holders[name] else None)
+        _add(name, holding, file, items if writer == peers.rank else None, entries)
+    for name, holding in draft.local_tensors.items():
+        _add(name, holding, file, items, entries)
+    order = {item: number for number, item in enumerate(file_order([item for item, _ in items]))}
+    items.sort(key=lambda pair: order[pair[0]])
+    documents = {TREE: trees} if peers.rank == 0 else {}
+    if draft.local_trees:
+        documents[local_file(peers.rank)] = draft.local_trees
+    return RankPart(documents, file, [item for item, _ in items], [tensor for _, tensor in items], entries)
+
+
+def join_entries(every: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The tensors of the checkpoint from the parts that each rank wrote.
+
+    Raises:
+        CheckpointError: parts of a tensor are missing or twice there.
+    """
+    joined: dict[str, TensorEntry] = {}
+    for entries in every:
+        for name, entry in entries.items():
+            known = joined.get(name)
+            if known is None:
+                joined[name] = entry
+            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{name} is {known.dtype} {known.shape} on one rank and {entry.dtype} {entry.shape} on another"
+                )
+            else:
+                joined[name] = TensorEntry(known.dtype, known.shape, known.parts + entry.parts)
+    for name, entry in joined.items():
+        have, want = sum(part.box.volume for part in entry.parts), prod(entry.shape)
+        if have != want:
+            raise CheckpointError(
+                f"{name} has {want} elements, but the ranks brought {have}; every rank that holds a part must save"
+            )
+        if overlap([part.box for part in entry.parts]):
+            raise CheckpointError(f"{name}: ranks brought parts that overlap; do their meshes and placements agree?")
+    return joined
+
+
+def _add(
+    name: str,
+    holding: Holding,
+    file: str,
+    items: list[tuple[Item, torch.Tensor]] | None,
+    entries: dict[str, TensorEntry],
+) -> None:
+    """Adds a tensor's boxes to the file, if this rank writes it (``items`` given)."""
+    parts = []
+    if items is not None and holding.ranks is None and holding.nbytes:  # whole, which nearly all are
+        items.append((Item(name, holding.dtype, holding.shape), holding.local))
+        everything = Box((0,) * len(holding.shape), holding.shape)
+        entries[name] = TensorEntry(holding.dtype, holding.shape, (Part(file, name, everything),))
+        return
+    for box, here in boxes(holding.layout) if items is not None else ():
+        whole = box.shape == holding.shape
+        key = name if whole else f"{name}@{','.join(map(str, box.offset))}"
+        memory = holding.local[here.within(_all(holding))]
+        assert items is not None
+        items.append((Item(key, holding.dtype, box.shape), memory))
+        parts.append(Part(file, key, box))
+    if parts or not prod(holding.shape):
+        entries[name] = TensorEntry(holding.dtype, holding.shape, tuple(parts))
+
+
+def _is_shared(holding: Holding) -> bool:
+    """Whether other ranks hold the same values, or should."""
+    return holding.local.numel() > 0 and (holding.ranks is None or len(holding.ranks) > 1)
+
+
+def _all(holding: Holding) -> Box:
+    shape = tuple(holding.local.shape)
+    return Box((0,) * len(shape), shape)
+
+
+def _document(trees: Json) -> bytes:
+    return json.dumps(trees, separators=(",", ":"), allow_nan=False).encode()

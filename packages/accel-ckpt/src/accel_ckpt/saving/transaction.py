@@ -1,0 +1,346 @@
+"""Writing a checkpoint: every rank its part, then one rename that makes it exist."""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+from accel_ckpt._version import __version__
+from accel_ckpt.format.blocks import Content, Digest, FileRecord
+from accel_ckpt.format.manifest import Manifest, TensorEntry, pack
+from accel_ckpt.format.tree import Json, Tree
+from accel_ckpt.io.atomic_folder import files_below
+from accel_ckpt.io.storage import Location, Staged, Storage, Url, locate, storage_of
+from accel_ckpt.io.thread_pool import Seat, default_threads
+from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.rank_group import Peers, Ranks
+from accel_ckpt.saving.extra_files import check_names, upload
+from accel_ckpt.saving.per_node import complete
+from accel_ckpt.saving.plan import Draft, RankPart, join_entries, make_draft, make_part
+from accel_ckpt.saving.replicas import Summary, Terms, alike, kept_apart, merge_structures
+from accel_state.errors import CheckpointError
+
+_LOG = logging.getLogger(__name__)
+# Called with the name of each stage just before it is entered; tests kill the process there.
+Witness = Callable[[str], None]
+_HOOKS = "hooks before saving"
+MakeDraft = Callable[[Collection[str]], Draft]
+"""What this rank brings, with the states of the given names as its own."""
+
+
+def save(  # noqa: PLR0913
+    path: str | os.PathLike[str],
+    state: Mapping[str, Tree],
+    *,
+    local: Mapping[str, Tree] | None = None,
+    metadata: Mapping[str, Json] | None = None,
+    group: Ranks = None,
+    overwrite: bool = True,
+    digest: Digest = "crc32",
+    alone: bool = False,
+    terms: Terms = Terms(),  # noqa: B008 (frozen)
+) -> Checkpoint:
+    """Saves named state trees under ``path``, which holds either all of them or what it held before.
+
+    To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
+    what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
+    by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts, and so
+    does its ``path``. With ``alone`` this process writes everything by itself, though it is one of several. With a
+    ``PerNode`` as ``group`` every machine gets a whole checkpoint, at the ``path`` of its lowest rank; a place that is
+    overwritten on several machines is replaced on each in one step, but not on all in the same. ``digest`` finds
+    damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
+
+    Where ranks have different values in ``state``, rank 0's are saved and a warning names the places, unless
+    ``terms`` says otherwise. Tensors of several ranks are never put together into one state.
+
+    Raises:
+        CheckpointError: on every rank if any of them failed; ``path`` is as before.
+    """
+    peers = Peers(None) if alone else Peers.of(group)
+    make = partial(make_draft, state, local, metadata, peers)
+    attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
+    attempt.digest = digest
+    attempt.finish(peers, attempt.part.pieces)
+    return open_checkpoint(attempt.target, verify=False)
+
+
+@final
+@dataclass(slots=True)
+class Attempt:
+    """One save under way: begun by all ranks together, finished by all or dropped."""
+
+    target: Location
+    storage: Storage
+    folder: Location
+    part: RankPart
+    label: "_Label"
+    staging: Staged | None
+    """The keeper's; None on the others."""
+    threads: int
+    """This rank's share of the processors, which those that save beside it use too."""
+    alike: bool = True
+    """Whether all ranks bring the same tensors, so that each knows its part without asking."""
+    extra: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files that ``fill`` wrote where this rank keeps a copy."""
+    digest: Digest = "crc32"
+    witness: Witness = lambda stage: None
+
+    @classmethod
+    def begin(
+        cls,
+        peers: Peers,
+        target: Location,
+        draft: MakeDraft,
+        *,
+        overwrite: bool = True,
+        part: RankPart | None = None,
+        terms: Terms = Terms(),  # noqa: B008 (frozen)
+    ) -> "Attempt":
+        """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
+
+        ``draft`` gives what this rank brings, or raises; it is called once more with the names of states that turn
+        out to be this rank's own. ``part`` is what it has decided to write, if it has, on the assumption that all ranks
+        bring the same tensors.
+
+        Raises:
+            CheckpointError: on every rank if any cannot take part, or if that assumption was wrong.
+        """
+        place = _Place(peers, target, overwrite)
+        drafts: list[Draft] = []
+
+        def prepare() -> "_Told":
+            drafts.append(draft(()))
+            folder = place.made()
+            label = None if place.staging is None or peers.rank else _Label.of(place.staging, drafts[0])
+            return _Told(drafts[0].structure.summary(), folder, str(target), label, Seat.own())
+
+        try:
+            if terms.fill is not None:
+                place.fill(terms.fill)
+            told = peers.together(place.what, prepare)
+            same = alike([one.summary for one in told])
+            if same:
+                planned = part or make_part(drafts[0], drafts[0].trees, None, peers)
+            else:
+                planned, same = _plan(peers, target, drafts[0], draft, part, terms)
+        except BaseException:
+            if place.staging is not None:
+                place.staging.drop()
+            raise
+        kept, label = told[peers.keeper], told[0].label
+        assert label is not None
+        folder, storage = locate(kept.folder), storage_of(target)
+        threads = told[peers.rank].seat.threads([one.seat for one in told], default_threads())
+        target = locate(kept.target)
+        return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra)
+
+    def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
+        """Writes this rank's files and commits once all ranks have. Collective.
+
+        ``pieces`` gives the bytes of this rank's tensor file; ``threads`` digest them (None: as many as it has share
+        of the processors).
+        """
+        with self.dropped_on_error():
+            if len(peers.keepers) == 1:  # rank 0 alone needs the entries, of which a large model has many
+                written = partial(self._write, pieces, threads)
+                peers.at_first(f"saving {self.target}", written, self._seal_and_commit)
+                return
+            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
+            self.witness("copy")
+            files = [records for records, _ in told]
+            bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
+            peers.together(f"copying {self.target} to every machine", bring)
+            # No copy is committed unless all can be.
+            peers.first(f"sealing {self.target}", lambda: self._seal(told))
+            peers.first(f"committing {self.target}", self._commit)
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """Removes what was written if the block raises."""
+        try:
+            yield
+        except BaseException:
+            if self.staging is not None:
+                self.staging.drop()
+            raise
+
+    def _write(self, pieces: Callable[[], Iterable[memoryview]], threads: int | None) -> "Written":
+        records: dict[str, FileRecord] = {}
+        self.witness("write")
+        for name, document in self.part.documents.items():
+            records[name] = self.storage.write(self.folder / name, Content.of(document, self.digest))
+        if self.part.items:
+            name, size = self.part.tensors_name, len(self.part.header) + self.part.nbytes
+            records[name] = self.storage.write(
+                self.folder / name, Content(pieces, size, self.digest, self.threads if threads is None else threads)
+            )
+        self.witness("written")
+        return records, self.part.entries
+
+    def _seal(self, told: "list[Written]") -> None:
+        assert self.staging is not None
+        files = {name: record for records, _ in told for name, record in records.items()}
+        _check_arrived(self.folder, self.storage.listing(self.folder), [records for records, _ in told])
+        manifest = Manifest(
+            id=self.label.id,
+            created=self.label.created,
+            world_size=len(told),
+            files=files,
+            tensors=join_entries([entries for _, entries in told]),
+            metadata=self.label.metadata,
+            writer=_writer(),
+            digest=self.digest,
+            folder=self.staging.subfolder,
+            extra=self.extra,
+        )
+        self.witness("seal")
+        self.staging.seal(pack(manifest))
+
+    def _seal_and_commit(self, told: "list[Written]") -> None:
+        self._seal(told)
+        self._commit()
+
+    def _commit(self) -> None:
+        assert self.staging is not None
+        self.witness("commit")
+        self.staging.commit()
+        self.witness("committed")
+
+
+@final
+class _Place:
+    """Where the ranks write: made by the keeper of each copy, once."""
+
+    def __init__(self, peers: Peers, target: Location, overwrite: bool) -> None:
+        self._peers, self._target, self._overwrite = peers, target, overwrite
+        self.what = f"saving {target}"
+        self.staging: Staged | None = None
+        """The keeper's; None on the others."""
+        self.extra: Mapping[str, FileRecord] = {}
+
+    def made(self) -> str:
+        """The folder on a rank that keeps it."""
+        if len(self._peers.keepers) > 1 and isinstance(self._target, Url):
+            raise CheckpointError(f"{self._target} is one place for all machines, so each cannot keep a copy there")
+        if self._peers.keeps and self.staging is None:
+            self.staging = storage_of(self._target).stage(self._target, overwrite=self._overwrite)
+        return "" if self.staging is None else str(self.staging.folder)
+
+    def fill(self, write: Callable[[Location], object]) -> None:
+        """Lets ``write`` put files there, and learns which are there then. Collective.
+
+        Behind a URL each rank writes into a folder of its own, and uploads what no lower rank has.
+        """
+        folder = self._peers.together(self.what, self.made)[self._peers.keeper]
+        if not isinstance(self._target, Url):
+            self._peers.together(_HOOKS, lambda: write(locate(folder)))
+            found = self._peers.together(self.what, lambda: {} if self.staging is None else self.staging.brought())
+            self.extra = found[self._peers.rank]
+            return
+        with TemporaryDirectory(prefix="accel-save-") as temporary:
+            local = Path(temporary)
+            self._peers.together(_HOOKS, lambda: write(local))
+            told = self._peers.together(_HOOKS, lambda: _written_by_hooks(local))
+            lower = {name for names in told[: self._peers.rank] for name in names}
+            own = [name for name in told[self._peers.rank] if name not in lower]
+            storage, place = storage_of(self._target), locate(folder)
+            every = self._peers.together(self.what, lambda: upload(local, own, storage, place))
+        self.extra = {name: record for records in every for name, record in records.items()}
+
+
+def _written_by_hooks(folder: Path) -> list[str]:
+    names = files_below(folder)
+    check_names(names)
+    return names
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """What rank 0 says of a save, the same in every copy."""
+
+    id: str
+    created: str
+    metadata: Json
+
+    @classmethod
+    def of(cls, staging: Staged, draft: Draft) -> "_Label":
+        return cls(staging.id, datetime.now(UTC).isoformat(timespec="seconds"), draft.metadata)
+
+
+Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank says at the begin of a save."""
+
+    summary: Summary
+    folder: str
+    target: str
+    label: _Label | None
+    seat: Seat
+
+
+def _plan(
+    peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
+) -> tuple[RankPart, bool]:
+    """The part that this rank writes where ranks bring different states, and whether all bring the same tensors.
+
+    Raises:
+        CheckpointError: what differs must not; on all ranks.
+    """
+    what = f"saving {path}"
+    structures = peers.together(what, lambda: draft.structure)
+    merged = merge_structures(structures)
+    told = peers.together(what, lambda: kept_apart(structures, merged, terms, peers.rank))
+    if any(told):
+        made: list[Draft] = []
+        peers.together(what, lambda: made.append(make(told[peers.rank])))
+        draft = made[0]
+        merged = merge_structures(peers.together(what, lambda: draft.structure))
+    differences = merged.differences
+    if differences.places and peers.rank == 0:
+        _LOG.warning(
+            "%s: the ranks have different values at %s; those of rank 0 are saved",
+            path,
+            differences.shown(differences.places),
+        )
+    planned = make_part(draft, merged.trees, merged.holders, peers, differences.tensors)
+    if part is not None:
+        peers.together(what, lambda: _check_same(part, planned))
+    everywhere = all(len(holders) == peers.size for holders in merged.holders.values())
+    return planned, everywhere and not any(told) and not differences.tensors
+
+
+def _check_same(part: RankPart, planned: RankPart) -> None:
+    if part.items != planned.items:
+        raise CheckpointError(
+            "the ranks no longer bring the same tensors, which was found out when they could change; the next save "
+            "asks first"
+        )
+
+
+def _check_arrived(folder: Location, seen: Mapping[str, int | None], written: Sequence[dict[str, FileRecord]]) -> None:
+    """Raises unless rank 0 sees what every rank says it has written."""
+    for rank, records in enumerate(written):
+        for name, record in records.items():
+            if seen.get(name) != record.size:
+                sees = f"sees {seen[name]}" if name in seen else "does not see it"
+                raise CheckpointError(
+                    f"rank {rank} wrote {record.size} bytes to {name} but rank 0 {sees}; is {folder.parent} a place "
+                    "that all ranks share?"
+                )
+
+
+def _writer() -> dict[str, Any]:
+    import torch
+
+    return {"accel-ckpt": __version__, "torch": str(torch.__version__)}

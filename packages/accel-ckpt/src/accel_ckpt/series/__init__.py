@@ -1,0 +1,1 @@
+"""Series of checkpoints in one folder, and their retention."""

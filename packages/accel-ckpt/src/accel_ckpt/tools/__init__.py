@@ -1,0 +1,1 @@
+"""Tools for checkpoints: inspection, export and resharding of files."""

@@ -1,0 +1,201 @@
+"""Looking at checkpoints without the model, the process group or the memory to hold one."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel_ckpt.format.manifest import MANIFEST, TensorEntry
+from accel_ckpt.format.tree import leaves, show_path
+from accel_ckpt.io.storage import Location, is_folder, locate, storage_of
+from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
+from accel_ckpt.series.directory import NUMBERED
+from accel_state.errors import CheckpointError
+
+# Elements that are compared at a time: differences are taken in double precision, which is up to 8 times as large.
+_SLICE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint in one line. ``number`` is its place in a series, None if its name is none of a series'.
+
+    ``problem`` is None unless its manifest cannot be read.
+    """
+
+    number: int | None
+    path: Location
+    created: str
+    world_size: int
+    nbytes: int
+    metadata: Mapping[str, Any]
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """A tensor of a state: its place, dtype, shape, bytes, and in how many parts it lies."""
+
+    place: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedState:
+    """A named state: its tensors, tied ones under each of their places, and its other values by place."""
+
+    name: str
+    tensors: tuple[DescribedTensor, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A tensor that differs. ``largest`` is the largest absolute difference, ``relative`` the norm of the difference
+    over that of the first; both NaN where shapes or dtypes differ, which ``reason`` then says."""
+
+    place: str
+    largest: float
+    relative: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two checkpoints do not have in common; places begin with the state's name."""
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    tensors: tuple[Changed, ...]
+    values: Mapping[str, tuple[Any, Any]]
+    same: int
+    """How many tensors and values are equal."""
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Listed]:
+    """The checkpoints in a folder: those of a series by their numbers, then others by their age.
+
+    Of damaged ones it is said what is wrong, of numbered folders without a manifest too.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    place = locate(folder)
+    storage = storage_of(place)
+    if not is_folder(storage, place):
+        raise CheckpointError(f"there is no folder {place}")
+    listed = []
+    for name, size in storage.listing(place).items():
+        match = NUMBERED.fullmatch(name)
+        hidden = name.startswith(".") or size is not None
+        if not hidden and (match or MANIFEST in storage.listing(place / name)):
+            listed.append(_list_one(int(match[1]) if match else None, place / name))
+    return sorted(listed, key=lambda one: (one.number is None, one.number or 0, one.created, one.path.name))
+
+
+def describe(path: str | os.PathLike[str]) -> list[DescribedState]:
+    """What a checkpoint holds, by state; no tensor is read."""
+    with open_checkpoint(path, verify=False) as saved:
+        return [_describe(saved, name) for name in saved.names]
+
+
+def verify(path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with a checkpoint; None if every byte is as written."""
+    try:
+        open_checkpoint(path).close()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
+    """Where two checkpoints differ and by how much; two tensors at a time are in memory."""
+    with open_checkpoint(first, verify=False) as one, open_checkpoint(second, verify=False) as other:
+        ours, theirs = dict(_places(one)), dict(_places(other))
+        common = [place for place in ours if place in theirs]
+        tensors: list[Changed] = []
+        values: dict[str, tuple[Any, Any]] = {}
+        for place in common:
+            a, b = ours[place], theirs[place]
+            if isinstance(a, _Stored) and isinstance(b, _Stored):
+                changed = _compare_tensors(place, one, a, other, b)
+                tensors += [] if changed is None else [changed]
+            elif isinstance(a, _Stored) or isinstance(b, _Stored) or repr(a) != repr(b):
+                values[place] = (_value(a), _value(b))
+        return Comparison(
+            tuple(place for place in ours if place not in theirs),
+            tuple(place for place in theirs if place not in ours),
+            tuple(tensors),
+            values,
+            len(common) - len(tensors) - len(values),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    key: str
+    entry: TensorEntry
+
+
+def _list_one(number: int | None, path: Location) -> Listed:
+    try:
+        with open_checkpoint(path, verify=False) as saved:
+            manifest, metadata = saved.manifest, saved.metadata
+    except CheckpointError as error:
+        return Listed(number, path, "", 0, 0, {}, str(error))
+    return Listed(number, path, manifest.created, manifest.world_size, manifest.nbytes, metadata, None)
+
+
+def _describe(saved: Checkpoint, name: str) -> DescribedState:
+    tensors: list[DescribedTensor] = []
+    values: dict[str, Any] = {}
+    for path, leaf in leaves(_shell(saved, name)).items():
+        if isinstance(leaf, _Stored):
+            entry = leaf.entry
+            size = math.prod(entry.shape) * saved.dtype_of(leaf.key).itemsize
+            tensors.append(DescribedTensor(show_path(path), entry.dtype, entry.shape, size, len(entry.parts)))
+        else:
+            values[show_path(path)] = leaf
+    return DescribedState(name, tuple(tensors), values)
+
+
+def _shell(saved: Checkpoint, name: str) -> Any:
+    return saved.read_structure(name, lambda key: _Stored(key, saved.manifest.tensors[key]))
+
+
+def _places(saved: Checkpoint) -> Iterator[tuple[str, Any]]:
+    for name in saved.names:
+        for path, leaf in leaves(_shell(saved, name)).items():
+            yield show_path((name, *path)), leaf
+
+
+def _compare_tensors(place: str, one: Checkpoint, a: _Stored, other: Checkpoint, b: _Stored) -> Changed | None:
+    if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
+        reason = f"{a.entry.dtype} {a.entry.shape} became {b.entry.dtype} {b.entry.shape}"
+        return Changed(place, math.nan, math.nan, reason)
+    first, second = one.read_tensor(a.key), other.read_tensor(b.key)
+    if torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8)):
+        return None
+    slices = zip(first.view(-1).split(_SLICE), second.view(-1).split(_SLICE), strict=True)
+    measured = torch.stack([_distances(x, y) for x, y in slices])
+    largest, distance = float(measured[:, 0].max()), float(torch.linalg.vector_norm(measured[:, 1]))
+    norm = float(torch.linalg.vector_norm(measured[:, 2]))
+    return Changed(place, largest, distance / norm if norm else math.inf)
+
+
+def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The largest element and the norm of ``y - x``, and the norm of ``x``."""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
+    apart = (y - x).abs()
+    return torch.stack([apart.max(), torch.linalg.vector_norm(apart), torch.linalg.vector_norm(x)])
+
+
+def _value(leaf: Any) -> Any:
+    return f"a tensor, {leaf.entry.dtype} {leaf.entry.shape}" if isinstance(leaf, _Stored) else leaf

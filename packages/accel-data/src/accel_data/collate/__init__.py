@@ -1,0 +1,1 @@
+"""Collation of samples of different lengths."""

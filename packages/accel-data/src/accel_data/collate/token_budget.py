@@ -1,0 +1,165 @@
+"""Batches of as many samples as fit a number of tokens."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.utils.data import Sampler
+
+from accel_data.collate.padding import padded_length
+from accel_state.errors import ConfigError, DataError
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """How much one batch may hold, counted in positions after padding to the longest of the batch."""
+
+    max_tokens: int
+    """Samples of a batch times its padded length never exceed this."""
+    max_samples: int | None = None
+    """And never more samples than this (very short samples make very wide batches)."""
+    multiple_of: int = 1
+    """The multiple the collator pads to, so that the budget counts what the model sees."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_samples", "multiple_of"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+    def fits(self, longest: int) -> int:
+        """How many samples of at most ``longest`` positions make one batch."""
+        padded = padded_length(max(longest, 1), multiple_of=self.multiple_of)
+        count = self.max_tokens // padded
+        return count if self.max_samples is None else min(count, self.max_samples)
+
+
+def pack(lengths: torch.Tensor, order: torch.Tensor, budget: TokenBudget, *, pool: int) -> list[list[int]]:
+    """Cuts ``order`` (sample indices) into pools, sorts each by length and fills batches from the longest down.
+
+    The longest sample of a batch comes first, so it alone decides how many fit. A larger ``pool`` wastes less padding
+    and mixes less. Every index of ``order`` is in exactly one batch.
+    """
+    batches: list[list[int]] = []
+    for members in order.split(pool):
+        ranked = members[torch.argsort(lengths[members], descending=True, stable=True)]
+        indices, sizes = ranked.tolist(), lengths[ranked].tolist()
+        start = 0
+        while start < len(indices):
+            stop = start + budget.fits(sizes[start])
+            batches.append(indices[start:stop])
+            start = stop
+    return batches
+
+
+def even_out(batches: list[list[int]], multiple: int) -> list[list[int]]:
+    """Makes the number of batches a multiple of ``multiple`` by halving the largest ones, in place in the order.
+
+    So every rank gets equally many batches and still every sample is read once. Only when there are fewer samples than
+    needed batches are the first batches repeated.
+    """
+    missing = -len(batches) % multiple
+    # A heap of (-size, position, offset): what is cut stays where it was, among batches of its own length.
+    heap = [(-len(batch), position, 0, batch) for position, batch in enumerate(batches)]
+    heapq.heapify(heap)
+    while missing and heap and heap[0][0] < -1:
+        _, position, offset, batch = heapq.heappop(heap)
+        middle = (len(batch) + 1) // 2
+        heapq.heappush(heap, (-middle, position, offset, batch[:middle]))
+        heapq.heappush(heap, (middle - len(batch), position, offset + middle, batch[middle:]))
+        missing -= 1
+    evened = [batch for _, _, _, batch in sorted(heap, key=lambda entry: entry[1:3])]
+    return evened + [evened[i % len(evened)] for i in range(missing)] if evened else []
+
+
+@final
+class TokenBudgetSampler(Sampler[list[int]]):
+    """A batch sampler for samples of different lengths: each batch holds as many as fit a budget of tokens.
+
+    Batches are a pure function of (lengths, budget, seed, epoch). ``groups_of`` batches of neighbouring lengths stay
+    together and their number is a multiple of it: with ``groups_of`` a multiple of the number of data-parallel ranks,
+    all ranks take equally many batches, of about equal cost at each step, and no sample is read twice.
+
+    In ``DataLoader(..., batch_sampler=sampler)`` given to a prepared loader leave ``num_shards`` alone: the loader
+    deals out the batches. In a loop of one's own, ``num_shards`` and ``index`` give each rank its batches.
+
+    Raises ``DataError`` for a sample longer than the budget, naming it.
+    """
+
+    drop_last = False
+    """What the wrapper of a prepared loader asks a batch sampler: the last batches are never dropped."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | torch.Tensor,
+        budget: int | TokenBudget,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        groups_of: int | None = None,
+        num_shards: int = 1,
+        index: int = 0,
+        pool: int = 16384,
+    ) -> None:
+        """``lengths[i]`` is the number of positions of sample ``i``; ``pool`` how many samples are sorted together."""
+        self.budget = budget if isinstance(budget, TokenBudget) else TokenBudget(max_tokens=budget)
+        self.shuffle, self.seed, self.pool = shuffle, seed, pool
+        self.num_shards, self.index = num_shards, index
+        self.groups_of = num_shards if groups_of is None else groups_of
+        self.epoch = 0
+        if not 0 <= index < num_shards:
+            raise ConfigError(f"index is {index}; it must be from 0 to num_shards - 1 = {num_shards - 1}")
+        if self.groups_of < 1 or self.groups_of % num_shards:
+            raise ConfigError(
+                f"groups_of is {self.groups_of}; it must be a multiple of num_shards = {num_shards}, "
+                "so that every rank gets equally many batches"
+            )
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        if len(self._lengths) and self.budget.fits(int(self._lengths.max())) < 1:
+            longest = int(self._lengths.argmax())
+            raise DataError(
+                f"sample {longest} has {int(self._lengths[longest])} tokens, more than max_tokens="
+                f"{self.budget.max_tokens} after padding to a multiple of {self.budget.multiple_of}; "
+                "raise max_tokens, or cut samples and give their cut lengths"
+            )
+        self._planned: tuple[int, list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the shuffle of this epoch."""
+        self.epoch = epoch
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """All batches of an epoch, of all ranks, in the order in which they are read."""
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = (epoch, self._plan(epoch))
+        return self._planned[1]
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+        count = len(self._lengths)
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        batches = even_out(pack(self._lengths, order, self.budget, pool=self.pool), self.groups_of)
+        if not self.shuffle:
+            return batches
+        # Whole groups change places: inside one, ranks keep batches of about the same length for the same step.
+        groups = torch.randperm(len(batches) // self.groups_of, generator=generator).tolist()
+        return [batch for group in groups for batch in batches[group * self.groups_of : (group + 1) * self.groups_of]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.plan(self.epoch)[self.index :: self.num_shards])
+
+    def __len__(self) -> int:
+        """Batches of this rank in the current epoch; epochs may differ by a few."""
+        return len(self.plan(self.epoch)) // self.num_shards
+
+
+def _mix(seed: int, epoch: int) -> int:
+    """One 63-bit seed from two numbers (the finaliser of SplitMix64), so that neighbouring pairs are unrelated."""
+    mask = (1 << 64) - 1
+    value = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) >> 1

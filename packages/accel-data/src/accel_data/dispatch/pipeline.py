@@ -1,0 +1,331 @@
+"""The threads of dispatched reading: one rank reads and sends ahead, the others receive ahead."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+
+import torch
+
+from accel_data.dispatch.buffers import Blocks
+from accel_data.dispatch.serialization import FRONT, Arriving, body_size, joined_body, pack, split_body
+from accel_data.failure_relay import stopped
+from accel_data.loader_group import Peers
+from accel_state.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+READER = 0
+"""The rank of the group that reads."""
+_HELD_MESSAGES = 2
+_MOST_STEPS = 16
+_MOST_BYTES = 8 << 20
+_HURRY = 0.002
+"""Seconds for which steps are gathered while the loop waits for one."""
+_LOOK_EVERY = 0.5
+_GOODBYE = 5.0
+"""Seconds a leaving rank waits for its thread; what is left then is finished in the background."""
+
+
+class Dispatched(NamedTuple):
+    """One step: a part by index, what every rank is told, and what only the reading rank keeps."""
+
+    parts: tuple[Any, ...]
+    shared: Any
+    own: Any
+
+
+class Message(NamedTuple):
+    """What travels: some steps as ``(part, shared, own)``, or the end of the pass."""
+
+    kind: Literal["steps", "end", "left", "failed"]
+    content: Any
+
+
+@final
+class Lane:
+    """A queue of messages with room for few, which either end may close without the other waiting for ever."""
+
+    def __init__(self, room: int = _HELD_MESSAGES) -> None:
+        self._room, self._messages = room, deque[Message]()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Who takes from it has taken all there was."""
+        return not self._messages
+
+    def put(self, message: Message) -> bool:
+        """Waits for room; False when nobody will take it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._messages) < self._room)
+            if not self.closed:
+                self._messages.append(message)
+                self._changed.notify_all()
+            return not self.closed
+
+    def get(self, patience: float | None) -> Message | None:
+        """The next message, or None after ``patience`` seconds (None: for ever)."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._messages), patience):
+                return None
+            message = self._messages.popleft()
+            self._changed.notify_all()
+            return message
+
+    def close(self) -> None:
+        """Drops what is queued and refuses more."""
+        with self._changed:
+            self.closed = True
+            self._messages.clear()
+            self._changed.notify_all()
+
+
+@final
+class Sender:
+    """Runs on the reading rank: reads steps in a thread, sends each rank its part, and keeps this rank's own.
+
+    Where this rank's loop waits, a step is sent within ``_HURRY`` seconds, and gathered with others into a larger
+    message otherwise: so a slow reader delays nobody and a fast one pays the price of a message once for many steps.
+    (Of what it sends gloo does not say that it has arrived until it is waited for, and the loops of all ranks go in
+    step.) The thread stops reading when ``_HELD_MESSAGES`` messages are under way and as many wait here.
+    """
+
+    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int) -> None:
+        """``greeting`` goes in front of every message, which is made in ``blocks``.
+
+        ``tag`` is the pass's own: messages of a pass inside this one go through the same group.
+        """
+        self.lane = Lane()
+        self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
+        self._blocks = blocks
+        self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._gathered: list[Dispatched] = []
+        self._size, self._sent = 0, -_HURRY
+        self._sending = threading.Lock()
+        """Held by who gathers or sends: the thread that reads, or the loop, which does not wait for that."""
+        self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Reads the first step here, where worker processes and seeds belong to the caller, and the others beside it.
+
+        An error is kept for its place among the messages, so that all ranks hear of it.
+        """
+        try:
+            self._steps = chain(list(islice(self._steps, 1)), self._steps)
+        except Exception as error:
+            self.failure = error
+        self._thread.start()
+
+    def close(self, patience: float | None = _GOODBYE) -> bool:
+        """Stops reading and tells the others; True once the thread is gone."""
+        self.lane.close()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            last = self._read_all() if self.failure is None else _failed(self.failure)
+        except BaseException as error:
+            self.failure = error
+            last = _failed(error)
+        try:
+            self._send_to_all([last] * (max(self._peers.parts) + 1))
+            self.lane.put(last)
+            while self._on_the_way:
+                self._wait_for_oldest()
+        except BaseException as error:
+            self.failure = self.failure or error
+            self.lane.put(_failed(error))
+        finally:
+            self._steps = iter(())
+
+    def next(self, patience: float | None) -> Message | None:
+        """The next message for the loop; what has been gathered is not kept back from one that waits."""
+        message = self.lane.get(_HURRY)
+        if message is not None:
+            return message
+        if self._sending.acquire(blocking=False):
+            try:
+                self._flush()
+            finally:
+                self._sending.release()
+        return self.lane.get(patience)
+
+    def _read_all(self) -> Message:
+        try:
+            for step in self._steps:
+                if not self._add(step):
+                    break
+        finally:
+            # What was read before an error still arrives before it.
+            with self._sending:
+                self._flush()
+        return Message("left" if self.lane.closed else "end", None)
+
+    def _add(self, step: Dispatched) -> bool:
+        """Gathers a step, and sends what there is when it is much or waited for; False when this rank has left."""
+        with self._sending:
+            self._gathered.append(step)
+            self._size += _bytes_of(step.parts)
+            is_due = self.lane.is_empty and time.monotonic() - self._sent >= _HURRY
+            if is_due or len(self._gathered) >= _MOST_STEPS or self._size >= _MOST_BYTES:
+                self._flush()
+            return not self.lane.closed
+
+    def _flush(self) -> None:
+        """Sends what has been gathered, unless this rank has left the loop."""
+        gathered, self._gathered, self._size = self._gathered, [], 0
+        if not gathered or self.lane.closed:
+            return
+        while len(self._on_the_way) >= _HELD_MESSAGES:
+            self._wait_for_oldest()
+        self._send_to_all(
+            [
+                Message("steps", (self._greeting, [(step.parts[index], step.shared, None) for step in gathered]))
+                for index in range(max(self._peers.parts) + 1)
+            ]
+        )
+        self._sent = time.monotonic()
+        mine = self._peers.parts[READER]
+        kept = [(step.parts[mine], step.shared, step.own) for step in gathered]
+        self.lane.put(Message("steps", (self._greeting, kept)))
+
+    def _send_to_all(self, messages: list[Message]) -> None:
+        """Sends ``messages[i]`` to every rank whose part is ``i``."""
+        import torch.distributed as dist
+
+        packed: dict[int, tuple[torch.Tensor, ...]] = {}
+        works: list[tuple[Work, torch.Tensor]] = []
+        for rank, index in enumerate(self._peers.parts):
+            if rank == READER:
+                continue
+            if index not in packed:
+                made = pack(messages[index], self._blocks)
+                packed[index] = (*split_body(made.body), *made.large)
+            for tensor in packed[index]:
+                work = dist.isend(tensor, group=self._peers.group, group_dst=rank, tag=self._tag)
+                assert work is not None
+                works.append((work, tensor))
+        if works:
+            self._on_the_way.append(works)
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._on_the_way.popleft():
+            work.wait()
+
+
+@final
+class Receiver:
+    """Runs on every other rank: receives in a thread until the reader says that the pass is over.
+
+    A rank that leaves the loop goes on receiving, and forgetting, in that thread: the reader never waits for a rank
+    that has gone, and nothing of this pass is left in the group when the next begins.
+    """
+
+    def __init__(self, peers: Peers, blocks: Blocks, tag: int) -> None:
+        """``tag`` is the one that the sender of the pass was given."""
+        self.lane = Lane()
+        self._peers, self._blocks, self._tag = peers, blocks, tag
+        self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begins to receive."""
+        self._thread.start()
+
+    def next(self, patience: float | None) -> Message | None:
+        """The next message for the loop; None after ``patience`` seconds."""
+        return self.lane.get(patience)
+
+    def close(self, patience: float | None = _GOODBYE) -> bool:
+        """Stops keeping what comes; True once the reader has said goodbye."""
+        self.lane.close()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            following: tuple[torch.Tensor, Work] | None = self._expect(torch.empty(FRONT, dtype=torch.uint8))
+            while following is not None:
+                message, following = self._receive(*following)
+                self.lane.put(message)
+        except BaseException as error:
+            self.failure = error
+            self.lane.put(Message("failed", (type(error).__name__, f"the reading rank is gone: {error}")))
+
+    def _receive(self, front: torch.Tensor, arrival: "Work") -> "tuple[Message, tuple[torch.Tensor, Work] | None]":
+        """The message of which ``front`` is the beginning, and the front of the one after it, if one follows."""
+        arrival.wait()
+        block = self._blocks.take(body_size(front))
+        for rest in joined_body(front, block):
+            self._expect(rest)[1].wait()
+        arriving = Arriving(block, self._blocks)
+        message: Message = arriving.content()
+        # All that is known to come is waited for at once: each time the sender is told of memory it has to wait.
+        rooms = [self._expect(room) for room in arriving.room]
+        following = self._expect(torch.empty(FRONT, dtype=torch.uint8)) if message.kind == "steps" else None
+        for _, work in rooms:
+            work.wait()
+        return message, following
+
+    def _expect(self, tensor: torch.Tensor) -> "tuple[torch.Tensor, Work]":
+        import torch.distributed as dist
+
+        work = dist.irecv(tensor, group=self._peers.group, group_src=READER, tag=self._tag)
+        assert work is not None
+        return tensor, work
+
+
+def take(
+    end: "Sender | Receiver", patience: float | None, number: int, trouble: Callable[[], str | None] | None
+) -> Message:
+    """The next message for the loop; raises what went wrong, on every rank, as a ``DataError`` that names it.
+
+    ``trouble`` tells what another rank has said in another way: the reader may be gone before it could send anything.
+    """
+    began = time.monotonic()
+    while True:
+        left = None if patience is None else max(patience - (time.monotonic() - began), 0.0)
+        message = end.next(left if trouble is None else min(_LOOK_EVERY, _LOOK_EVERY if left is None else left))
+        if message is not None or left == 0.0 or trouble is None:
+            break
+        if (said := trouble()) is not None:
+            message = end.next(_LOOK_EVERY)  # the reader's own word, if it still comes
+            if message is None:
+                raise stopped(said)
+            break
+    if message is None:
+        raise DataError(
+            f"no batch came from rank {READER} for {time.monotonic() - began:.0f} s (batch {number} of this rank); it "
+            "still reads, or has left the loop alone: all ranks must leave a dispatched loop at the same batch"
+        )
+    if message.kind == "failed":
+        if isinstance(end, Sender) and end.failure is not None:
+            raise end.failure
+        name, text = message.content
+        raise DataError(f"rank {READER} could not read batch {number}: {name}: {text}") from end.failure
+    if message.kind == "left":
+        raise DataError(
+            f"rank {READER} left the loop before batch {number}, this rank did not: all ranks must leave a dispatched "
+            "loop at the same batch"
+        )
+    return message
+
+
+def _failed(error: BaseException) -> Message:
+    return Message("failed", (type(error).__name__, str(error)))
+
+
+def _bytes_of(parts: tuple[Any, ...]) -> int:
+    """How many bytes the tensors of the largest part have."""
+    from accel_state.pytree.structure import leaves_of
+
+    return sum(leaf.nbytes for leaf in leaves_of(parts[-1]) if isinstance(leaf, torch.Tensor))

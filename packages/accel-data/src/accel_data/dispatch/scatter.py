@@ -1,0 +1,168 @@
+"""The rows of a batch that each rank gets of what one rank has read, and how many of them are real."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from accel_state.pytree.structure import children, rebuild
+
+SliceFunction = Callable[..., Any]
+"""``slice_fn(batch, slice, process_index=, num_processes=)``: one rank's rows of a batch."""
+
+
+@final
+class _Absent:
+    """In the place of a batch for a rank that has none in this step. Pickles to itself."""
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """One step: a batch for each shard (or ``ABSENT``), real rows by shard (None: nothing is repeated), rows in all."""
+
+    parts: tuple[Any, ...]
+    counts: tuple[int, ...] | None
+    rows: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealer:
+    """The rules by which batches become steps.
+
+    A full step takes one batch for each shard and hands them on whole, whatever they hold; with ``split`` it takes one
+    batch and cuts it. Only the last step of an epoch may be incomplete. With ``even`` its rows are divided anew, as
+    equally as can be, and the first of them repeated to fill up; where rows cannot be divided (ragged batches, batches
+    of no fixed size) whole batches are dealt and the first is repeated.
+    """
+
+    shards: int
+    split: bool = False
+    even: bool = True
+    drop_last: bool = False
+    batch_rows: int | None = None
+    """Rows of a full batch; None: batches have no fixed size, or no rows at all."""
+    has_rows: bool = True
+    """The numbers of rows are known. Off for batches a dataset makes itself, which are counted whole."""
+    slice_fn: SliceFunction | None = None
+
+    @property
+    def takes(self) -> int:
+        """Batches of a full step."""
+        return 1 if self.split else self.shards
+
+    def deal(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt | None:
+        """The step that ``batches`` make, at least one and at most ``takes``; None when it is to be dropped.
+
+        ``rows[i]`` is the number of rows of ``batches[i]``.
+        """
+        total = sum(rows)
+        full = len(batches) == self.takes and (
+            self.batch_rows is None or all(count == self.batch_rows for count in rows)
+        )
+        if not full and self.drop_last:
+            return None
+        if self.split:
+            return self._cut(batches[0], total, full)
+        if full and self.slice_fn is None:
+            return Dealt(tuple(batches), None, total)
+        if self.batch_rows is not None and self.even:
+            try:
+                return self._cut(join_rows(batches, rows), total, full)
+            except (TypeError, ValueError, RuntimeError):
+                pass  # ragged: rows of different batches do not fit into one
+        return self._whole(batches, rows)
+
+    def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
+        missing = self.shards - len(batches)
+        filling = [batches[i % len(batches)] if self.even else ABSENT for i in range(missing)]
+        absent = 0 if self.even else -1
+        counts = (*rows, *[absent] * missing) if missing and self.has_rows else None
+        return Dealt((*batches, *filling), counts, sum(rows))
+
+    def _cut(self, batch: Any, rows: int, full: bool) -> Dealt:
+        size = -(-rows // self.shards)
+        missing = size * self.shards - rows
+        if self.even and missing:
+            batch = join_rows([batch, repeat_rows(batch, rows, missing)], [rows, missing])
+        starts = range(0, size * self.shards, size)
+        held = rows + missing if self.even else rows
+        parts = [
+            self._slice(batch, slice(start, min(start + size, held)), index, held) if start < held else ABSENT
+            for index, start in enumerate(starts)
+        ]
+        absent = 0 if self.even else -1
+        counts = None if full else tuple(min(rows - start, size) if start < rows else absent for start in starts)
+        return Dealt(tuple(parts), counts, rows)
+
+    def _slice(self, batch: Any, wanted: slice, index: int, rows: int) -> Any:
+        if self.slice_fn is not None:
+            return self.slice_fn(batch, wanted, process_index=index, num_processes=self.shards)
+        return slice_rows(batch, wanted, rows)
+
+
+def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
+    """These rows of a batch of ``rows`` rows, in containers of the same types.
+
+    A tensor has rows when its first dimension is ``rows`` long, a list when it holds ``rows`` entries that are not
+    themselves tensors with rows (strings, one ragged tensor per sample). Whatever has no rows is handed on as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[wanted] if batch.ndim and len(batch) == rows else batch
+    if _is_column(batch, rows):
+        return batch[wanted]
+    parts = children(batch)
+    if parts is None:
+        return batch
+    sliced = {key: slice_rows(value, wanted, rows) for key, value in parts}
+    return rebuild(batch, sliced.keys(), sliced.values())
+
+
+def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The rows of several batches in one batch; leaves without rows are those of the first.
+
+    Raises TypeError, ValueError or RuntimeError when the batches do not fit together.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        has_rows = all(batch.ndim and len(batch) == count for batch, count in zip(batches, rows, strict=True))
+        return torch.cat(list(batches)) if has_rows else first
+    if all(_is_column(batch, count) for batch, count in zip(batches, rows, strict=True)):
+        return [entry for batch in batches for entry in batch]
+    columns = [children(batch) for batch in batches]
+    if columns[0] is None:
+        return first
+    tables = [dict(column or ()) for column in columns]
+    if any(table.keys() != tables[0].keys() for table in tables):
+        raise ValueError(f"batches hold {' and '.join(sorted({str(list(table)) for table in tables}))}")
+    joined = [join_rows([table[key] for table in tables], rows) for key in tables[0]]
+    return rebuild(first, list(tables[0]), joined)
+
+
+def repeat_rows(batch: Any, rows: int, count: int) -> Any:
+    """``count`` rows, taken from the first on and again from there when there are not enough."""
+    pieces = [slice_rows(batch, slice(0, min(rows, count - start)), rows) for start in range(0, count, rows)]
+    return join_rows(pieces, [min(rows, count - start) for start in range(0, count, rows)])
+
+
+def _is_column(batch: Any, rows: int) -> bool:
+    """Whether a list holds one entry for each row, rather than being a container of columns.
+
+    Tensors of one kind that are not all ``rows`` long are the samples of a ragged batch, also where one of them is.
+    """
+    if not isinstance(batch, list) or len(batch) != rows:
+        return False
+    tensors = [entry for entry in batch if isinstance(entry, torch.Tensor) and entry.ndim]
+    long = [len(tensor) == rows for tensor in tensors]
+    alike = len(tensors) == rows and len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
+    return not (all(long) if alike else any(long))

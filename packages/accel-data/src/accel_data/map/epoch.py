@@ -1,0 +1,74 @@
+"""One pass over map-style data: the user's DataLoader, iterated over the index batches of a walk."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_data.map.index_agreement import IndexTrail
+from accel_data.map.index_batches import IndexBatches
+from accel_data.map.skip import iterated, let_go
+from accel_data.order.cursor import Step
+from accel_data.source import Pass
+from accel_data.stateful_dataloader import is_torchs_iteration
+
+
+@final
+class MapPass(Pass):
+    """One iteration of the user's DataLoader over the batches of a walk.
+
+    Attributes:
+        is_over: it ended or was left.
+    """
+
+    is_over = False
+
+    def __init__(
+        self,
+        dataloader: DataLoader[Any],
+        indices: IndexBatches,
+        generator: torch.Generator,
+        *,
+        trail: IndexTrail | None = None,
+        closed: Callable[[], None] | None = None,
+    ) -> None:
+        """``closed`` is called when the pass is over."""
+        self.trail = trail
+        assert indices.walk is not None
+        self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
+        # A subclass may give more or fewer batches than its sampler.
+        self._closed = closed
+        own = is_torchs_iteration(dataloader)
+        self.exact = self._walk.exact and own
+        self.reads_in_step = own and not dataloader.num_workers
+        indices.looks_ahead = self.reads_in_step and not self.exact
+        self.batches = iterated(dataloader, generator)
+
+    @property
+    def is_last(self) -> bool:
+        """By number, or because no index batch follows."""
+        return self.delivered + 1 == self.length if self.exact else self._indices.exhausted
+
+    @property
+    def length(self) -> int | None:  # type: ignore[override]
+        """As far as the walk knows."""
+        return self._walk.length
+
+    @property
+    def remainder(self) -> int:  # type: ignore[override]
+        """As far as the walk knows."""
+        return self._walk.remainder
+
+    def close(self) -> None:
+        """Ends the workers, unless they are to stay."""
+        super().close()
+        let_go(self._dataloader)
+        self.is_over = True
+        if self._closed is not None:
+            self._closed()
+            self._closed = None
+
+    def step(self, number: int) -> Step:
+        """What the walk computes or has recorded."""
+        return self._walk.step(number)

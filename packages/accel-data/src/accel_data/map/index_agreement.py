@@ -1,0 +1,161 @@
+"""A check that all ranks are given the same indices by a sampler of the user's, beside the step and without waiting.
+
+Each rank keeps a running digest of the indices of every round (one step of all ranks). Now and then one of them, the
+reference, publishes its latest digests in the store that the ranks met in; the others compare their own with those.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+from zlib import crc32
+
+from accel_data.order.cursor import Cursor
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_PUBLISHED = 1024
+"""Digests of the latest rounds that are published at a time, 4 bytes each."""
+_KEPT = 1 << 16
+"""Digests that a rank keeps for a reference that is behind it."""
+_PASSES_KEPT = 4
+_HEADER = struct.Struct("<QQ??")
+
+
+@final
+@dataclass(slots=True)
+class IndexCheck:
+    """The check of one loader, made when the ranks agreed on its seed.
+
+    Attributes:
+        name: the loader's, equal on all ranks and no other's.
+        rank: of this process.
+        reference: the rank that the others compare with.
+        sampler: the class of what is checked.
+    """
+
+    name: str
+    rank: int
+    reference: int
+    sampler: str
+    _passes: dict[Cursor, int] = field(default_factory=dict)
+    _keys: list[str] = field(default_factory=list)
+
+    def trail(self, start: Cursor) -> "IndexTrail":
+        """The digests of a pass that begins at ``start``, where every rank has the same number of passes begun."""
+        number = self._passes[start] = self._passes.get(start, 0) + 1
+        return IndexTrail(self, start, f"accel-data/indices/{self.name}/{start.epoch}.{start.samples}.{number}")
+
+    def forget(self, store: "Store", key: str) -> None:
+        """Deletes what was published for passes before the latest ones, of which ``key`` is one."""
+        if key not in self._keys:
+            self._keys.append(key)
+        while len(self._keys) > _PASSES_KEPT:
+            store.delete_key(self._keys.pop(0))
+
+
+@final
+class IndexTrail:
+    """The running digests of one pass on one rank, by round.
+
+    ``add`` and ``complete`` belong to the thread that reads, ``compare`` to one that watches.
+
+    Attributes:
+        complete: the sampler has ended.
+    """
+
+    def __init__(self, check: IndexCheck, start: Cursor, key: str) -> None:
+        self._check, self._start, self._key = check, start, key
+        self._digest = 0
+        self._digests = array("I")
+        self._dropped = 0
+        self._agreed = 0
+        self.complete = False
+
+    def add(self, batches: Iterable[Sequence[Any]]) -> None:
+        """Takes down the index batches of the next round."""
+        digest = self._digest
+        for batch in batches:
+            digest = crc32(_bytes_of(batch), crc32(len(batch).to_bytes(8, "little"), digest))
+        self._digest = digest
+        self._digests.append(digest)
+
+    def compare(self, store: "Store", *, closed: bool = False) -> str | None:
+        """Publishes, or compares with what is published; ``closed``: this rank's pass is over.
+
+        Returns how this rank differs from the reference; None: in nothing that is known yet.
+        """
+        if self.is_reference:
+            self._check.forget(store, self._key)
+            store.set(self._key, self._published(closed))  # type: ignore[arg-type]  # bytes are stored as they are
+            return None
+        if not store.check([self._key]):
+            return None
+        return self._difference(bytes(store.get(self._key)), closed)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the others compare with this rank."""
+        return self._check.rank == self._check.reference
+
+    def is_settled(self, store: "Store") -> bool:
+        """Whether the reference publishes nothing more for this pass."""
+        if not store.check([self._key]):
+            return False
+        closed: bool = _HEADER.unpack_from(store.get(self._key))[2]
+        return closed
+
+    def _published(self, closed: bool) -> bytes:
+        complete, digests = self.complete, self._digests
+        count = self._dropped + len(digests)
+        latest = digests[-_PUBLISHED:]
+        self._keep(_PUBLISHED)
+        return _HEADER.pack(count, count - len(latest), closed, complete) + latest.tobytes()
+
+    def _keep(self, number: int) -> None:
+        surplus = len(self._digests) - number
+        if surplus > 0:
+            del self._digests[:surplus]
+            self._dropped += surplus
+
+    def _difference(self, published: bytes, closed: bool) -> str | None:
+        complete, count = self.complete, self._dropped + len(self._digests)
+        their_count, their_first, they_closed, they_complete = _HEADER.unpack_from(published)
+        theirs = array("I", published[_HEADER.size :])
+        first, last = max(self._dropped, their_first), min(count, their_count)
+        for number in range(first, last):
+            if self._digests[number - self._dropped] != theirs[number - their_first]:
+                exact = number > first or number == self._agreed
+                return self._told(f"step {number + 1}" if exact else f"step {number + 1} or one before it")
+        if (complete and closed and their_count > count) or (they_complete and they_closed and count > their_count):
+            return self._told(f"step {last + 1}, because it has {count} steps and {their_count} are known there")
+        if last > self._agreed and first <= last:
+            self._agreed = last
+            self._keep(max(count - last, 1))
+        self._keep(_KEPT)
+        return None
+
+    def _told(self, step: str) -> str:
+        check, start = self._check, self._start
+        begun = f" (counted from sample {start.samples})" if start.samples else ""
+        return (
+            f"the {check.sampler} of rank {check.rank} gave other indices than that of rank {check.reference} in epoch "
+            f"{start.epoch}, from {step} on{begun}. A sampler has to give the same indices on every rank: let it draw "
+            "from its attribute generator, from the global generators (they are seeded for it), or by its set_epoch"
+        )
+
+
+def _bytes_of(indices: Sequence[Any]) -> "bytes | array[int]":
+    """What distinguishes indices; equal on all ranks for equal ones. Of keys that only their owner knows: nothing."""
+    try:
+        return array("q", indices)
+    except (TypeError, OverflowError):
+        return repr(indices).encode() if all(map(_is_plain, indices)) else b""
+
+
+def _is_plain(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_plain, key))
+    return type(key) in (str, int, float, bytes, bool)

@@ -1,0 +1,133 @@
+"""The index batches of one rank, as the sampler of the user's DataLoader, and the form in which they reach its workers.
+
+An index batch on its way to a worker carries the seed of the worker's global generators. Random augmentation in a
+worker is so a function of the batch's position, whatever the worker has read before: a resumed run draws the numbers of
+an uninterrupted one, with any number of workers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, final
+
+from torch.utils.data import BatchSampler, get_worker_info
+
+from accel_data.map.dataloader_parts import Reading
+from accel_data.map.global_rng import seed_globals
+from accel_data.map.index_stream import Walk
+from accel_data.options import LoaderOptions
+from accel_data.order.counter_rng import derive_key
+from accel_state.errors import DataError
+from accel_state.parallelism.config import DataShard
+
+_END = object()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerSeeds:
+    """The seeds of the workers' global generators in one pass.
+
+    Attributes:
+        base: decides, with the position of a batch, the seed under which that batch is read.
+        epoch: set on the dataset of each worker by its first batch; None: the workers' copies know it already.
+        workers: how many workers there are; they take the first batches of a pass in turn.
+    """
+
+    base: int
+    epoch: int | None
+    workers: int
+
+    def sent(self, indices: Any, number: int, position: int) -> "SentIndices":
+        """Batch ``number`` (from 0) of the pass, which begins at ``position`` of the epoch."""
+        return SentIndices(indices, self.base, position, self.epoch if number < self.workers else None)
+
+
+@final
+class SentIndices:
+    """An index batch for a worker, where it arrives as plain indices. Here it is a sequence of them."""
+
+    __slots__ = ("_content", "_indices")
+
+    def __init__(self, indices: Any, base: int, position: int, epoch: int | None) -> None:
+        self._indices, self._content = indices, (indices, base, position, epoch)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._indices[place]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _arrived, self._content
+
+
+def _arrived(indices: Any, base: int, position: int, epoch: int | None) -> Any:
+    """Prepares the worker that received ``indices`` for reading them; torch unpickles a batch right before it reads."""
+    info = get_worker_info()
+    if info is not None:
+        seed_globals(derive_key(base, position))
+        if epoch is not None and callable(set_epoch := getattr(info.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+    return indices
+
+
+@final
+class IndexBatches(BatchSampler):
+    """This rank's index batches of one pass after another, in the place of the user's sampler.
+
+    The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
+
+    Attributes:
+        walk: gives the index batches of the pass under way.
+        seeds: the seeds of the pass; None: the batches are read in this process, which draws as it goes.
+        looks_ahead: one index batch is made before it is needed, so that ``exhausted`` is known.
+        exhausted: with ``looks_ahead``, the index batch taken last is the last of the pass.
+        length: how many there are in an epoch, where that is known.
+    """
+
+    def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
+        self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
+        self.batch_size = batch_size  # type: ignore[assignment]
+        self.drop_last = reading.drop_last
+        self.num_processes, self.process_index = shard.count, shard.index
+        self.split_batches = options.split_batches
+        self.batched = reading.batched
+        self.walk: Walk | None = None
+        self.seeds: WorkerSeeds | None = None
+        self.looks_ahead = self.exhausted = False
+        self.length: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.walk is None:
+            raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
+        batches: Iterator[Any] = self.walk.batches()
+        if self.seeds is not None:
+            return self._sent(batches, self.walk, self.seeds)
+        if not self.batched:
+            batches = (index for batch in batches for index in batch)
+        self.exhausted = False
+        return self._looking_ahead(batches) if self.looks_ahead else batches
+
+    def _sent(self, batches: Iterator[list[Any]], walk: Walk, seeds: WorkerSeeds) -> Iterator[SentIndices]:
+        numbers = count()
+        for batch in batches:
+            for indices in (batch,) if self.batched else batch:
+                number = next(numbers)
+                yield seeds.sent(indices, number, walk.position(number))
+
+    def _looking_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
+        current = next(items, _END)
+        while current is not _END:
+            following = next(items, _END)
+            self.exhausted = following is _END
+            yield current
+            current = following
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the number of batches is unknown: the user's sampler has no length")
+        return self.length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "walk": None}

@@ -1,0 +1,398 @@
+"""Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_data.map.dataloader_parts import (
+    Basis,
+    Reading,
+    Surroundings,
+    fingerprint_of,
+    order_of,
+)
+from accel_data.map.dataset_changes import (
+    BEGUN_KEY,
+    FINGERPRINT_KEY,
+    LENGTH_KEY,
+    ORDER_KEY,
+    DatasetFacts,
+    adapted,
+    check_dataset,
+    order_begun,
+)
+from accel_data.map.epoch import MapPass
+from accel_data.map.global_rng import SeededGlobals
+from accel_data.map.index_agreement import IndexCheck, IndexTrail
+from accel_data.map.index_batches import IndexBatches, WorkerSeeds
+from accel_data.map.index_stream import ItemWalk, OrderWalk, Walk, sized
+from accel_data.map.sampler_stream import (
+    BatchWalk,
+    Cut,
+    FunctionWalk,
+    last_batch_size,
+    rounds_of,
+    samples_in,
+    skip_batches,
+)
+from accel_data.map.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
+from accel_data.map.skip import swapped
+from accel_data.options import LoaderOptions
+from accel_data.order.counter_rng import derive_key
+from accel_data.order.cursor import Cursor
+from accel_data.order.orders import Epoch, Order
+from accel_data.order.special_orders import NodeBlocks
+from accel_data.source import Json, Source
+from accel_state.errors import ConfigError, DataStateError
+from accel_state.parallelism.config import DataShard
+
+SEED_KEY = "seed"
+SAMPLER_KEY = "sampler"
+
+
+@final
+class MapSource(Source):
+    """The batches of a map-style DataLoader for one data rank.
+
+    Attributes:
+        seed: decides, with the epoch, every order; equal on all ranks. None where the order is always the same.
+        check: of the indices that a sampler of the user's gives; None where no other rank is given them.
+
+    Raises:
+        ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
+    """
+
+    reads_alone = True
+
+    def __init__(
+        self, dataloader: DataLoader[Any], shard: DataShard, *, reading: Reading, options: LoaderOptions
+    ) -> None:
+        self._shard, self._options, self._reading = shard, options, reading
+        self.seed: int | None = None
+        self.check: IndexCheck | None = None
+        self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
+        self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
+        self._described: tuple[Order, dict[str, Json]] | None = None
+        self._generator: torch.Generator | None = None
+        self._last_pass: MapPass | None = None
+        self._sampler_start: Json = None
+        self._sampler_pending: Json = None
+        self._sampler_epoch: int | None = None
+        self._passed: tuple[Cursor, int] | None = None
+        self._begun: tuple[int, Order] | None = None
+        self.even_batches = options.even_batches
+        size = reading.batch_size
+        self._rank_batch = check_split(size, shard.count) if options.split_batches else size
+        self._order, self._basis = self._make_order(), Basis(reading.sampler)
+        self._check_options()
+        self._batches = IndexBatches(reading, shard, batch_size=self._rank_batch, options=options)
+        self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
+        self._batches.length = self.length(Cursor())
+        self._measured: bool | None = self.even_batches
+        self._surroundings = Surroundings(reading, dataloader.dataset, walked=self._order is None)
+        self.total_batch_size = (self._rank_batch or 1) * shard.count
+        self.global_batch_size = options.global_batch_size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last_epoch": None, "_generator": None, "_last_pass": None}
+
+    def _make_order(self) -> Order | None:
+        if self._reading.whole:
+            return None
+        order = order_of(self._reading.sampler)
+        if self._options.sharding != "node" or order is None:
+            return order
+        kind = order.describe()
+        if kind["kind"] not in ("sequential", "shuffled") or kind.get("source", len(order)) != len(order):
+            raise ConfigError(f"sharding='node' reads each sample once; it cannot follow the order {kind['kind']!r}")
+        return NodeBlocks(len(order), num_nodes=self._options.num_nodes, shuffle=kind["kind"] == "shuffled")
+
+    def _check_options(self) -> None:
+        reading, options = self._reading, self._options
+        needs_order = options.sharding != "index"
+        if needs_order and self._order is None:
+            name = type(reading.batch_sampler if reading.whole else reading.sampler).__name__
+            raise ConfigError(
+                f"sharding={options.sharding!r} computes positions, but {name} has to be walked; use a sampler of "
+                "torch's, an accel_data.OrderSampler, or sharding='index'"
+            )
+        if options.global_batch_size is not None and reading.whole:
+            raise ConfigError(
+                f"global_batch_size={options.global_batch_size} cuts batches by itself, but "
+                f"{type(reading.batch_sampler).__name__} already makes them; give the loader batch_size and sampler"
+            )
+
+    @property
+    def total_dataset_length(self) -> int | None:  # type: ignore[override]
+        """Samples of one epoch, where the sampler or the dataset tells."""
+        if self._order is not None:
+            return len(self._order)
+        size = None if self._reading.whole else sized(self._reading.sampler)
+        return sized(self.dataloader.dataset) if size is None else size
+
+    def _sharding(self, total: int) -> ByIndex | Elastic:
+        assert self._rank_batch is not None
+        options, drop_last = self._options, self._reading.drop_last
+        if options.global_batch_size is not None:
+            return Elastic(
+                total=total,
+                batch_size=self._rank_batch,
+                num_ranks=self._shard.count,
+                global_batch=options.global_batch_size,
+                drop_last=drop_last,
+            )
+        return ByIndex(
+            total=total,
+            batch_size=self._rank_batch,
+            num_ranks=self._shard.count,
+            even=self.even_batches,
+            drop_last=drop_last,
+        )
+
+    def _computed(self, order: Order) -> Sharding:
+        """How steps are cut from the order; what was asked for last is kept, for every pass asks."""
+        key = (order, self.even_batches)
+        if self._last_sharding is None or self._last_sharding[0] != key:
+            self._last_sharding = (key, self._cut_from(order))
+        return self._last_sharding[1]
+
+    def _cut_from(self, order: Order) -> Sharding:
+        plain = self._sharding(len(order))
+        if self._options.sharding != "node":
+            return plain
+        assert isinstance(plain, ByIndex)
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        return ByNode(num_nodes=self._options.num_nodes, **fields)
+
+    def _cut(self) -> Cut:
+        reading = self._reading
+        split = self._options.split_batches
+        return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
+
+    def _order_of(self, epoch: int) -> Order | None:
+        """The order of one epoch: of one that is finished over the samples it began with, another than of the next."""
+        return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
+
+    def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
+        reading, shard, order = self._reading, self._shard, self._order_of(cursor.epoch)
+        loader: Any = self.dataloader
+        ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        if order is not None:
+            epoch = self._epoch_of(order, cursor.epoch)
+            if callable(self._options.sharding):
+                return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
+            return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
+        size, rng = sized(loader.dataset), self._rng(cursor.epoch)
+        if reading.whole:
+            cut = self._cut()
+            return BatchWalk(
+                reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
+            )
+        sharding = self._sharding(UNKNOWN_TOTAL)
+        return ItemWalk(reading.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
+
+    def _epoch_of(self, order: Order, epoch: int) -> Epoch:
+        """The order of one epoch; the one asked for last is kept, for a pass is often broken off and started again."""
+        key = (order, self.seed, epoch)
+        if self._last_epoch is None or self._last_epoch[0] != key:
+            self._last_epoch = (key, order(self.seed or 0, epoch))
+        return self._last_epoch[1]
+
+    def _rng(self, epoch: int) -> SeededGlobals:
+        return SeededGlobals(derive_key(self.seed or 0, epoch))
+
+    def begin(self, cursor: Cursor) -> MapPass:
+        """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
+        self._follow_sampler(inside=cursor.samples > 0)
+        if self._measured != self.even_batches:
+            self._measured, self._batches.length = self.even_batches, self.length(Cursor())
+        replayed = self._enter_epoch(cursor.epoch)
+        trail = None if self.check is None or self._order is not None else self.check.trail(cursor)
+        self._batches.walk = self._walk(cursor, trail)
+        seeds = self._seeded(cursor.epoch)
+        self._last_pass = MapPass(self._readers(), self._batches, seeds, trail=trail, closed=replayed)
+        return self._last_pass
+
+    def _readers(self) -> DataLoader[Any]:
+        """The loader, or a copy with workers of its own where those that stay still read for another pass.
+
+        torch's loader has one set of such workers, and would end that pass to start this one.
+        """
+        loader = self.dataloader
+        if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
+            return loader
+        other = copy.copy(loader)
+        vars(other).update(_iterator=None, persistent_workers=False)
+        return other
+
+    def _follow_sampler(self, *, inside: bool = False) -> None:
+        """Makes the order again where the user gave the sampler other weights, indices or numbers.
+
+        Inside an epoch only another length is followed.
+        """
+        sampler = self._reading.sampler
+        if self._order is None:
+            return
+        if len(self._order) != sized(sampler) or (not inside and self._basis.differs(sampler)):
+            self._order, self._basis = self._make_order(), Basis(sampler)
+            self._measured = None
+
+    def _seeded(self, epoch: int) -> torch.Generator:
+        """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
+        generator = self._generator = self._generator or torch.Generator()
+        workers = self.dataloader.num_workers
+        if workers:
+            base = derive_key(torch.initial_seed(), epoch, self._shard.index)
+            generator.manual_seed(base)
+            # Workers that outlive an epoch have a copy of the dataset that nobody else can reach.
+            told = epoch if self.dataloader.persistent_workers and self._surroundings.dataset_listens else None
+            self._batches.seeds = WorkerSeeds(base, told, workers)
+        return generator
+
+    def _enter_epoch(self, epoch: int) -> Callable[[], None] | None:
+        """Makes the user's samplers start this epoch, as they did when the position was saved.
+
+        Returns what to call when the pass is over, where the epoch is the one entered last: samplers with a state then
+        start it from the state in which they started it before, and get back the one that they are in now, because a
+        pass around this one may be under way.
+        """
+        surroundings, states, again = self._surroundings, self._sampler_pending, None
+        if not states and epoch == self._sampler_epoch and self._sampler_start:
+            states, again = self._sampler_start, partial(surroundings.load, surroundings.states())
+        if states:
+            surroundings.load(states)
+        self._sampler_pending, self._sampler_epoch = None, epoch
+        surroundings.begin(epoch, self.seed or 0)
+        self._sampler_start = surroundings.states()
+        return again
+
+    def length(self, cursor: Cursor) -> int | None:
+        """Computed, or from the ``len`` of the user's sampler."""
+        reading, rank = self._reading, self._shard.index
+        if callable(self._options.sharding):
+            return None
+        if reading.whole:
+            batches = sized(reading.batch_sampler)
+            passed = 0 if not cursor.samples else None
+            if self._passed is not None and self._passed[0] == cursor:
+                passed = self._passed[1]
+            if batches is None or passed is None:
+                return None
+            last = last_batch_size(reading.batch_sampler)
+            return rounds_of(max(batches - passed, 0), self._cut(), rank, last=last)
+        order = self._order_of(cursor.epoch)
+        if order is not None:
+            return batches_of(self._computed(order), cursor.samples, rank)
+        total = sized(reading.sampler)
+        return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
+
+    def skip(self, cursor: Cursor, batches: int) -> Cursor:
+        """Computed; a sampler of batches is walked, on indices only."""
+        order = self._order_of(cursor.epoch)
+        if callable(self._options.sharding):
+            return self._skip_by_function(cursor, batches)
+        if order is not None:
+            return Cursor(cursor.epoch, self._computed(order).seek(cursor.samples, batches))
+        if not self._reading.whole:
+            total = sized(self._reading.sampler)
+            sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
+            return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
+        self._enter_epoch(cursor.epoch)
+        pending = self._sampler_start
+        with self._rng(cursor.epoch):
+            stream = iter(self._reading.batch_sampler)
+            _, rest, passed = skip_batches(stream, cursor.samples)
+            wanted = batches * self._cut().round_size
+            samples = len(rest or ()) + samples_in(stream, wanted - (rest is not None))
+        self._sampler_pending = pending
+        skipped = Cursor(cursor.epoch, cursor.samples + samples)
+        self._passed = (skipped, passed + wanted)
+        return skipped
+
+    @property
+    def keeps_state(self) -> bool:
+        """Samplers of the user have a state."""
+        return bool(self._surroundings.states())
+
+    @property
+    def ends_together(self) -> bool:
+        """Where all ranks have equally many batches; a user's function may end anywhere."""
+        return self._shard.count == 1 or (self.even_batches and not callable(self._options.sharding))
+
+    def is_over(self, cursor: Cursor) -> bool:
+        """Computed; with samplers of the user and functions only reading tells."""
+        order = self._order_of(cursor.epoch)
+        if order is None or callable(self._options.sharding) or not cursor.samples:
+            return False
+        return not self._computed(order).steps(cursor.samples)
+
+    def epoch_chosen(self) -> int | None:
+        """What was set on the sampler, or the batch sampler, that the user gave."""
+        return self._surroundings.epoch_chosen()
+
+    def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
+        assert callable(self._options.sharding)
+        for _ in range(batches):
+            share = self._options.sharding(cursor, self._shard)
+            if share is None:
+                break
+            cursor = cursor.advanced(share.advance)
+        return cursor
+
+    def record(self, *, between: bool) -> dict[str, Json]:
+        """Seed, order, and what identifies the dataset; for samplers that have a state, that of the epoch's start."""
+        record: dict[str, Json] = {
+            SEED_KEY: self.seed,
+            ORDER_KEY: self._description(),
+            LENGTH_KEY: sized(self.dataloader.dataset),
+            FINGERPRINT_KEY: fingerprint_of(self.dataloader.dataset),
+        }
+        if not between and self._begun is not None and self._begun[0] == self._sampler_epoch:
+            record |= {ORDER_KEY: self._begun[1].describe(), BEGUN_KEY: True}
+        states = self._sampler_pending or (self._surroundings.states() if between else self._sampler_start)
+        return {**record, SAMPLER_KEY: states} if states else record
+
+    def _description(self) -> dict[str, Json]:
+        """What the order says of itself; asked once, for it may look at every weight or length."""
+        order, reading = self._order, self._reading
+        if order is None:
+            walked = reading.batch_sampler if reading.whole else reading.sampler
+            return {"kind": "walked", "sampler": type(walked).__qualname__}
+        if self._described is None or self._described[0] is not order:
+            self._described = (order, order.describe())
+        return self._described[1]
+
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """See ``dataset_changes``."""
+        self._follow_sampler()
+        return adapted(self._facts(), record, cursor, warns=self._shard.index == 0)
+
+    def _facts(self) -> DatasetFacts:
+        dataset = self.dataloader.dataset
+        return DatasetFacts(sized(dataset), fingerprint_of(dataset), self._order, self._description())
+
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        """Compares what the position was saved with to what is read now, and takes over the seed."""
+        self._follow_sampler()
+        check_dataset(self._facts(), record, cursor, warns=self._shard.index == 0)
+        here = self._description()
+        saved = record.get(ORDER_KEY, here)
+        order = order_begun(self._order, saved) if record.get(BEGUN_KEY) else None
+        if cursor.samples and saved != here and order is None:
+            differing = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
+            told = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in differing)
+            raise DataStateError(
+                f"the position is sample {cursor.samples} of another order: {told}. Use the same sampler, or resume "
+                "at the start of an epoch"
+            )
+        total = self._order if order is None else order
+        if total is not None and cursor.samples > len(total):
+            raise DataStateError(f"the position is sample {cursor.samples}, but an epoch has {len(total)}")
+        self._begun = None if order is None else (cursor.epoch, order)
+        self.seed = record.get(SEED_KEY, self.seed)
+        self._sampler_pending = record.get(SAMPLER_KEY)

@@ -1,0 +1,1 @@
+"""Order of samples: pure functions of seed, epoch and position."""

@@ -1,0 +1,100 @@
+"""The position of a run in its data: a number that depends on no process, worker or batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from accel_state.errors import DataStateError
+
+if TYPE_CHECKING:
+    from accel_state.parallelism.config import DataShard
+
+EPOCH_KEY = "epoch"
+SAMPLES_KEY = "samples"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """``samples`` positions of epoch ``epoch`` have been delivered, counted over all ranks.
+
+    Delivered means handed to the user's loop, not read ahead by a worker. Samples repeated to fill a last batch do
+    not count. The next sample is the one at position ``samples`` of the epoch's order, whoever reads it.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.epoch) is int and type(self.samples) is int and self.epoch >= 0 and self.samples >= 0:
+            return
+        for name in (EPOCH_KEY, SAMPLES_KEY):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise DataStateError(f"a loader's {name} is {value!r}; it must be a whole number of at least 0")
+
+    def advanced(self, samples: int) -> "Cursor":
+        """This epoch, ``samples`` positions further."""
+        return Cursor(self.epoch, self.samples + samples)
+
+    def state_dict(self) -> dict[str, int]:
+        """Two JSON numbers."""
+        return {EPOCH_KEY: self.epoch, SAMPLES_KEY: self.samples}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
+        """Reads what ``state_dict`` wrote; raises ``DataStateError`` naming what is missing or malformed."""
+        missing = [name for name in (EPOCH_KEY, SAMPLES_KEY) if name not in state]
+        if missing:
+            raise DataStateError(
+                f"a loader's state has no {' and no '.join(missing)}; it holds {', '.join(sorted(state)) or 'nothing'}"
+            )
+        return cls(state[EPOCH_KEY], state[SAMPLES_KEY])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A micro-batch's place among those of one global batch.
+
+    ``index`` counts from 0 to ``size`` - 1. ``share`` is what the mean loss of this rank's micro-batch is multiplied
+    with, so that the average over ranks of the sum over the window is the mean over the global batch.
+    """
+
+    index: int
+    size: int
+    share: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is true once one batch has been delivered on every rank.
+
+    ``real_counts`` has one entry for each data rank: how many of the first rows of its batch are samples of this
+    epoch (the rest were repeated to fill it), or -1 for a rank that has no batch in this step. None: unknown, or
+    nothing was repeated. ``private`` is what an opaque dataset of this rank alone needs to continue here.
+    """
+
+    cursor: Cursor
+    real_counts: tuple[int, ...] | None = None
+    window: Window | None = None
+    private: Mapping[str, Any] | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a user's sharding function gives one rank in one step.
+
+    ``positions`` are positions of the epoch's order, the first ``real`` of them (None: all) new ones. ``advance`` is
+    how many positions the step takes over all ranks; it must be the same for every rank.
+    """
+
+    positions: Sequence[int]
+    advance: int
+    real: int | None = None
+
+
+ShardFunction = Callable[[Cursor, "DataShard"], Share | None]
+"""Which positions a rank reads in the step that begins at a cursor; None when the epoch is over."""

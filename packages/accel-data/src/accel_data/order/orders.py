@@ -1,0 +1,233 @@
+"""The order of samples as a pure function of (seed, epoch, position).
+
+``order(seed, epoch)[i]`` is random access: resuming at position 10**9 costs what resuming at 0 costs, and no rank
+walks the indices of the others. Orders are values; what an epoch of one looks like is an ``Indices``.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+
+from accel_data.order.counter_rng import Bijection, derive_key, random_below, random_words, sorted_permutation
+from accel_state.errors import DataError
+
+TABLE_LIMIT = 1 << 12
+"""Up to here a shuffle is a stored permutation; beyond, sorting one takes longer than computing it by position."""
+
+
+class Indices(Protocol):
+    """One epoch of an order: position -> index into the dataset."""
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The dataset indices at ``positions`` (int64, any shape, each in range(len(order)))."""
+
+
+@runtime_checkable
+class Order(Protocol):
+    """Which sample comes at which position of which epoch."""
+
+    def __len__(self) -> int:
+        """Positions in one epoch."""
+
+    def __call__(self, seed: int, epoch: int) -> "Epoch":
+        """The order of one epoch."""
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal for a saved position to mean the same, as JSON values with a ``kind``."""
+
+
+@final
+class Epoch:
+    """One epoch of an order, as a read-only sequence of dataset indices."""
+
+    __slots__ = ("_indices", "_size")
+
+    def __init__(self, size: int, indices: Indices) -> None:
+        self._size, self._indices = size, indices
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, position: int) -> int:
+        if not -self._size <= position < self._size:
+            raise IndexError(f"position {position} is not in an epoch of {self._size} samples")
+        return int(self._indices.take(torch.tensor([position % self._size])))
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The dataset indices at ``positions`` (int64 in range(len(self)), any shape), as int64 of the same shape."""
+        return self._indices.take(positions)
+
+    def lists(self, rows: range, *, shift: int, steps: int) -> Iterator[list[int]]:
+        """The dataset indices at ``rows``, then at ``rows`` moved on by ``shift``, and so on: ``steps`` lists."""
+        if isinstance(self._indices, SameIndices):  # counting is faster than tensors of numbers
+            firsts, ends = (range(begin, begin + steps * shift, shift) for begin in (rows.start, rows.stop))
+            return map(list, map(range, firsts, ends, repeat(rows.step)))
+        positions = torch.arange(rows.start, rows.stop, rows.step)
+        if steps == 1:
+            return iter([self._indices.take(positions).tolist()])
+        return iter(self._indices.take(torch.arange(0, steps * shift, shift)[:, None] + positions).tolist())
+
+
+@final
+class SameIndices:
+    """Position ``i`` is sample ``i``."""
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The positions themselves."""
+        return positions
+
+
+@final
+class TableIndices:
+    """Positions looked up in a stored int64 table."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The entries at ``positions``."""
+        return self._table.take(positions)
+
+
+@final
+class Sequential:
+    """0, 1, 2, ... in every epoch."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, seed: int, epoch: int) -> Epoch:
+        return Epoch(self._size, SameIndices())
+
+    def describe(self) -> dict[str, Any]:
+        """Kind and size."""
+        return {"kind": "sequential", "size": self._size}
+
+
+def permutation(size: int, key: int) -> Indices:
+    """A uniformly drawn permutation of ``range(size)``: a table when small, else computed."""
+    if size <= TABLE_LIMIT:
+        return TableIndices(sorted_permutation(size, key))
+    return Bijection(size, key)
+
+
+@final
+class Shuffled:
+    """Every sample once, in an order of its own in each epoch.
+
+    ``num_samples`` beyond (or below) ``size`` goes on with further permutations (or stops early).
+    """
+
+    def __init__(self, size: int, *, num_samples: int | None = None) -> None:
+        self._source = size
+        self._size = size if num_samples is None else num_samples
+        if self._size and not size:
+            raise DataError(f"{self._size} samples cannot be drawn from an empty dataset")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, seed: int, epoch: int) -> Epoch:
+        rounds = -(-self._size // self._source) if self._source else 0
+        if rounds <= 1:
+            return Epoch(self._size, permutation(self._source, derive_key(seed, epoch)))
+        return Epoch(self._size, _Repeated(self._source, derive_key(seed, epoch)))
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, positions, and samples drawn from."""
+        return {"kind": "shuffled", "size": self._size, "source": self._source}
+
+
+@final
+class _Repeated:
+    """One permutation after another; the two used last are kept, so walking across the seam costs nothing."""
+
+    def __init__(self, size: int, key: int) -> None:
+        self._size, self._key = size, key
+        self._recent: dict[int, Indices] = {}
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        rounds = positions // self._size
+        taken = torch.empty_like(positions)
+        for number in rounds.unique().tolist():
+            chosen = rounds == number
+            taken[chosen] = self._round(number).take(positions[chosen] % self._size)
+        return taken
+
+    def _round(self, number: int) -> Indices:
+        if number not in self._recent:
+            while len(self._recent) > 1:
+                del self._recent[next(iter(self._recent))]
+            # Round 0 is what an order of exactly one round gives.
+            key = self._key if number == 0 else derive_key(self._key, number)
+            self._recent[number] = permutation(self._size, key)
+        return self._recent[number]
+
+
+@final
+class Replacement:
+    """``num_samples`` independent uniform draws from ``range(size)``."""
+
+    def __init__(self, size: int, *, num_samples: int) -> None:
+        if num_samples and not size:
+            raise DataError(f"{num_samples} samples cannot be drawn from an empty dataset")
+        self._source, self._size = size, num_samples
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, seed: int, epoch: int) -> Epoch:
+        return Epoch(self._size, _Draws(self._source, derive_key(seed, epoch)))
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, positions, and samples drawn from."""
+        return {"kind": "replacement", "size": self._size, "source": self._source}
+
+
+@final
+class _Draws:
+    def __init__(self, bound: int, key: int) -> None:
+        self._bound, self._key = bound, key
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        return random_below(positions, self._key, self._bound)
+
+
+@final
+class Subset:
+    """Another order over a list of dataset indices: position -> ``indices[order[position]]``."""
+
+    def __init__(self, indices: Sequence[int] | torch.Tensor, order: Order) -> None:
+        self._indices = torch.as_tensor(indices, dtype=torch.int64)
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __call__(self, seed: int, epoch: int) -> Epoch:
+        return Epoch(len(self), _Looked(self._indices, self._order(seed, epoch)))
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, a checksum of the indices, and the order over them."""
+        return {"kind": "subset", "indices": checksum(self._indices), "order": self._order.describe()}
+
+
+@final
+class _Looked:
+    def __init__(self, table: torch.Tensor, inner: Epoch) -> None:
+        self._table, self._inner = table, inner
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        return self._table[self._inner.take(positions)]
+
+
+def checksum(values: torch.Tensor) -> str:
+    """16 hex digits that tell two int64 tensors of any length apart, position by position."""
+    flat = values.flatten()
+    mixed = random_words(flat ^ random_words(torch.arange(len(flat)), 1), 2)
+    return f"{derive_key(int(mixed.sum()), len(flat)):016x}"

@@ -1,0 +1,8 @@
+"""DeepSpeed as a backend: ZeRO 0 to 3, offload, AutoTP and Ulysses behind the ordinary training loop.
+
+Names are imported on first use; DeepSpeed itself is imported when an engine is made.
+"""
+
+from accel_state.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

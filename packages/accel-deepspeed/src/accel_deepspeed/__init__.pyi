@@ -1,0 +1,8 @@
+from accel_deepspeed._version import __version__ as __version__
+from accel_deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
+from accel_deepspeed.config.ds_json import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel_deepspeed.config.dummies import DummyOptim as DummyOptim
+from accel_deepspeed.config.dummies import DummyScheduler as DummyScheduler
+from accel_deepspeed.config.plugin import DeepSpeedConfig as DeepSpeedConfig
+from accel_deepspeed.config.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_deepspeed.engine.optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

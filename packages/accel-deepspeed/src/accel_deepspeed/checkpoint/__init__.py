@@ -1,0 +1,1 @@
+"""States of engines, and DeepSpeed checkpoint folders."""

@@ -1,0 +1,401 @@
+"""States of DeepSpeed's engines under the names of parameters, whole or as DTensors, and back.
+
+Whatever the stage, a parameter's weight and optimizer state are put together one tensor at a time, and each rank keeps
+its rows. So a state fits any other stage, number of ranks and backend, and no rank ever holds more than its share and
+one tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from accel_backends.ops.dtensor import gathered, is_dtensor
+from accel_backends.ops.fqn import first_names, innermost, named_parameters, places
+from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
+from accel_deepspeed.engine.optimizers import is_host
+from accel_deepspeed.tensor_parallel.shards import local_shape_of, part_of_whole, shape_of, whole_of_cut
+from accel_deepspeed.zero.partitions import Part, Parts
+from accel_state.errors import CheckpointMismatchError
+from accel_state.watchdog.decorator import recorded
+
+STEP, EXTRA_STATE = "step", "_extra_state"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How states are handed out: over which mesh (None: whole), and under which names groups hold parameters.
+
+    Attributes:
+        mesh: one dimension of ranks that tensors are sharded over.
+        groups: names of each group's parameters, as the optimizer had them before the engine took over.
+    """
+
+    mesh: Any
+    groups: tuple[tuple[str, ...], ...]
+
+    def sharded(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor that every rank has."""
+        if self.mesh is None or whole.dim() == 0:
+            return whole
+        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+        placed = distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
+        local = placed.to_local().clone()  # so that the rest of the whole is freed
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def empty(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A tensor without values, of the parameter's shape and placed as states of it are."""
+        shape = shape_of(parameter)
+        if self.mesh is None or not shape:
+            return torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        from torch.distributed.tensor import Shard, empty
+
+        made: torch.Tensor = empty(shape, dtype=torch.float32, device_mesh=self.mesh, placements=[Shard(0)])
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------- one tensor
+
+
+def whole_of(parts: Parts, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+    """A parameter's weight as the optimizer has it, or one of its optimizer states, whole on every rank; collective."""
+    import torch.distributed as dist
+
+    shape = local_shape_of(parameter)
+    with parts.held(parameter) as part:
+        dtype = _dtype_elsewhere(parts, key) if part.flat is None else _source(parts, part, key).dtype
+        whole = torch.zeros(shape.numel(), dtype=dtype, device=parts.engine.device)
+        if part.size and part.flat is not None:
+            whole.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
+    if dist.get_world_size(parts.group(parameter)) > 1 and shape.numel() and parts.spread:
+        dist.all_reduce(whole, group=parts.group(parameter))
+    return whole_of_cut(parameter, whole.view(shape))
+
+
+def put_whole(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    """Writes this rank's part of a weight or a state that every rank has whole."""
+    put_part(parts, parameter, part_of_whole(parameter, value), key)
+
+
+def put_part(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    """Writes what the rank's optimizer has of a weight or a state, of which ``value`` is all that it computes with."""
+    with parts.held(parameter, changed=True) as part:
+        if part.size and part.flat is not None:
+            target = part.of(_source(parts, part, key))
+            target.copy_(value.reshape(-1).narrow(0, part.start, part.size))
+
+
+def _dtype_elsewhere(parts: Parts, key: str | None) -> torch.dtype:
+    """The dtype of a weight or a state that other ranks have: that of this rank's own."""
+    flats = parts.flats()
+    found = flats if key is None else [parts.state[flat][key] for flat in flats if key in parts.state.get(flat, ())]
+    return found[0].dtype if found else torch.float32
+
+
+def _source(parts: Parts, part: Part, key: str | None) -> torch.Tensor:
+    assert part.flat is not None
+    if key is None:
+        return part.flat
+    found: torch.Tensor = parts.state[part.flat][key]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def model_state(engine: Any, parts: Parts | None, layout: Layout) -> dict[str, Any]:
+    """Parameters in fp32 where the optimizer keeps them so, else as they are; buffers whole. Collective."""
+    state: dict[str, Any] = {}
+    for name, parameter in named_parameters(engine).items():
+        if parts is not None and parts.holds(parameter):
+            state[name] = layout.sharded(whole_of(parts, parameter))
+        else:
+            state[name] = layout.sharded(computed_weight(parameter))
+    state.update(_buffers(engine))
+    return {name: state[name] for name in _order(engine, state)}
+
+
+def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter whole, in the dtype that the model computes with; collective at stage 3."""
+    if not hasattr(parameter, "ds_id"):
+        return whole_of_cut(parameter, parameter.detach())
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        part = parameter.detach().clone()
+    return whole_of_cut(parameter, part)
+
+
+def load_model_state(engine: Any, parts: Parts | None, state: Mapping[str, Any]) -> None:
+    """Loads checked values into weights, fp32 copies and buffers; collective."""
+    for name, parameter in named_parameters(engine).items():
+        if name not in state:
+            continue
+        value = gathered(state[name]).detach().to(engine.device)
+        if parts is not None and parts.holds(parameter):
+            put_whole(parts, parameter, value)
+        else:
+            _set_computed(parameter, value)
+    if parts is not None:
+        parts.refresh()
+    with torch.no_grad():
+        _load_buffers(engine, state)
+
+
+def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    value = part_of_whole(parameter, value).view(local_shape_of(parameter))
+    if not hasattr(parameter, "ds_id"):
+        with torch.no_grad():
+            parameter.copy_(value)
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.copy_(value)
+
+
+def _buffers(engine: Any) -> dict[str, Any]:
+    """Buffers that are saved, and what else modules save (``get_extra_state``), by name."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for place in places(engine):
+        module = place.module
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[place.prefix + name] = buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[place.prefix + EXTRA_STATE] = module.get_extra_state()
+    return found
+
+
+def _load_buffers(engine: Any, state: Mapping[str, Any]) -> None:
+    own = _buffers(engine)
+    for place in places(engine):
+        for name in (*place.module._buffers, EXTRA_STATE):
+            key = place.prefix + name
+            if key not in state or key not in own:
+                continue
+            if name == EXTRA_STATE:
+                place.module.set_extra_state(state[key])
+            else:
+                own[key].copy_(gathered(state[key]))
+
+
+def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A state under the names that the engine's parameters and buffers are stored under, all of it checked.
+
+    Raises:
+        CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
+    """
+    stored = first_names(innermost(engine))
+    shapes = {name: tuple(shape_of(parameter)) for name, parameter in named_parameters(engine).items()}
+    shapes |= {name: tuple(v.shape) for name, v in _buffers(engine).items() if isinstance(v, torch.Tensor)}
+    given = {stored.get(name, name): value for name, value in state.items()}
+    wanted = {*shapes, *_buffers(engine)}
+    missing = [name for name in wanted if name not in given]
+    unexpected = [name for name in given if name not in wanted]
+    if strict and (missing or unexpected):
+        raise CheckpointMismatchError(
+            differences(type(innermost(engine)).__name__, sorted(missing), unexpected, sorted(wanted))
+        )
+    for name, shape in shapes.items():
+        if name in given and tuple(given[name].shape) != shape:
+            raise CheckpointMismatchError(
+                f"state of another {type(innermost(engine)).__name__}: {name} is {tuple(given[name].shape)} here and "
+                f"{shape} in the model"
+            )
+    return {name: value for name, value in given.items() if name in wanted}
+
+
+def whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
+    """Whole tensors on the host, put together one at a time; empty unless they are to be kept here. Collective.
+
+    Without ``parts``, weights are those that the model computes with.
+    """
+    gather = recorded("get_state_dict")(_whole_state) if engine.zero_optimization() else _whole_state
+    return gather(engine, parts, keep=keep)
+
+
+def _whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, parameter in named_parameters(engine).items():
+        held = parts is not None and parts.holds(parameter)
+        whole = whole_of(parts, parameter) if held and parts is not None else computed_weight(parameter)
+        if keep:
+            found[name] = whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
+    if not keep:
+        return {}
+    for name, value in _buffers(engine).items():
+        found[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return {name: found[name] for name in _order(engine, found)}
+
+
+def _order(engine: Any, state: Mapping[str, Any]) -> Iterable[str]:
+    """Names in the order of the model's own state."""
+    seen = dict.fromkeys(name for name in first_names(innermost(engine)).values() if name in state)
+    return (*seen, *(name for name in state if name not in seen))
+
+
+# ------------------------------------------------------------------------------------------------- the optimizer
+
+
+def optimizer_state(engine: Any, parts: Parts, layout: Layout) -> dict[str, Any]:
+    """The optimizer's state by parameter names; collective."""
+    parameters = named_parameters(engine)
+    keys = _tensor_keys(parts)
+    numbers = _numbers(parts)
+    state: dict[str, dict[str, Any]] = {}
+    for name in (name for group in layout.groups for name in group):
+        parameter = parameters[name]
+        if not parts.holds(parameter) or not (keys or numbers):
+            continue
+        found: dict[str, Any] = {key: layout.sharded(whole_of(parts, parameter, key)) for key in keys}
+        behind = parts.behind.get(parameter, 0)
+        state[name] = {**_copied(numbers.get(_group_of(layout, name), {}), behind=behind), **found}
+    return {STATE: state, GROUPS: _options(engine, layout)}
+
+
+def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mapping[str, Any]) -> None:
+    """Loads what ``optimizer_state`` of any backend gave, whose names and groups are known to fit; collective."""
+    parameters = named_parameters(engine)
+    saved = state[STATE]
+    _load_options(engine, layout, state)
+    parts.behind.clear()
+    if not saved:
+        for flat in parts.flats():
+            parts.state.pop(flat, None)
+        return
+    tensors = _saved_tensors(saved, parameters)
+    plain = is_host(engine.basic_optimizer)
+    numbers = parts.group_numbers()
+    for group, names in enumerate(layout.groups):
+        number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
+        parts.behind.update({parameters[name]: steps for name, steps in _behind(saved, names, number).items()})
+        for flat in (one for one in parts.flats() if numbers[id(one)] == group):
+            with parts.opened(flat):
+                own = parts.state[flat]
+                before = dict(own)  # DeepSpeed finds what is on a disk by the tensor
+                own.clear()
+                own.update(_copied(number, plain=plain))
+                for key, dtype in tensors.items():
+                    made = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+                    own[key] = before[key].zero_() if _is_alike(before.get(key), made) else made
+    for name, parameter in ((name, parameters[name]) for names in layout.groups for name in names):
+        if not parts.holds(parameter) or name not in saved:
+            continue
+        for key in tensors:
+            put_whole(parts, parameter, gathered(saved[name][key]).detach().to(engine.device), key)
+    relink = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if relink is not None:
+        engine.optimizer._hp_optimizer_states_linked = False
+        relink()
+
+
+def _copied(values: Mapping[str, Any], *, plain: bool = False, behind: int = 0) -> dict[str, Any]:
+    """Values of their own: torch counts steps in place, so no two parameters may share a count.
+
+    The count is a tensor, as torch's optimizers keep it; with ``plain`` a number, as DeepSpeed's for the host do.
+    ``behind``: how many of the counted steps were missed.
+    """
+    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    if STEP in copied:
+        steps = float(copied[STEP]) - behind
+        copied[STEP] = int(steps) if plain else torch.tensor(steps)
+    return copied
+
+
+def _is_alike(one: Any, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _tensor_keys(parts: Parts) -> list[str]:
+    """Names of the states that have a value for each element, agreed on by construction: ranks step together."""
+    for flat in parts.flats():
+        own = parts.state.get(flat)
+        if own:
+            return [k for k, v in own.items() if isinstance(v, torch.Tensor) and v.shape == flat.shape and v.dim() > 0]
+    return []
+
+
+def _numbers(parts: Parts) -> dict[int, dict[str, Any]]:
+    """The other values by number of the group: counts of steps."""
+    found: dict[int, dict[str, Any]] = {}
+    keys = _tensor_keys(parts)
+    groups = parts.group_numbers()
+    for flat in parts.flats():
+        own = parts.state.get(flat)
+        if own:
+            number = groups[id(flat)]
+            found.setdefault(number, {key: value for key, value in own.items() if key not in keys})
+    return found
+
+
+def _group_of(layout: Layout, name: str) -> int:
+    return next(index for index, names in enumerate(layout.groups) if name in names)
+
+
+def _saved_tensors(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
+    """Names and dtypes of the saved states that have a value for each element."""
+    found: dict[str, torch.dtype] = {}
+    for name, values in saved.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape_of(parameters[name]) and key != STEP:
+                found.setdefault(key, value.dtype if value.dtype.is_floating_point else torch.float32)
+    return found
+
+
+def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], tensors: set[str]) -> dict[str, Any]:
+    """The values that are not per element, of which DeepSpeed keeps one for all parameters of a group.
+
+    Raises:
+        CheckpointMismatchError: they differ between parameters.
+    """
+    common: dict[str, Any] = {}
+    for own in values:
+        for key, value in own.items():
+            if key in tensors:
+                continue
+            if is_dtensor(value):
+                value = gathered(value)
+            if key == STEP:
+                common[key] = max(float(value), common.get(key, 0.0))
+                continue
+            if key in common and float(common[key]) != float(value):
+                raise CheckpointMismatchError(
+                    f"optimizer state with {key} {float(common[key]):g} of some parameters and {float(value):g} of "
+                    f"others of one group ({', '.join(names[:3])}, ...), of which DeepSpeed keeps one; put parameters "
+                    "that began to train at different times into groups of their own"
+                )
+            common.setdefault(key, value)
+    return common
+
+
+def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str, Any]) -> dict[str, int]:
+    """How many of a group's steps some parameters have missed, which had no gradient then; others have no state."""
+    if STEP not in number:
+        return {}
+    own = {name: saved.get(name, {STEP: 0.0}).get(STEP, number[STEP]) for name in names}
+    missed = {name: int(number[STEP] - float(gathered(steps))) for name, steps in own.items()}
+    return {name: steps for name, steps in missed.items() if steps}
+
+
+def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
+    """The groups' options, each with the names of its parameters."""
+    return [
+        {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
+        for group, names in zip(engine.basic_optimizer.param_groups, layout.groups, strict=True)
+    ]
+
+
+def _load_options(engine: Any, layout: Layout, state: Mapping[str, Any]) -> None:
+    """Takes over the saved options that each group of the optimizer has."""
+    optimizer = engine.basic_optimizer
+    for group, options in zip(optimizer.param_groups, fitted_groups(optimizer, layout.groups, state), strict=True):
+        group.update({key: value for key, value in options.items() if key in group or key == "initial_lr"})

@@ -1,0 +1,382 @@
+"""Reads the folders that DeepSpeed's own ``engine.save_checkpoint`` writes, of any stage and number of ranks.
+
+They are pickles. Only tensors, plain values and the few classes of DeepSpeed in them are accepted, and DeepSpeed itself
+is not needed.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE
+from accel_deepspeed.config.ds_json import near
+from accel_deepspeed.engine.loss_scale import SCALE, TRACKER, EngineCounts
+from accel_deepspeed.tensor_parallel.partition_map import PartMap
+from accel_state.errors import CheckpointError
+
+Shapes = Sequence[Mapping[str, torch.Size]]
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt$")
+_EXPERTS_STATES = "expp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One model and its optimizer, whole and on the host.
+
+    Attributes:
+        model: tensors by name, weights in fp32 where the optimizer keeps them so.
+        optimizer: as ``Backend.optimizer_state`` gives it; None where none was saved, or without parameter names.
+        counts: steps taken and left out, by DeepSpeed's names.
+        scale: the loss scale of fp16, as a ``LossScaler`` has it; None where nothing was scaled.
+    """
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    counts: dict[str, int]
+    scale: dict[str, float | int] | None
+
+
+class _Noted:
+    """Stands for an object of DeepSpeed's: whatever it held is an attribute."""
+
+
+class _Stage(IntEnum):
+    """Stands for DeepSpeed's own, member by member."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def _member(stages: Any, name: str) -> _Stage:
+    """Stands for ``getattr``, with which some versions of Python 3.11 pickle members of an enumeration."""
+    if stages is not _Stage or name not in _Stage.__members__:
+        raise pickle.UnpicklingError(f"getattr({stages!r}, {name!r})")
+    return _Stage[name]
+
+
+_STAND_INS: Mapping[str, Any] = {
+    "builtins.getattr": _member,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Noted,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Noted,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Noted,
+}
+
+
+def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[Sequence[str]] | None = None) -> Folder:
+    """Reads a checkpoint by its tag; None: what ``latest`` names.
+
+    Args:
+        folder: that ``save_checkpoint`` was given.
+        tag: of the checkpoint.
+        groups: names of the parameters of each of the optimizer's groups, which a folder of stage 0 does not say;
+            None: those of the whole model in its order.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, a rank's file is missing, it holds objects of other classes, or
+            it is spread over pipeline or expert ranks, or over tensor-parallel ones without saying what each has.
+    """
+    place = _tagged(Path(folder), tag)
+    names = sorted(path.name for path in place.iterdir())
+    other = [name for name in names if re.match("layer_|.*expert|.*expp_rank", name)]
+    other = [name for name in other if name != _EXPERTS_STATES and not _EXPERT.match(name)]
+    if other:
+        raise CheckpointError(
+            f"{place} is spread over pipeline or expert ranks ({other[0]}), which is not read; convert it with "
+            "DeepSpeed's ds_to_universal, or save it with save_state"
+        )
+    sharing = {int(found[1]) for name in names if (found := re.search(r"mp_rank_(\d+)", name))}
+    if missing := sorted(set(range(max(sharing, default=0) + 1)) - sharing):
+        raise CheckpointError(f"{place} lacks the states of tensor-parallel rank {missing[0]}")
+    parts = [_read_rank(place, names, rank, groups) for rank in sorted(sharing)]
+    facts = parts[0][1]
+    if len(parts) != (ranks := int(facts.get("mp_world_size") or 1)):
+        raise CheckpointError(f"{place} was saved by {ranks} tensor-parallel ranks, and has the states of {len(parts)}")
+    whole = parts[0][0] if len(parts) == 1 else _put_together(place, [part for part, _ in parts], facts)
+    whole.model.update({name: whole.model[first] for name, first in _aliases(facts).items() if first in whole.model})
+    return whole
+
+
+def _read_rank(
+    place: Path, names: Sequence[str], sharing: int, groups: Sequence[Sequence[str]] | None
+) -> tuple[Folder, Mapping[str, Any]]:
+    """What one of the ranks that share layers has, or all there is; and what the first file of it says."""
+    optim = _by_rank(place, names, "optim", sharing)
+    models = _by_rank(place, names, "model", sharing) or [_load(place / f"mp_rank_{sharing:02d}_model_states.pt")]
+    facts = models[0]
+    _add_experts(place, names, facts)
+    if not optim:
+        if facts.get("param_shapes"):
+            raise CheckpointError(f"{place} was saved with ZeRO, and lacks the optim states of its ranks")
+        state, optimizer, scale = _whole(facts, groups)
+    elif int(optim[0]["optimizer_state_dict"]["zero_stage"]) == 3:
+        state, optimizer, scale = _sharded(models, [one["optimizer_state_dict"] for one in optim])
+    else:
+        state, optimizer, scale = _partitioned(facts, [one["optimizer_state_dict"] for one in optim])
+    for name in _aliases(facts):
+        state.pop(name, None)
+    counts = {name: int(facts[name]) for name in EngineCounts.NAMES if name in facts}
+    return Folder(state, optimizer, counts, scale), facts
+
+
+def _add_experts(place: Path, names: Sequence[str], facts: dict[str, Any]) -> None:
+    """Puts experts of ``deepspeed.moe``, of which every rank has all, beside the other parameters of a model."""
+    experts: dict[str, torch.Tensor] = {}
+    for name in filter(_EXPERT.match, names):
+        experts |= _load(place / name)
+    if (groups := facts.get("param_shapes")) and (spread := experts.keys() - {name for one in groups for name in one}):
+        raise CheckpointError(
+            f"{place} has experts of which each rank had some ({min(spread)}), which is not read; DeepSpeed's "
+            "load_checkpoint reads it with as many ranks"
+        )
+    facts["module"] |= experts
+    if _EXPERTS_STATES in names:
+        facts |= _load(place / _EXPERTS_STATES)
+
+
+def _aliases(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The first names of parameters that have several; the further ones stand in the files with rounded values."""
+    found: dict[str, str] = dict(facts.get("shared_params") or {})
+    seen: dict[Any, str] = {}
+    for name, value in facts["module"].items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        place = value.untyped_storage().data_ptr(), value.storage_offset(), value.shape
+        if value.numel() and (first := seen.setdefault(place, name)) != name:
+            found[name] = first
+    return found
+
+
+def _tagged(folder: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            raise CheckpointError(f"{folder} has no file 'latest' that names a checkpoint of DeepSpeed; give its tag")
+        tag = latest.read_text().strip()
+    if not (folder / tag).is_dir():
+        known = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        raise CheckpointError(
+            f"{folder} has no checkpoint {tag!r}; it has {', '.join(known) or 'none'}{near(tag, known)}"
+        )
+    return folder / tag
+
+
+def _by_rank(place: Path, names: Sequence[str], kind: str, sharing: int) -> list[dict[str, Any]]:
+    matches = [match for name in names if (match := _RANK.search(name))]
+    found = {int(one[1]): one.string for one in matches if one[3] == kind and int(one[2]) == sharing}
+    if missing := sorted(set(range(max(found, default=-1) + 1)) - set(found)):
+        raise CheckpointError(f"{place} lacks the {kind} states of rank {missing[0]}")
+    parts = [_load(place / found[rank]) for rank in sorted(found)]
+    if parts and kind == "optim":
+        count = parts[0]["optimizer_state_dict"]["partition_count"]
+        ranks = max(count) if isinstance(count, list | tuple) else int(count)
+        if ranks != len(parts):
+            raise CheckpointError(f"{place} was saved by {ranks} ranks, and has the {kind} states of {len(parts)}")
+    return parts
+
+
+def _load(path: Path) -> dict[str, Any]:
+    allowed = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
+    try:
+        with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} lacks {path.name}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, which is not let in: {str(error).splitlines()[0]}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- shared layers
+
+
+def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]) -> Folder:
+    """Whole tensors, of what each of the ranks has that share layers."""
+    told = facts.get("universal_checkpoint_info") or {}
+    maps = told.get("affine_map", {}).get("params", {})
+    if told.get("affine_map", {}).get("version") != 1:
+        raise CheckpointError(
+            f"{place} is spread over {len(parts)} tensor-parallel ranks, and does not say what each of them has, as "
+            "AutoTP of DeepSpeed 0.19 does; convert it with DeepSpeed's ds_to_universal, or save it with save_state"
+        )
+    buffers = set(facts.get("buffer_names") or ())
+
+    def join(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        described = maps.get(f"^{re.escape(name)}$")
+        if described is None and name in buffers:
+            return values[0]
+        try:
+            if described is None:
+                reasons = told.get("autotp_unsupported_parameter_patterns") or {}
+                raise ValueError(reasons.get(f"^{re.escape(name)}$", "nothing is said of it"))
+            found = PartMap.of(described)
+            return found.join(values) if found.cut else values[0]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{place}: {name} cannot be put together of ranks' parts: {error}") from error
+
+    first, *others = parts
+    for other in others:
+        if other.model.keys() != first.model.keys() or _states(other).keys() != _states(first).keys():
+            raise CheckpointError(f"{place}: its tensor-parallel ranks have parameters of other names")
+    model = {name: join(name, [part.model[name] for part in parts]) for name in first.model}
+    if first.optimizer is None:
+        return Folder(model, None, first.counts, first.scale)
+    state = {
+        name: {
+            key: join(name, [_states(part)[name][key] for part in parts])
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for key, value in values.items()
+        }
+        for name, values in _states(first).items()
+    }
+    return Folder(model, {**first.optimizer, STATE: state}, first.counts, first.scale)
+
+
+def _states(part: Folder) -> Mapping[str, dict[str, Any]]:
+    """The optimizer's, by names of parameters."""
+    return {} if part.optimizer is None else part.optimizer[STATE]
+
+
+# ------------------------------------------------------------------------------------------------------- by stage
+
+
+@final
+@dataclass(slots=True)
+class _Optimizer:
+    """An optimizer's state, put together by the names of parameters."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def canonical(self) -> dict[str, Any]:
+        return {STATE: self.state, GROUPS: self.groups}
+
+
+def _whole(
+    facts: Mapping[str, Any], groups: Sequence[Sequence[str]] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None, Any]:
+    """Stage 0: parameters and states one by one, in 16 bits beside fp32 copies."""
+    model = dict(facts["module"])
+    saved = facts.get("optimizer")
+    if saved is None:
+        return model, None, None
+    inner = saved.get("optimizer_state_dict", saved)
+    further = {*(facts.get("buffer_names") or ()), *_aliases(facts)}
+    names = [name for here in groups for name in here] if groups else [name for name in model if name not in further]
+    held = [index for group in inner[GROUPS] for index in group[PARAMS]]
+    if len(held) != len(names) and groups is None:
+        return model, None, None
+    if len(held) != len(names):
+        raise CheckpointError(
+            f"the optimizer of this folder of stage 0 has {len(held)} parameters, and {len(names)} are known "
+            f"({', '.join(names[:3])}, ...); build the optimizer that was saved"
+        )
+    found = _Optimizer()
+    for group in inner[GROUPS]:
+        found.groups.append({**group, PARAMS: [names[index] for index in group[PARAMS]]})
+    for index, values in inner[STATE].items():
+        found.state[names[index]] = dict(values)
+    copies = [tensor.detach() for group in saved.get("fp32_groups", ()) for tensor in group]
+    model.update(zip(names, copies, strict=False))
+    scale = {SCALE: float(saved["cur_scale"]), TRACKER: 0} if saved.get("dynamic_loss_scale") else None
+    return model, found.canonical(), scale
+
+
+def _partitioned(
+    facts: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """Stages 1 and 2: each group is flattened, and each rank has the next piece of it."""
+    model = dict(facts["module"])
+    bases = [rank["base_optimizer_state"] for rank in ranks]
+    found = _Optimizer()
+    for number, shapes in enumerate(facts["param_shapes"]):
+        found.groups.append({**bases[0][GROUPS][number], PARAMS: list(shapes)})
+        flat = torch.cat([rank["single_partition_of_fp32_groups"][number].view(-1) for rank in ranks])
+        model.update(_cut(flat, shapes))
+        states = [base[STATE].get(number, {}) for base in bases]
+        for key, first in states[0].items():
+            if isinstance(first, torch.Tensor) and first.dim():
+                pieces: Iterator[tuple[str, Any]] = _cut(torch.cat([state[key].view(-1) for state in states]), shapes)
+            else:
+                pieces = iter([(name, _own(first)) for name in shapes])
+            for name, value in pieces:
+                found.state.setdefault(name, {})[key] = value
+    return model, found.canonical(), _scale_of(ranks[0])
+
+
+def _cut(flat: torch.Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        yield name, flat.narrow(0, start, size).view(shape).detach().clone()
+        start += size
+
+
+def _sharded(
+    models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """Stage 3: every parameter is cut into as many equal pieces as there are ranks."""
+    facts = models[0]
+    buffers = set(facts.get("buffer_names") or ())
+    model = {name: value for name, value in facts["module"].items() if name in buffers}
+    for name, shape in (facts.get("frozen_param_shapes") or {}).items():
+        fragments = [one["frozen_param_fragments"][name].view(-1) for one in models]
+        model[name] = torch.cat(fragments)[: shape.numel()].view(shape).detach().clone()
+    inner = [rank["optimizer_state_dict"] for rank in ranks]
+    shapes: Shapes = facts["param_shapes"]
+    found = _Optimizer()
+    found.groups = [{**group, PARAMS: list(names)} for group, names in zip(inner[0][GROUPS], shapes, strict=True)]
+    every = {name: shape for group in shapes for name, shape in group.items()}
+    model.update(_joined([_line(rank["fp32_flat_groups"]) for rank in ranks], every))
+    order = sorted(inner[0][STATE])
+    for key, first in (inner[0][STATE][order[0]] if order else {}).items():
+        if isinstance(first, torch.Tensor) and first.dim():
+            lines = [_line([one[STATE][index][key] for index in order]) for one in inner]
+            pieces: Iterator[tuple[str, Any]] = _joined(lines, every)
+        else:
+            pieces = iter([(name, _own(first)) for name in every])
+        for name, value in pieces:
+            found.state.setdefault(name, {})[key] = value
+    return model, found.canonical(), _scale_of(ranks[0])
+
+
+def _own(value: Any) -> Any:
+    """A count of its own for each parameter: torch counts in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _line(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([piece.view(-1) for piece in pieces])
+
+
+def _joined(lines: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, shape in shapes.items():
+        size = -(-shape.numel() // len(lines))
+        whole = torch.cat([line.narrow(0, start, size) for line in lines])
+        yield name, whole[: shape.numel()].view(shape).detach().clone()
+        start += size
+
+
+def _scale_of(rank: Mapping[str, Any]) -> dict[str, float | int] | None:
+    if not rank.get("dynamic_loss_scale"):
+        return None
+    scaler = rank["loss_scaler"]
+    stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
+    return {SCALE: float(scaler.cur_scale), TRACKER: stable % int(scaler.scale_window)}

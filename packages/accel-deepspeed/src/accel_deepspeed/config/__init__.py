@@ -1,0 +1,1 @@
+"""Options of DeepSpeed and their resolution."""

@@ -1,0 +1,135 @@
+"""Agreement between DeepSpeed's options and the other settings of a run."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from accel_backends.core.config import Implied
+from accel_deepspeed.config.ds_json import AUTO, find, put
+from accel_state.errors import ConfigError
+
+SEQUENCES = "sequence_parallel_size"
+TENSOR = "tensor_parallel"
+LAYERS = f"{TENSOR}.autotp_size"
+# Why the planner cannot choose a stage where ranks share something.
+_UNPLANNED = {
+    "sp": "the planner chooses when a model is prepared, and its attention and its loaders need the groups of ranks "
+    "that share sequences before",
+    "tp": "the planner looks at whole layers, and only DeepSpeed knows, when it has cut a model, what a rank keeps of "
+    "them",
+}
+
+
+class Options(Protocol):
+    """The part of ``DeepSpeedConfig`` that is read here."""
+
+    hf_ds_config: Any
+    gradient_accumulation_steps: Any
+    origins: dict[str, str]
+    chooses_stage: bool
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]: ...
+    @property
+    def sequence_parallel_size(self) -> int: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+
+
+def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
+    """The values that the options of one run, by name, give the Accelerator's settings.
+
+    Raises:
+        ConfigError: two of them differ.
+    """
+    found: dict[str, Implied] = {}
+    for name, plugin in plugins.items():
+        for key, said in _implied(plugin).items():
+            origin = f"plugin {name!r}: {said.origin}" if name else said.origin
+            if key in found and found[key].value != said.value:
+                raise ConfigError(
+                    f"{found[key].origin} says {key} = {found[key].value!r}, and {origin} says {said.value!r}; one "
+                    "run has one"
+                )
+            found[key] = Implied(said.value, origin)
+    return found
+
+
+def _implied(options: Options) -> dict[str, Implied]:
+    """What these options set themselves: accumulation, precision, how many ranks share sequences, and layers."""
+    found: dict[str, Implied] = {}
+    origin = options.origins["gradient_accumulation_steps"]
+    if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
+        found["gradient_accumulation_steps"] = Implied(options.gradient_accumulation_steps, origin)
+    document, where = options.deepspeed_config, _where(options)
+    on = [
+        (name, key)
+        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+        if find(document, f"{key}.enabled") is True
+    ]
+    if len(on) > 1:
+        raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
+    if on:
+        found["mixed_precision"] = Implied(on[0][0], f"{where} {on[0][1]}.enabled")
+    elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
+        off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
+        if off == {"bf16", "fp16"}:
+            found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
+    if find(document, SEQUENCES, AUTO) != AUTO:
+        found["parallelism_config_sp_size"] = Implied(options.sequence_parallel_size, f"{where} {SEQUENCES}")
+    if find(document, LAYERS, AUTO) != AUTO:
+        found["parallelism_config_tp_size"] = Implied(options.tensor_parallel_size, f"{where} {LAYERS}")
+    return found
+
+
+def check_groups(world_size: int, size: int, key: str) -> None:
+    """Refuses groups of ``size`` ranks, the value of ``key``, where those of the run do not divide into them.
+
+    Raises:
+        ConfigError: names the nearest size that does.
+    """
+    if world_size % size:
+        raise ConfigError(
+            f"{key}={size}: {world_size} processes do not divide into groups of {size}; nearest: "
+            f"{largest_divisor(world_size, size)}"
+        )
+
+
+def largest_divisor(total: int, most: int) -> int:
+    """The largest divisor of ``total`` that is ``most`` or less."""
+    return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
+
+
+def share_sequences(options: Options, size: int) -> None:
+    """Makes ``size`` ranks share every sequence.
+
+    Raises:
+        ConfigError: the options say something else, or let the planner choose.
+    """
+    _share(options, size, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
+
+
+def share_layers(options: Options, size: int) -> None:
+    """Makes ``size`` ranks share every layer.
+
+    Raises:
+        ConfigError: the options say something else, or let the planner choose.
+    """
+    _share(options, size, options.tensor_parallel_size, axis="tp", key=LAYERS)
+
+
+def _share(options: Options, size: int, own: int, *, axis: str, key: str) -> None:
+    document = options.deepspeed_config
+    if find(document, key, AUTO) != AUTO and own != size:
+        raise ConfigError(
+            f"parallelism_config has {axis}_size={size}, and {_where(options)} says {key} = {own}; make them agree"
+        )
+    if size == 1:
+        return
+    if options.chooses_stage:
+        raise ConfigError(f"zero_stage='auto' beside {key}={size}: {_UNPLANNED[axis]}; nearest: zero_stage=3")
+    put(document, key, size)
+    options.origins.setdefault(key, f"parallelism_config {axis}_size")
+
+
+def _where(options: Options) -> str:
+    return getattr(options.hf_ds_config, "origin", "hf_ds_config")

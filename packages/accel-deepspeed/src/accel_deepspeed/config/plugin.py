@@ -1,0 +1,387 @@
+"""Options of DeepSpeed: fields, DeepSpeed's own JSON, and the precedence between them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, final
+
+from accel_backends.core.config import BackendConfig, Implied
+from accel_backends.core.option_parsing import as_flag, as_number
+from accel_deepspeed.config.consistency import LAYERS, SEQUENCES, implied_by, share_layers, share_sequences
+from accel_deepspeed.config.ds_json import (
+    AUTO,
+    TOP_KEYS,
+    ZERO,
+    HfDeepSpeedConfig,
+    check_keys,
+    find,
+    leaves,
+    near,
+    put,
+)
+from accel_deepspeed.config.parsing import read
+from accel_state.errors import ConfigError
+
+PREFIX = "ACCELERATE_DEEPSPEED_"
+_NVME = "{}_nvme_path"
+# The key of DeepSpeed's JSON that means the same as a field, and the environment variable of the field.
+_KEYS: Mapping[str, tuple[str, str]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
+    "zero_stage": (f"{ZERO}.stage", f"{PREFIX}ZERO_STAGE"),
+    "offload_optimizer_device": (f"{ZERO}.offload_optimizer.device", f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE"),
+    "offload_param_device": (f"{ZERO}.offload_param.device", f"{PREFIX}OFFLOAD_PARAM_DEVICE"),
+    "offload_optimizer_nvme_path": (f"{ZERO}.offload_optimizer.nvme_path", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH"),
+    "offload_param_nvme_path": (f"{ZERO}.offload_param.nvme_path", f"{PREFIX}OFFLOAD_PARAM_NVME_PATH"),
+    "zero3_save_16bit_model": (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        f"{PREFIX}ZERO3_SAVE_16BIT_MODEL",
+    ),
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": None,
+    "offload_param_nvme_path": None,
+    "zero3_save_16bit_model": False,
+}
+_WORDS = {"true": True, "false": False}
+# Short names that a plain mapping may use: a switch, a device, or DeepSpeed's own section.
+_SHORT = {"offload_optimizer": "offload_optimizer_device", "offload_param": "offload_param_device"}
+
+
+@final
+@dataclass(slots=True)
+class DeepSpeedConfig(BackendConfig):
+    """How DeepSpeed trains.
+
+    Each value is decided by the first of: a field that was given, its environment variable, DeepSpeed's configuration
+    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable and a configuration that
+    differ are refused, naming both; ``explain`` returns the origin of every value.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's own configuration: a mapping, a path, JSON, or JSON in base64.
+        gradient_accumulation_steps: micro-batches of one optimizer step; "auto": what the Accelerator says.
+        gradient_clipping: norm that every step's gradients are clipped to; "auto": by ``clip_grad_norm_`` only.
+        zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; "auto": the planner chooses
+            the stage, and what is offloaded where these options leave it open, when a model is prepared.
+        is_train_batch_min: of several loaders the smallest batch, not the largest, is what DeepSpeed reports.
+        offload_optimizer_device: where optimizer states are kept: "none", "cpu" or "nvme".
+        offload_param_device: where parameters are kept at stage 3: "none", "cpu" or "nvme".
+        offload_optimizer_nvme_path: folder for optimizer states on "nvme".
+        offload_param_nvme_path: folder for parameters on "nvme".
+        zero3_init_flag: let ``zero3_init`` partition a model while it is built; stage 3 only, where it is the default.
+        zero3_save_16bit_model: weights are handed out as the model computes with them (16 bits, say), and not as the
+            fp32 copies that the optimizer keeps.
+        transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
+        inference: options of ``deepspeed.init_inference`` for models that are only evaluated; None: they are as given.
+        enable_msamp: MS-AMP is not supported; True is refused.
+        msamp_opt_level: taken and ignored, as MS-AMP is off.
+        chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
+        sequence_attention: which attention of Transformers computes where ranks share sequences; None: the model's.
+        plugins: those that may take this one's place, by name, itself among them; see ``several``.
+        sources: where fields were given, by their names, for messages; where not said: the plugin itself.
+        origins: where each key of the configuration came from, filled in here and by prepare.
+
+    Raises:
+        ConfigError: a value that cannot be, an unknown key, or two sources that contradict each other.
+    """
+
+    backend = "deepspeed"
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: Any = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: Any = None
+    offload_param_device: Any = None
+    offload_optimizer_nvme_path: Any = None
+    offload_param_nvme_path: Any = None
+    zero3_init_flag: Any = None
+    zero3_save_16bit_model: Any = None
+    transformer_moe_cls_names: Any = None
+    inference: Mapping[str, Any] | None = None
+    enable_msamp: Any = None
+    msamp_opt_level: Any = None
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    chooses_stage: bool = field(default=False, init=False, repr=False, compare=False)
+    sequence_attention: str | None = field(default=None, init=False, repr=False, compare=False)
+    plugins: dict[str, "DeepSpeedConfig"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
+        """The options themselves, or made of a mapping of fields, of DeepSpeed's own keys, or of both.
+
+        ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's
+        sections.
+        """
+        if values is None or isinstance(values, cls):
+            return cls() if values is None else values
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"options of type {type(values).__name__}; expected {cls.__name__} or a mapping")
+        known = {one.name for one in fields(cls) if one.init}
+        given: dict[str, Any] = {}
+        document: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in known:
+                given[name] = value
+            elif name in _SHORT:
+                _shortened(name, value, given, document)
+            elif name in TOP_KEYS:
+                document[name] = _WORDS.get(value, value) if isinstance(value, str) else value
+            else:
+                raise ConfigError(
+                    f"{cls.__name__} has no field {name!r}, and DeepSpeed no such key"
+                    f"{near(str(name), [*known, *_SHORT, *TOP_KEYS])}"
+                )
+        if document:
+            if "hf_ds_config" in given:
+                raise ConfigError(
+                    f"hf_ds_config was given, and DeepSpeed's {', '.join(document)} beside it; put them into it"
+                )
+            given["hf_ds_config"] = document
+        return cls(**given)
+
+    @classmethod
+    def several(cls, plugins: Mapping[str, "DeepSpeedConfig | Mapping[str, Any]"]) -> "DeepSpeedConfig":
+        """The first of several plugins for one run, which holds the others; each prepares models while it is selected.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        built = {name: cls.build(one) for name, one in plugins.items()}
+        if not built:
+            raise ConfigError("deepspeed_plugins is empty; expected options by name, the first to be selected first")
+        for one in built.values():
+            one.plugins = built
+        return next(iter(built.values()))
+
+    def __post_init__(self) -> None:
+        env = os.environ
+        source = self.hf_ds_config
+        if source is None:
+            named = env.get(f"{PREFIX}CONFIG_FILE", "none")
+            source = None if named in ("", "none") else named
+        if source is None or isinstance(source, HfDeepSpeedConfig):
+            self.hf_ds_config = source or HfDeepSpeedConfig({})
+        else:
+            self.hf_ds_config = HfDeepSpeedConfig(source)
+        document = self.hf_ds_config.config
+        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        check_keys(document, where)
+        self.chooses_stage = self.zero_stage == AUTO and _unset(find(document, _KEYS["zero_stage"][0]))
+        for name, (key, variable) in _KEYS.items():
+            self._decide(name, key, variable, where, env)
+        self._check(env)
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _decide(self, name: str, key: str, variable: str, where: str, env: Mapping[str, str]) -> None:
+        """Settles one value, in the field and in the document."""
+        document = self.hf_ds_config.config
+        written = find(document, key)
+        found, origin = getattr(self, name), self.sources.get(name, f"deepspeed_plugin {name}")
+        if _unset(found):
+            found, origin = env.get(variable), f"environment {variable}"
+        chosen = None if _unset(found) else read(name, found, origin)
+        stated = None if _unset(written) else read(name, written, f"{where} {key}")
+        if chosen is not None and stated is not None and chosen != stated:
+            raise ConfigError(
+                f"{origin} says {chosen!r}, and {where} says {key} = {stated!r}; make them agree, or let the "
+                f"configuration say {AUTO!r}"
+            )
+        if chosen is None and stated is not None:
+            chosen, origin = stated, f"{where} {key}"
+        if chosen is None:
+            chosen, origin = _DEFAULTS[name], "default"
+        setattr(self, name, None if chosen == AUTO else chosen)
+        self.origins[key] = origin
+        section = key.rpartition(".")[0]
+        if chosen in (None, "none") and find(document, section) is None:
+            return
+        if name == "zero_stage" and self.chooses_stage:
+            return
+        if chosen != AUTO or written is not None:
+            put(document, key, chosen)
+
+    def _check(self, env: Mapping[str, str]) -> None:
+        for kind, least in (("optimizer", 1), ("param", 3)):
+            device = getattr(self, f"offload_{kind}_device")
+            path = getattr(self, f"offload_{kind}_nvme_path")
+            if device != "none" and self.zero_stage < least and not self.chooses_stage:
+                raise ConfigError(
+                    f"offload_{kind}_device={device!r} ({self.origins[f'{ZERO}.offload_{kind}.device']}) needs "
+                    f"zero_stage {least} or more, and it is {self.zero_stage} ({self.origins[f'{ZERO}.stage']})"
+                )
+            if device == "nvme" and path is None:
+                raise ConfigError(f"offload_{kind}_device='nvme' needs offload_{kind}_nvme_path, a folder on that disk")
+        if self.enable_msamp or (
+            self.enable_msamp is None and env.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"
+        ):
+            raise ConfigError("enable_msamp: MS-AMP is not supported with DeepSpeed; nearest: mixed_precision='bf16'")
+        flag = self.zero3_init_flag
+        if flag is None:
+            flag = env.get(f"{PREFIX}ZERO3_INIT")
+        asked = self.zero_stage == 3 if flag is None else as_flag("zero3_init_flag", flag)
+        if asked and self.zero_stage != 3:
+            raise ConfigError(
+                f"zero3_init_flag is True, and zero_stage is {self.zero_stage} ({self.origins[f'{ZERO}.stage']}); only "
+                "stage 3 partitions parameters"
+            )
+        self.zero3_init_flag = None if flag is None and self.chooses_stage else asked
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
+
+    def settled(self, options: Mapping[str, Any]) -> Self | None:
+        """These options with a stage and offloading that were left open; None where they have other values already."""
+        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
+            is_open = self.origins[_KEYS[name][0]] == "default"
+            if not is_open and options.get(name, "none") != getattr(self, name):
+                return None
+        known = {name: self.origins[key] for name, (key, _) in _KEYS.items()}
+        sources = {**known, **dict.fromkeys(options, "the planner")}
+        return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks share every sequence."""
+        found = find(self.deepspeed_config, SEQUENCES)
+        return 1 if _unset(found) else int(found)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """How many ranks share every layer."""
+        found = find(self.deepspeed_config, LAYERS)
+        return 1 if _unset(found) else max(1, as_number(LAYERS, found))
+
+    def share(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
+        """Takes over from ``parallelism_config`` how many ranks share each sequence, and each layer.
+
+        ``attention`` is that of Transformers which computes where sequences are shared.
+
+        Raises:
+            ConfigError: these options, or others of the run, have other values; or the planner is to choose.
+        """
+        for plugin in self.plugins.values() or (self,):
+            share_sequences(plugin, sequences)
+            share_layers(plugin, layers)
+            plugin.sequence_attention = attention
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration with the fields in it; values that only preparing settles are ``"auto"``."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    def implied(self) -> Mapping[str, Implied]:
+        """The values that these options, and the others of the run, give the Accelerator's settings.
+
+        Raises:
+            ConfigError: two of them differ.
+        """
+        return implied_by(self.plugins or {"": self})
+
+    def explain(self) -> tuple[tuple[str, Any, str], ...]:
+        """Every key of DeepSpeed's configuration with its value and the origin of the value."""
+        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        rows = [
+            (key, value, self.origins.get(key, "until prepare" if value == AUTO else where))
+            for key, value in leaves(self.deepspeed_config)
+        ]
+        return tuple(sorted(rows))
+
+    # What Transformers' integration calls
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the key says "auto"."""
+        return bool(self.hf_ds_config.get_value(ds_key_long) == AUTO)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value at a dotted key."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fills an "auto" from ``kwargs`` (by the same dotted key), or notes that the two values differ.
+
+        Raises:
+            ConfigError: it says "auto", and ``kwargs`` has no such key.
+        """
+        node, last = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        if node.get(last) == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to "
+                    "correct value) in the DeepSpeed config file or pass it in kwargs."
+                )
+            node[last] = kwargs[ds_key_long]
+            self.origins[ds_key_long] = "filled in"
+        elif must_match and ds_key_long in kwargs and node.get(last) is not None:
+            if node[last] != kwargs[ds_key_long] and mismatches is not None:
+                mismatches.append(f"- ds {ds_key_long}={node[last]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """``fill_match`` for every key of the configuration.
+
+        Raises:
+            ConfigError: lists every value that contradicts ``kwargs``.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for key, _ in list(leaves(self.deepspeed_config if config is None else config, prefix)):
+            if key in kwargs or self.is_auto(key):
+                self.fill_match(key, found, must_match, **kwargs)
+        if found and mismatches is None:
+            raise ConfigError(
+                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n" + "\n".join(found)
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Enables the precision's section.
+
+        Raises:
+            ConfigError: the configuration enables the other one.
+        """
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
+        if other is None:
+            return
+        if find(self.deepspeed_config, f"{other}.enabled") is True:
+            raise ConfigError(
+                f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the DeepSpeed "
+                "config file."
+            )
+        put(self.deepspeed_config, f"{mixed_precision}.enabled", True)
+        self.origins[f"{mixed_precision}.enabled"] = "mixed_precision"
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models may be partitioned while they are built."""
+        return bool(self.zero3_init_flag)
+
+
+DeepSpeedPlugin = DeepSpeedConfig
+
+
+def _unset(value: object) -> bool:
+    return value is None or value == AUTO or value == ""
+
+
+def _shortened(name: str, value: Any, given: dict[str, Any], document: dict[str, Any]) -> None:
+    """Puts a short name where it belongs: a field, or DeepSpeed's section."""
+    if isinstance(value, Mapping):
+        put(document, f"{ZERO}.{name}", dict(value))
+    else:
+        value = _WORDS.get(value, value) if isinstance(value, str) else value
+        given[_SHORT[name]] = {True: "cpu", False: "none", None: "none"}.get(value, value)

@@ -1,0 +1,256 @@
+"""The configuration that an engine gets: every "auto" decided from the model, the run and the options. Pure."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from accel_deepspeed.config.consistency import LAYERS, TENSOR
+from accel_deepspeed.config.ds_json import AUTO, ZERO, find, leaves, put
+from accel_precision.options import GradScalerKwargs
+from accel_precision.policy import PrecisionPolicy, dtype_name
+from accel_state.errors import ConfigError
+
+_MICRO, _TOTAL, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+# DeepSpeed's own defaults of buffers, which are larger than small models are.
+_BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is known when a model is prepared.
+
+    Attributes:
+        policy: the run's precision.
+        world_size: number of ranks over which batches are spread.
+        elements: how many elements the parameters that train have.
+        hidden_size: width of the model, if its config has it.
+        batch_sizes: samples of a micro-batch of each loader of the same prepare.
+        smallest: of several batch sizes take the smallest, else the largest.
+        rates: ``lr`` and ``weight_decay`` of a ``DummyOptim``.
+        steps: ``total_num_steps`` and ``warmup_num_steps`` of a ``DummyScheduler``.
+        own_optimizer: the user gave an optimizer of their own.
+        scaler: options of the loss scale, if the user gave any.
+        device_type: of the devices that it trains on.
+        share_layers: number of ranks that share layers, and samples with them.
+    """
+
+    policy: PrecisionPolicy
+    world_size: int
+    elements: int = 0
+    hidden_size: int | None = None
+    batch_sizes: Sequence[int] = ()
+    smallest: bool = True
+    rates: Mapping[str, float] | None = None
+    steps: Mapping[str, int | None] | None = None
+    own_optimizer: bool = True
+    scaler: GradScalerKwargs | None = None
+    device_type: str = "cpu"
+    share_layers: int = 1
+
+
+# What of ZeRO++ packs numbers on the device, for which DeepSpeed has code for GPUs alone.
+_PACKING = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+
+
+def check_abilities(config: Mapping[str, Any], run: Run) -> None:
+    """Refuses what DeepSpeed cannot do here, or what would train wrongly behind an ordinary loop.
+
+    Raises:
+        ConfigError: the key, why, and the nearest that works.
+    """
+    packing = [key for key in _PACKING if find(config, f"{ZERO}.{key}") is True]
+    if packing and run.device_type == "cpu":
+        raise ConfigError(
+            f"{ZERO}.{packing[0]}: DeepSpeed packs numbers on GPUs only; nearest: zero_hpz_partition_size, the part of "
+            "ZeRO++ that does without"
+        )
+    if run.share_layers > 1:
+        _check_shared_layers(config, run)
+
+
+def _check_shared_layers(config: Mapping[str, Any], run: Run) -> None:
+    """Refuses what cannot be beside AutoTP."""
+    halves = run.policy.compute is not None and dtype_name(run.policy.compute) in ("bf16", "fp16")
+    if int(find(config, f"{ZERO}.stage", 0)) == 0 and halves:
+        raise ConfigError(
+            f"{LAYERS}={run.share_layers} at stage 0 in {run.policy.name}: DeepSpeed measures one rank's part of the "
+            "gradients there, and clips by that; nearest: zero_stage=1"
+        )
+    if int(find(config, f"{ZERO}.zero_hpz_partition_size", 1)) > 1:
+        raise ConfigError(
+            f"{LAYERS}={run.share_layers} and {ZERO}.zero_hpz_partition_size spread parameters over groups that know "
+            "nothing of each other; leave one of them out"
+        )
+
+
+def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """The engine's configuration, and the origin of each value that was decided here.
+
+    The engine is set to one micro-batch a step, because the clock counts them: ``gradient_accumulation_steps`` is the
+    Accelerator's.
+
+    Raises:
+        ConfigError: batch sizes that do not multiply, or an "auto" for which nothing is known.
+    """
+    check_abilities(document, run)
+    config = copy.deepcopy(dict(document))
+    origins: dict[str, str] = {}
+
+    def fill(key: str, value: Any, origin: str, *, absent: bool = False) -> None:
+        if find(config, key) == AUTO or (absent and find(config, key) is None):
+            put(config, key, value)
+            origins[key] = origin
+
+    _batches(config, run, origins)
+    _shares(config, run, fill)
+    _precision(config, run, fill)
+    if run.share_layers > 1:
+        fill(f"{TENSOR}.vocab_parallel_lm_head", False, "logits stay whole", absent=True)
+    _sizes(config, run, fill)
+    _dummies(config, run, fill)
+    fill("gradient_clipping", 0.0, "clip_grad_norm_ decides", absent=True)
+    fill("zero_allow_untested_optimizer", True, "any optimizer of torch", absent=True)
+    fill("steps_per_print", 2**31 - 1, "default", absent=True)
+    if find(config, f"{ZERO}.stage") == 1 and find(config, f"{ZERO}.overlap_comm"):
+        put(config, f"{ZERO}.overlap_comm", False)
+        origins[f"{ZERO}.overlap_comm"] = "stage 1 reduces once, after the last micro-batch"
+    for key, value in list(leaves(config)):
+        if value == AUTO:
+            section, _, last = key.rpartition(".")
+            del (find(config, section) if section else config)[last]
+            origins[key] = "DeepSpeed's default"
+    return config, origins
+
+
+def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
+    """Micro-batch and batch, which must multiply; the engine's own batch is one micro-batch on every rank."""
+    stated = {key: config.get(key) for key in (_MICRO, _TOTAL, _STEPS)}
+    given = {key: int(value) for key, value in stated.items() if value is not None and value != AUTO}
+    steps = given.get(_STEPS, 1)
+    known = (min if run.smallest else max)(run.batch_sizes, default=0)
+    if _MICRO in given:
+        micro, origin = given[_MICRO], "as given"
+    elif known:
+        micro, origin = known, "batch size of the loaders"
+    elif _TOTAL in given and given[_TOTAL] % (steps * run.world_size) == 0:
+        micro, origin = given[_TOTAL] // (steps * run.world_size), _TOTAL
+    else:
+        micro, origin = 1, "no loader was prepared with the model; DeepSpeed only reports it"
+    if _TOTAL in given and given[_TOTAL] != micro * steps * run.world_size:
+        raise ConfigError(
+            f"{_TOTAL} is {given[_TOTAL]}, and {_MICRO} {micro} ({origin}) x {_STEPS} {steps} x {run.world_size} ranks "
+            f"make {micro * steps * run.world_size}; give it as {AUTO!r}, or make them multiply"
+        )
+    config.update({_MICRO: micro, _TOTAL: micro * run.world_size, _STEPS: 1})
+    if run.share_layers > 1:
+        del config[_TOTAL]  # DeepSpeed multiplies it out by all ranks here, and by those with other samples there
+    origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
+
+
+def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
+    """What DeepSpeed reads for groups of its own: given both degrees, it would reduce over one of them."""
+    travels = config.pop("seq_parallel_communication_data_type", None)
+    if travels not in (None, AUTO) and find(config, "sequence_parallel_size", AUTO) not in (AUTO, 1):
+        fill("communication_data_type", travels, "seq_parallel_communication_data_type", absent=True)
+    stated = config.pop("data_parallel_size", None)
+    if stated not in (None, AUTO, run.world_size):
+        raise ConfigError(
+            f"data_parallel_size is {stated}, and batches are spread over {run.world_size} ranks; make it agree, or "
+            "leave it out"
+        )
+
+
+def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:
+    """Which 16-bit section is on, the dtype in which gradients are reduced and accumulated, and the loss scale."""
+    policy = run.policy
+    name = dtype_name(policy.compute) if policy.compute is not None else "no"
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+    if name in ("bf16", "fp16") and find(config, f"{name}.enabled") is False:
+        raise ConfigError(
+            f"mixed_precision is {policy.name!r}, and the DeepSpeed config says {name}.enabled = false; make them "
+            f"agree, or let the config say {AUTO!r}"
+        )
+    for section in ("bf16", "fp16"):
+        fill(f"{section}.enabled", section == name, f"precision {policy.name}", absent=section == name)
+    if name not in ("bf16", "fp16"):
+        return
+    if policy.true:
+        _true_precision(config, policy, fill)
+    reduce = dtype_name(policy.reduce or policy.params) if policy.reduce or policy.params else "fp32"
+    fill("communication_data_type", reduce, f"precision {policy.name}", absent=True)
+    stage = find(config, f"{ZERO}.stage", 0)
+    offloads = find(config, f"{ZERO}.offload_optimizer.device", "none") != "none"
+    if stage >= 2 or (stage == 1 and offloads):
+        accumulate = name if policy.true else "fp32"
+        fill("data_types.grad_accum_dtype", accumulate, f"precision {policy.name}", absent=True)
+    if name == "fp16" and run.scaler is not None:
+        scaler, origin = run.scaler, "GradScalerKwargs"
+        fill("fp16.initial_scale_power", round(math.log2(scaler.init_scale)), origin, absent=True)
+        fill("fp16.loss_scale_window", scaler.growth_interval, origin, absent=True)
+        fill("fp16.hysteresis", 1, origin, absent=True)
+
+
+def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) -> None:
+    """No fp32 copies: the optimizer updates weights, and keeps states, in the dtype that the model computes in.
+
+    Raises:
+        ConfigError: stage 0, where DeepSpeed always makes such copies; or the configuration wants them.
+    """
+    if int(find(config, f"{ZERO}.stage", 0)) == 0:
+        raise ConfigError(
+            f"precision {policy.name!r} at stage 0, where DeepSpeed keeps fp32 copies of the weights; nearest: "
+            "zero_stage=1, or mixed_precision='bf16'"
+        )
+    if find(config, f"{ZERO}.offload_optimizer.device", "none") != "none":
+        raise ConfigError(
+            f"precision {policy.name!r} with offload_optimizer, where DeepSpeed takes only its own Adam, with "
+            "states in bf16; nearest: offload_param alone, or mixed_precision='bf16'"
+        )
+    for key in ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"):
+        if find(config, key, AUTO) not in (True, AUTO):
+            raise ConfigError(
+                f"precision is {policy.name!r}, and the DeepSpeed config says {key} = false; make them agree, or use "
+                "mixed_precision='bf16'"
+            )
+        fill(key, True, f"precision {policy.name}", absent=True)
+
+
+def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:
+    """Buffers by the width of the model where it is known, and never larger than the model."""
+    width = run.hidden_size
+    if width is not None:
+        origin = f"hidden_size {width}"
+        fill(f"{ZERO}.reduce_bucket_size", width * width, origin)
+        fill(f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * width * width), origin)
+        fill(f"{ZERO}.stage3_param_persistence_threshold", 10 * width, origin)
+    for key, default in _BUCKETS.items():
+        if 0 < run.elements < default:
+            even = run.elements + run.elements % 2
+            fill(f"{ZERO}.{key}", even, "size of the model", absent=find(config, f"{ZERO}.stage", 0) > 0)
+    fill(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", False, "default")
+
+
+def _dummies(config: dict[str, Any], run: Run, fill: Any) -> None:
+    """What a DummyOptim and a DummyScheduler set in the optimizer and scheduler of the configuration."""
+    rates = run.rates or {}
+    for key in ("lr", "weight_decay"):
+        if key in rates:
+            fill(f"optimizer.params.{key}", rates[key], f"DummyOptim {key}")
+    if run.steps is None:
+        return
+    rate = rates.get("lr", find(config, "optimizer.params.lr"))
+    values = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, **run.steps}
+    if values.get("warmup_num_steps") is not None:
+        values["warmup_num_steps"] = max(1, int(values["warmup_num_steps"] or 0))
+    for key, value in values.items():
+        if value is not None and value != AUTO:
+            fill(f"scheduler.params.{key}", value, f"DummyScheduler {key}")
+    left = [key for key, value in leaves(config.get("scheduler") or {}) if value == AUTO]
+    if left:
+        raise ConfigError(
+            f"scheduler.{left[0]} is 'auto', and nothing says what it is; give DummyScheduler the numbers"
+        )

@@ -1,0 +1,1 @@
+"""Engines of DeepSpeed: making, binding and optimizers."""

@@ -1,0 +1,307 @@
+"""Making of engines, and what is kept for each."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.ops.fqn import WRAPS, named_parameters
+from accel_deepspeed.checkpoint.state_dicts import put_whole
+from accel_deepspeed.library import forget_module, library, local_rank
+from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
+from accel_deepspeed.tensor_parallel.shards import shape_of
+from accel_deepspeed.zero.gradients import Gradients, gradients_of
+from accel_deepspeed.zero.missing_gradients import LeftOut
+from accel_deepspeed.zero.parameter_edits import Edits, hook_loading
+from accel_deepspeed.zero.partitions import OwnParts, Parts, parts_of
+from accel_precision.policy import PrecisionPolicy
+from accel_state.errors import BackendError, PrepareError
+from accel_state.pytree.operations import map_leaves
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+
+class Handle(Protocol):
+    """A hook or a replacement, which ``remove`` undoes."""
+
+    def remove(self) -> None: ...
+
+
+# The key under which a graph node of an engine's output holds the id of its ``Prepared``.
+_ENGINE = "accel_engine"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """One engine and what was found out about it.
+
+    Attributes:
+        engine: DeepSpeed's engine, which is the prepared model.
+        optimizer: the one inside, whose groups schedulers change.
+        gradients: what has been accumulated; None for an engine that does not train.
+        parts: where weights and states are; None where the optimizer updates the parameters themselves.
+        groups: names of each group's parameters.
+        clip: the norm that the configuration clips to, 0 for none, and the origin of that value.
+        saves_16bit: whole weights are handed out as the model computes with them.
+        handles: hooks on the model and its optimizer.
+        open: there has been a forward with a graph since the last backward.
+        first: the comparison of the first backward's gradients; None if there is none, or it has been made.
+        edits: finds what the loop writes into parameters.
+    """
+
+    engine: Any
+    optimizer: Optimizer | None
+    gradients: Gradients | None
+    parts: Parts | None
+    groups: tuple[tuple[str, ...], ...]
+    clip: tuple[float, str]
+    edits: Edits
+    saves_16bit: bool = False
+    handles: list[Handle] = field(default_factory=list)
+    open: bool = False
+    first: FirstGradients | None = None
+
+    def compare_first(self) -> None:
+        """After the first backward, compares gradients over the ranks that share layers; collective."""
+        if self.first is not None:
+            first, self.first = self.first, None
+            first.check(self.engine.device)
+
+    def release(self) -> None:
+        """Destroys the engine; the user's module stays."""
+        for handle in self.handles:
+            handle.remove()
+        if self.first is not None:
+            self.first.remove()
+        if self.gradients is not None:
+            self.gradients.remove()
+        self.engine.destroy()
+        forget_module(self.engine.module)
+        self.engine.__dict__.pop(WRAPS, None)
+
+
+def start_engine(
+    session: "Session", model: nn.Module, optimizer: Optimizer | Callable[..., Any] | None, config: Mapping[str, Any]
+) -> Any:
+    """DeepSpeed's engine of a model; collective. The model is on its device, and changed in place.
+
+    Raises:
+        PrepareError: DeepSpeed refuses, in its words.
+    """
+    deepspeed = library(session.device.type)
+    count_alike(session)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with local_rank(session), _as_given():
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=trainable if optimizer is None else None,
+                config=dict(config),
+                dist_init_required=False,
+            )
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        raise PrepareError(f"DeepSpeed cannot prepare this {type(model).__name__}: {error}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("deepspeed"):
+            raise PrepareError(f"DeepSpeed cannot prepare this {type(model).__name__}: {error}") from error
+        raise
+    engine.__dict__[WRAPS] = "module"
+    return engine
+
+
+@contextmanager
+def _as_given() -> Iterator[None]:
+    """Within it, stage 3 spreads parameters in the dtype that it is given, which is theirs.
+
+    DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what it writes to a disk.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
+
+    there = Owner._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            there(self, ds_config, dtype)
+        else:
+            self.dtype = dtype
+
+    Owner._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Owner._set_dtype = there
+
+
+def count_alike(session: "Session") -> None:
+    """Makes all ranks give the next module, and the next parameter, the same number.
+
+    Stage 3 numbers both over all engines of a process and compares the numbers between ranks, which differ if one of
+    them had an engine of its own before. Modules are counted in the default argument of the method that numbers them.
+    """
+    if session.world_size == 1:
+        return
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    modules = defaults[0] if defaults and isinstance(defaults[0], list) else [0]
+    most = torch.tensor([modules[0], Init.param_id], device=session.device.torch)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=session.group)
+    modules[0], Init.param_id = most.tolist()
+
+
+def take_engine(
+    engine: Any, groups: tuple[tuple[str, ...], ...], policy: PrecisionPolicy, clip: tuple[float, str]
+) -> Prepared:
+    """The ``Prepared`` of a new engine, with its hooks."""
+    trains = engine.basic_optimizer is not None
+    gradients = gradients_of(engine) if trains else None
+    parts = parts_of(engine) if trains else None
+    if gradients is not None:
+        engine.lr_scheduler = None  # the user's loop moves schedules
+        if parts is not None and not isinstance(parts, OwnParts):
+            gradients.left_out = LeftOut(engine.basic_optimizer, parts)
+    prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
+    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *hook_loading(engine)]
+    if trains:
+        prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
+    return prepared
+
+
+def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
+    """Writes rank 0's fp32 values into the optimizer's copies, which DeepSpeed makes of rounded weights."""
+    import torch.distributed as dist
+
+    parts = prepared.parts
+    if parts is None:
+        return
+    for name, parameter in named_parameters(prepared.engine).items():
+        if name in values and parts.holds(parameter):
+            value = values[name].to(prepared.engine.device)
+            if session.world_size > 1:
+                dist.broadcast(value, 0)
+            put_whole(parts, parameter, value.view(shape_of(parameter)))
+
+
+def forget_first_step(prepared: Prepared) -> None:
+    """Undoes the step with zero gradients that DeepSpeed takes at stage 0 in 16 bits to fill the optimizer's states.
+
+    It would count as a step, and decay the weights.
+    """
+    if hasattr(prepared.engine.optimizer, "fp16_groups") and prepared.optimizer is not None:
+        prepared.optimizer.state.clear()
+
+
+def engine_of_graph(candidates: list[Prepared], loss: torch.Tensor) -> list[Prepared]:
+    """The engines whose outputs a loss was computed from, in the order of ``candidates``."""
+    wanted = set(map(id, candidates))
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack and found != wanted:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        owner = node.metadata.get(_ENGINE)
+        if owner in wanted:
+            found.add(owner)
+        stack += [below for below, _ in node.next_functions]
+    return [prepared for prepared in candidates if id(prepared) in found]
+
+
+def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    """One backward through one engine or several that a loss goes through.
+
+    Raises:
+        BackendError: several engines that scale the loss, each by a factor of its own.
+    """
+    first, *others = engines
+    assert first.gradients is not None
+    if not others:
+        scaled = first.gradients.scaled(loss)
+        first.gradients.backward(lambda: first.engine.backward(scaled, retain_graph, False))
+        first.compare_first()
+        return
+    if any(one.engine.fp16_enabled() for one in engines):
+        raise BackendError(
+            f"a loss that goes through {len(engines)} engines in fp16, each with a loss scale of its own; nearest: "
+            "mixed_precision='bf16'"
+        )
+    _through(others, lambda: run_backward([first], loss, retain_graph=retain_graph))
+
+
+def _through(others: list[Prepared], run: Callable[[], None]) -> None:
+    """Runs the first engine's backward within the bookkeeping of each other engine's."""
+    if not others:
+        run()
+        return
+    one, *rest = others
+    assert one.gradients is not None
+    engine = one.engine
+
+    def inside() -> None:
+        engine._running_engine_backward_count += 1
+        engine._running_engine_backward = True
+        try:
+            _through(rest, run)
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward_count -= 1
+            engine._running_engine_backward = engine._running_engine_backward_count > 0
+
+    one.gradients.backward(inside)
+    one.compare_first()
+
+
+@final
+class _Remember:
+    """Marks the graph nodes of an engine's outputs; the marks last as long as the graph."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._prepared.open = True
+        if isinstance(output, torch.Tensor):
+            self._note(output)
+        else:
+            map_leaves(self._note, output)
+
+    def _note(self, leaf: Any) -> Any:
+        node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        if node is not None:
+            node.metadata[_ENGINE] = id(self._prepared)
+        return leaf
+
+
+def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:
+    """Inputs of the model in the dtype it computes in, outputs in that of the policy."""
+    compute, output = policy.compute, policy.output
+    if compute is None or compute.itemsize > 2:
+        return []
+
+    def convert(dtype: torch.dtype, data: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return map_leaves(one, data)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return convert(compute, args), convert(compute, kwargs)
+
+    handles = [engine.module.register_forward_pre_hook(before, with_kwargs=True)]
+    if output is not None:
+        handles.append(engine.module.register_forward_hook(lambda module, args, result: convert(output, result)))
+    return handles

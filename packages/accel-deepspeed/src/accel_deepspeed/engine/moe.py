@@ -1,0 +1,81 @@
+"""Mixtures of experts: groups of the experts' parameters, and layers that stage 3 gathers as a whole."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_deepspeed.config.ds_json import near
+from accel_state.errors import BackendError, PrepareError
+
+
+def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """The optimizer, its groups split where they mix experts, whose gradients other ranks share, with the rest."""
+    if not any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters()):
+        return optimizer
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    for position, group in enumerate(optimizer.param_groups):
+        group.setdefault("name", f"group {position}")
+    groups: Any = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    return optimizer
+
+
+def check_experts(model: nn.Module, stage: int) -> None:
+    """Refuses layers of ``deepspeed.moe`` at stage 3, which DeepSpeed refuses when the model is half an engine.
+
+    Raises:
+        PrepareError: with what works.
+    """
+    if stage < 3:
+        return
+    found = next((name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False), None)
+    if found is not None:
+        raise PrepareError(
+            f"{type(model).__name__}.{found} is of an expert of deepspeed.moe, which DeepSpeed does not train at stage "
+            "3; nearest: zero_stage=2, or experts that are ordinary modules, their class in transformer_moe_cls_names"
+        )
+
+
+def check_experts_are_alike(model: nn.Module) -> None:
+    """Refuses states of a model whose ranks have different experts under the same names.
+
+    Raises:
+        BackendError: with the nearest that works.
+    """
+    experts = [p for p in model.parameters() if getattr(p, "allreduce", True) is False]
+    names = dict.fromkeys(getattr(p, "group_name", None) for p in experts)
+    if not names:
+        return
+    from deepspeed.utils import groups
+
+    sizes = {name: groups._get_expert_parallel_world_size(name) for name in names if name}
+    for name, size in sizes.items():
+        if size > 1:
+            raise BackendError(
+                f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "
+                f"{name}), which no state tells apart; nearest: export_deepspeed, which writes DeepSpeed's own files, "
+                "or ep_size=1"
+            )
+
+
+def mark_leaf_modules(model: nn.Module, names: object) -> None:
+    """Makes stage 3 gather the modules of these classes as a whole, because ranks run different experts.
+
+    Raises:
+        PrepareError: the model has no module of such a class.
+    """
+    if not names:
+        return
+    wanted = [one.strip() for one in str(names).split(",")] if isinstance(names, str) else list(names)  # type: ignore[call-overload]
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in wanted:
+        if name not in classes:
+            raise PrepareError(
+                f"transformer_moe_cls_names has {name!r}, and {type(model).__name__} no module of such a class"
+                f"{near(name, classes)}"
+            )
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, [classes[name] for name in wanted])

@@ -1,0 +1,219 @@
+"""AutoTP: neighbouring ranks share every layer, each computes with a part of its rows or columns."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.ops.fqn import innermost, named_parameters
+from accel_deepspeed.config.consistency import LAYERS, check_groups, largest_divisor
+from accel_deepspeed.tensor_parallel.shards import NOTE, is_cut
+from accel_state.errors import BackendError, PrepareError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_state.session import Session
+
+# Layers whose forward and whose note of what each rank has are known to agree with those that they replace.
+_SOUND = frozenset(
+    [
+        "GateUpPack_LinearLayer",
+        "HiddenParallelEmbedding",
+        "LinearAllreduce",
+        "LinearAllreduceWithReplicatedInput",
+        "LinearLayer",
+        "SubParamLinearAllreduce",
+        "SubParamLinearLayer",
+        "VocabParallelEmbedding",
+        "VocabParallelLinear",
+        "fused_LinearLayer",
+    ]
+)
+_INSTEAD = (
+    "nearest: say how in tensor_parallel.partition_config, or in _tp_plan of the model, or zero_stage=3 without it"
+)
+
+
+@final
+class Layers:
+    """The ranks that share layers: ``size`` neighbours each.
+
+    Raises:
+        ConfigError: the ranks do not divide into such groups.
+    """
+
+    def __init__(self, session: "Session", size: int) -> None:
+        check_groups(session.world_size, size, LAYERS)
+        self.session, self.size = session, size
+
+    @property
+    def first(self) -> int:
+        """The lowest rank of those that share layers with this one."""
+        return self.session.rank // self.size * self.size
+
+    def open(self) -> None:
+        """Makes DeepSpeed's groups, which are those of all engines of a process; collective the first time.
+
+        Raises:
+            BackendError: engines of this process are there that share layers among another number of ranks.
+        """
+        from deepspeed.utils import groups
+
+        there = groups._TENSOR_MODEL_PARALLEL_GROUP
+        found = 1 if there is None else there.size()
+        if there is not None and found != self.size:
+            raise BackendError(
+                f"{LAYERS}={self.size}, and engines of this process share layers among {found} ranks, of which "
+                "DeepSpeed knows one number; close the Accelerator that has them first"
+            )
+        if self.size > 1:
+            groups._init_tp_mesh_device(tensor_model_parallel_size=self.size)
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """Those that share layers with this rank, once it is open; None: each has whole layers."""
+        return self._group("get_tensor_model_parallel_group")
+
+    @property
+    def data_group(self) -> "ProcessGroup | None":
+        """Those that have the same parts of layers, and other samples; None: all."""
+        return self._group("get_data_parallel_group")
+
+    def _group(self, name: str) -> "ProcessGroup | None":
+        if self.size == 1:
+            return None
+        from deepspeed.utils import groups
+
+        found: ProcessGroup = getattr(groups, name)()
+        return found
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses what cannot be cut, before anything is.
+
+        Raises:
+            PrepareError: a model that was cut already, of fewer heads than ranks, or with experts of DeepSpeed.
+        """
+        if getattr(model, "ds_autotp_parsed", False):
+            raise PrepareError(
+                f"this {type(model).__name__} was prepared with {LAYERS} before, and has this rank's parts of layers "
+                "only; build it anew"
+            )
+        if self.size == 1:
+            return
+        if any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters()):
+            raise PrepareError(
+                f"{type(model).__name__} has experts of deepspeed.moe beside {LAYERS}={self.size}, whose gradients "
+                "would not be those of one process; nearest: leave one of them out"
+            )
+        heads = _heads(model)
+        if heads is not None and heads < self.size:
+            raise PrepareError(
+                f"{type(model).__name__} has {heads} heads of keys, and {LAYERS}={self.size} would leave ranks without "
+                f"any; nearest: {largest_divisor(self.session.world_size, heads)}"
+            )
+
+    def gather_in(self, model: nn.Module) -> None:
+        """Gives all ranks the parameters, buffers and random numbers of one, of which each is to keep a part.
+
+        Random numbers go to those that share layers, because they drop out the same of what all of them have.
+        """
+        if self.size == 1:
+            return
+        from accel_state.collectives.tensors import broadcast
+        from accel_state.rng import synchronize_rng_states
+
+        whole = [one for one in model.parameters() if not hasattr(one, "ds_id")]
+        broadcast([one.detach() for one in whole] + list(model.buffers()), group=self.session.group)
+        kinds = ["torch"] if self.session.device.type == "cpu" else ["torch", self.session.device.type]
+        synchronize_rng_states(kinds, group=self.group)
+
+
+def kinds_of(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """The class of each module, by name, to be compared with what AutoTP makes of it."""
+    return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[RemovableHandle]:
+    """Checks what AutoTP has made of a model, and puts right what is not: hooks, and what norms count.
+
+    Args:
+        engine: that has just been started.
+        before: the classes that modules had.
+
+    Raises:
+        PrepareError: nothing is cut, or something in a way that trains wrongly or that no state is put together from.
+    """
+    model = innermost(engine)
+    _check_layers(model, before)
+    parameters = named_parameters(model)
+    for name, parameter in parameters.items():
+        _check_note(type(model).__name__, name, parameter)
+    if not any(map(is_cut, parameters.values())):
+        raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to share; {_INSTEAD}")
+    engine._config.train_batch_size //= engine.mp_world_size  # those that share layers have the same samples
+    handles: list[RemovableHandle] = []
+    for parameter in parameters.values():
+        # DeepSpeed's norms add up what has this mark, and count the rest on one rank.
+        parameter.tensor_model_parallel = is_cut(parameter)  # type: ignore[attr-defined]
+    for module in _shared(model).values():
+        handles.append(module.register_forward_pre_hook(_in_order))
+    return handles
+
+
+def _in_order(module: nn.Module, inputs: Any) -> Any:
+    """Makes inputs contiguous: of other gradients AutoTP 0.19.8 sums a copy, and continues with its unsummed part."""
+    return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
+
+
+def _shared(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that AutoTP has put in, by name."""
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    return {name: one for name, one in model.named_modules() if isinstance(one, TensorParallel_Layer)}
+
+
+def _check_layers(model: nn.Module, before: Mapping[str, type[nn.Module]]) -> None:
+    kind = type(model).__name__
+    shared = _shared(model)
+    for name, module in shared.items():
+        was = before[name]
+        if type(module).__name__ not in _SOUND or not issubclass(was, nn.Linear | nn.Embedding):
+            raise PrepareError(
+                f"{kind}.{name} is a {was.__name__}, which AutoTP would share wrongly; {_INSTEAD}; the model is to be "
+                "built anew"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and is_cut(module.weight) and name not in shared:
+            raise PrepareError(
+                f"{kind}.{name} is an embedding, of which AutoTP gives each rank some columns and puts nothing "
+                "together; leave it out of tensor_parallel.partition_config; the model is to be built anew"
+            )
+
+
+def _check_note(kind: str, name: str, parameter: nn.Parameter) -> None:
+    """Refuses a parameter without an exact note of the part that each rank, and no other, has of it."""
+    if not is_cut(parameter):
+        return
+    note = getattr(parameter, NOTE)
+    described = note["conversion"].get("affine_map")
+    pieces = [piece for one in described["ranks"].values() for piece in one["pieces"]] if described else []
+    if described is None or any(len(piece["locations"]) > 1 for piece in pieces):
+        reason = note["conversion"].get("unsupported_reason") or "ranks share a block of it, and none its gradient"
+        raise PrepareError(f"AutoTP cuts {kind}.{name} as nothing here can train or save: {reason}; {_INSTEAD}")
+    for rank, one in described["ranks"].items():
+        if 0 in one["shard_shape"]:
+            raise PrepareError(
+                f"{kind}.{name} of {tuple(note['original_shape'])} leaves nothing of it to rank {rank} of those that "
+                f"share layers; nearest: a smaller {LAYERS}"
+            )
+
+
+def _heads(model: nn.Module) -> int | None:
+    """How many heads of keys a model's config states, which AutoTP does not cut."""
+    from deepspeed.module_inject.tp_shard import AutoTPMeta
+
+    found: int | None = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads
+    return found

@@ -1,0 +1,80 @@
+"""Comparison of the first gradients of parameters that ranks which share layers have whole."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from accel_backends.ops.clip import listed
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Sums of the same numbers differ in their last bits between devices; other samples, or a part of a sum, differ wholly.
+_NOISE = 1e-2
+
+
+@final
+class FirstGradients:
+    """Measures the gradients of the first backward, each before ZeRO takes it.
+
+    A weight that is whole on every rank and is applied to a part (a norm within heads, say) gets a part of its gradient
+    on each, and so does anything behind other random numbers. Otherwise ranks would drift apart without an error.
+
+    Args:
+        parameters: what every rank has whole, by name; those that need no gradient are left out.
+        group: the ranks that share layers.
+        session: all ranks, which raise together.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: "ProcessGroup", session: "ProcessGroup | None"
+    ) -> None:
+        self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self._group, self._session = group, session
+        self._found: dict[int, torch.Tensor] = {}
+        self._handles = [parameters[name].register_hook(self._note(place)) for place, name in enumerate(self._names)]
+
+    def _note(self, place: int) -> Callable[[torch.Tensor], None]:
+        def keep(gradient: torch.Tensor) -> None:
+            values = gradient.detach().float()
+            self._found[place] = torch.stack([torch.linalg.vector_norm(values), values.sum()])
+
+        return keep
+
+    def check(self, device: torch.device) -> None:
+        """Compares, once; collective.
+
+        Raises:
+            BackendError: gradients differ; on all ranks.
+        """
+        import torch.distributed as dist
+
+        self.remove()
+        if not self._names:
+            return
+        nothing = torch.zeros(2, device=device)
+        mine = torch.stack([self._found.get(place, nothing) for place in range(len(self._names))])
+        low, high = mine.clone(), mine.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
+        norms = high[:, 0]
+        allowed = _NOISE * norms + 1e-6 * norms.max()
+        differ = ((high - low).amax(1) > allowed).float()
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._session)
+        if differ.any():
+            names = [name for name, far in zip(self._names, differ.tolist(), strict=True) if far]
+            raise BackendError(
+                f"ranks that share layers have all of {listed(names, 3)} and other gradients of it, so they would "
+                "drift apart. If it is applied to a part of what is shared (a norm within heads), give it "
+                "grad_allreduce in tensor_parallel.partition_config, or 'replicated_with_grad_allreduce' in _tp_plan "
+                "of the model; if not, these ranks computed on other samples or random numbers"
+            )
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,1 @@
+"""ZeRO: gradients, partitions and gathered parameters of each stage."""

@@ -1,0 +1,62 @@
+"""Whole parameters of an engine, to be read or changed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from accel_backends.ops.fqn import named_parameters
+from accel_deepspeed.checkpoint.state_dicts import put_part
+from accel_deepspeed.engine.engine import Prepared
+from accel_deepspeed.tensor_parallel.shards import is_cut, part_of_whole, whole_of_cut
+
+
+@contextmanager
+def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
+    """Within it, parameters are whole on every rank, in the dtype that the model computes with; collective.
+
+    What is changed reaches the optimizer's fp32 copies; every rank has to make the same changes. What is not changed
+    keeps the bits that those have more.
+    """
+    prepared.edits.carry()
+    parameters = list(named_parameters(prepared.engine).values())
+    sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
+    if sharded:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        gathering = GatheredParameters(parameters, modifier_rank=0 if writeback else None)
+    else:
+        gathering = nullcontext()
+    with gathering, torch.no_grad():
+        before = [parameter.detach().clone() for parameter in parameters]
+        with _put_together(parameters), torch.enable_grad():
+            yield
+        if writeback:
+            _carry_over(prepared, parameters, before)
+        else:
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+    prepared.edits.forget()
+
+
+@contextmanager
+def _put_together(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Within it, parameters of which each rank computes with a part are whole; each part is written back."""
+    cut = [(parameter, parameter.data) for parameter in parameters if is_cut(parameter)]
+    for parameter, part in cut:
+        parameter.data = whole_of_cut(parameter, part)
+    try:
+        yield
+    finally:
+        for parameter, part in cut:
+            part.copy_(part_of_whole(parameter, parameter.data).view(part.shape))
+            parameter.data = part
+
+
+def _carry_over(prepared: Prepared, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
+    parts = prepared.parts
+    if parts is None:
+        return
+    for parameter, value in zip(parameters, before, strict=True):
+        if parts.holds(parameter) and not torch.equal(parameter.detach(), value):
+            put_part(parts, parameter, parameter.detach().float())

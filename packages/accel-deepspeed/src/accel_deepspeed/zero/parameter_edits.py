@@ -1,0 +1,157 @@
+"""Weights that a loop writes into an engine's parameters, copied to the tensors that its optimizer steps."""
+
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.ops.clip import listed
+from accel_backends.ops.fqn import named_parameters
+from accel_deepspeed.zero.partitions import Parts
+from accel_state.errors import BackendError
+from accel_state.watchdog.decorator import recorded
+
+
+@final
+class Edits:
+    """Finds parameters that were written to since the last check, by torch's version counters.
+
+    What was written is copied to the optimizer's tensors, which have another dtype or device. Elements of a copy that
+    round to the parameter's values keep their bits. Writes that torch does not count (``parameter.data``) are seen only
+    where the optimizer's tensor shares the parameter's memory: at stages 1 and 2 in fp32 without offloading.
+
+    Args:
+        engine: whose parameters are checked.
+        parts: where the copies are; None: the optimizer updates the parameters themselves.
+    """
+
+    def __init__(self, engine: Any, parts: Parts | None) -> None:
+        self._parts = parts
+        self._named = list(named_parameters(engine).items())
+        # At stage 3 also this rank's pieces, which DeepSpeed writes after a gather with ``modifier_rank``.
+        self._pieces = [getattr(parameter, "ds_tensor", None) for _, parameter in self._named]
+        self._watched: list[torch.Tensor] = [parameter for _, parameter in self._named]
+        self._watched += [piece for piece in self._pieces if piece is not None]
+        self._copied = parts is not None or len(self._watched) > len(self._named)
+        self.forget()
+        self._handle = engine.register_forward_pre_hook(self._look) if self._watched[len(self._named) :] else None
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _look(self, *_: object) -> None:
+        """Before each forward of stage 3, which gathers pieces over parameters that were written to."""
+        self.carry()
+
+    def forget(self) -> None:
+        """Starts from the present version counters: copies hold everything that has been written until now."""
+        self._seen = [one._version for one in self._watched]
+
+    @torch.no_grad()
+    def carry(self) -> None:
+        """Copies what was written since the last check to the optimizer's copies and this rank's pieces.
+
+        Raises:
+            BackendError: writes at stage 3 into parameters that were not gathered.
+        """
+        if not self._copied or [one._version for one in self._watched] == self._seen:
+            return
+        seen = {id(one): version for one, version in zip(self._watched, self._seen, strict=True)}
+        lost: list[str] = []
+        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
+            changed = parameter._version != seen[id(parameter)]
+            kept = piece is not None and piece._version != seen[id(piece)]
+            if piece is None or (parameter.ds_persist and _is_here(parameter)):  # type: ignore[attr-defined]
+                if changed or kept:
+                    self._take(parameter, piece)
+            elif kept:
+                self._take_piece(parameter, piece)
+            elif changed and _starts_at(parameter, piece) < parameter.ds_numel:  # type: ignore[attr-defined]
+                lost.append(name)
+        self.forget()
+        if lost:
+            raise BackendError(
+                f"{listed(lost, 3)} was written to while its values were spread over ranks (ZeRO stage 3), so that "
+                "nothing changed; write on every rank alike within accelerator.full_parameters(model)"
+            )
+
+    def _take(self, parameter: nn.Parameter, piece: torch.Tensor | None) -> None:
+        values = parameter.detach().reshape(-1)
+        if piece is not None:
+            start = _starts_at(parameter, piece)
+            size = max(0, min(piece.numel(), values.numel() - start))
+            piece.narrow(0, 0, size).copy_(values.narrow(0, min(start, values.numel()), size))
+        if self._parts is not None and self._parts.holds(parameter):
+            with self._parts.held(parameter, changed=True) as part:
+                if part.size and part.flat is not None:
+                    _round_to(part.of(part.flat), values.narrow(0, part.start, part.size))
+
+    def _take_piece(self, parameter: nn.Parameter, piece: torch.Tensor) -> None:
+        if self._parts is not None and self._parts.holds(parameter):
+            with self._parts.held(parameter, changed=True) as part:
+                if part.size and part.flat is not None:
+                    _round_to(part.of(part.flat), piece.narrow(0, 0, part.size))
+
+
+def _is_here(parameter: Any) -> bool:
+    """Whether a parameter of stage 3 is whole."""
+    return bool(parameter.ds_status.name == "AVAILABLE")
+
+
+def _starts_at(parameter: Any, piece: torch.Tensor) -> int:
+    """The place of this rank's piece in the flattened parameter."""
+    return piece.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+
+
+def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrites the elements of a copy that do not round to these values."""
+    if copy.data_ptr() == values.data_ptr():
+        return
+    values = values.to(copy.device)
+    copy.copy_(torch.where(copy.to(values.dtype) == values, copy, values.to(copy.dtype)))
+
+
+def hook_loading(engine: Any) -> list[RemovableHandle]:
+    """Makes ``load_state_dict`` of the engine's modules gather at stage 3, and refuse ``assign=True`` at every stage.
+
+    It gathers the parameters of one module at a time, so all ranks have to call it; rank 0's values are loaded.
+    """
+    handles = []
+    for module in engine.module.modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            handles += _hook(module)
+    return handles
+
+
+def _hook(module: nn.Module) -> list[RemovableHandle]:
+    open_: list[Any] = []
+
+    def close(*_: object) -> None:
+        while open_:
+            open_.pop().__exit__(None, None, None)
+
+    def before(inner: nn.Module, state: Any, prefix: str, metadata: Any, *_: object) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise BackendError(
+                f"load_state_dict(assign=True) of {type(inner).__name__} would replace parameters that a DeepSpeed "
+                "engine trains, and the engine would not use the new ones; leave assign out"
+            )
+        close()
+        spread: list[Any] = [p for name, p in inner._parameters.items() if p is not None and prefix + name in state]
+        spread = [one for one in spread if hasattr(one, "ds_id") and not _is_here(one)]
+        if spread:
+            open_.append(_gather(spread, f"{prefix}*"))
+
+    return [module.register_load_state_dict_pre_hook(before), module.register_load_state_dict_post_hook(close)]
+
+
+@recorded("load_state_dict", lambda parameters, names: names)
+def _gather(parameters: list[nn.Parameter], names: str) -> Any:
+    from deepspeed.runtime.zero import GatheredParameters
+
+    gathered = GatheredParameters(parameters, modifier_rank=0)
+    gathered.__enter__()
+    return gathered

@@ -1,0 +1,120 @@
+"""The gradients of an engine of stage 0, which parameters hold."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from accel_deepspeed.tensor_parallel.shards import is_cut, whole_of_cut
+from accel_deepspeed.zero.gradients import Gradients
+
+
+@final
+class WholeGradients(Gradients):
+    """Stage 0: whole gradients in the parameters, averaged over ranks by one all-reduce.
+
+    Averaging an average together with later gradients gives the average of all, so a window needs no reopening.
+    """
+
+    keeps: ClassVar[bool] = True
+    spread: ClassVar[bool] = False
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._absent: list[nn.Parameter] = []
+
+    def reduce(self) -> None:
+        """One all-reduce for each dtype; what no rank has stays without a gradient, where DeepSpeed puts zeros."""
+        self.presence.add(one for one in self.parameters.values() if one.grad is not None)
+        self.at_boundary(True)
+        self.engine.allreduce_gradients()
+        self._absent = super().absent()
+        for parameter in self._absent:
+            parameter.grad = None
+
+    def absent(self) -> list[nn.Parameter]:
+        """As the reduction found."""
+        return self._absent
+
+    def reopen(self) -> None:
+        """Nothing: what is averaged already is the same on all ranks."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Times the loss scale of fp16, which the engine takes out of gradients and leaves to others to put in."""
+        record = self._loss_scale
+        return loss if record is None else loss.float() * record.cur_scale
+
+    def step(self) -> bool:
+        """The engine's step, after which the loss scale grows: it would grow between backward and its own division."""
+        record = self._loss_scale
+        if record is None or not record.dynamic_loss_scale:
+            return super().step()
+        window, record.scale_window = record.scale_window, sys.maxsize
+        try:
+            applied = super().step()
+        finally:
+            record.scale_window = window
+        stable = record.cur_iter - record.last_overflow_iter - 2  # steps before this one
+        if applied and stable > 0 and stable % window == 0:
+            record.cur_scale *= record.scale_factor
+        return applied
+
+    @property
+    def _loss_scale(self) -> Any:
+        """DeepSpeed's record of the loss scale; None where nothing is scaled."""
+        record = getattr(self.optimizer, "loss_scale_config", None)
+        return record if record is not None and record.use_grad_scaling else None
+
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scales the gradients at once, where there is no optimizer of DeepSpeed's to do it."""
+        if hasattr(self.optimizer, "clip_grad"):
+            super().clip(max_norm, norm)
+            return
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        self._done = self.engine, "clip_fp32_gradients", None
+
+    def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Those of the parameters: this rank's share until they are reduced, the average after."""
+        return {name: whole_of_cut(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
+
+    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """The parameter holds it."""
+        parameter.grad = gradient.to(parameter.dtype)
+
+    def in_place(self) -> list[torch.Tensor]:
+        """The parameters' own."""
+        return list(self.pending())
+
+    def pending(self) -> Iterable[torch.Tensor]:
+        """The parameters' own."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def parts(self) -> dict[int, torch.Tensor]:
+        """The parameters' own."""
+        return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
+
+    def scaled_norm(self) -> Any:
+        """Of all gradients, which every rank holds, or a part where ranks share layers."""
+        return self._norm_of_all().nan_to_num_(torch.inf, torch.inf)
+
+    def _norm_of_all(self) -> torch.Tensor:
+        found = [one for one in self.parameters.values() if one.grad is not None]
+        if self.engine.autotp_size() <= 1:
+            return nn.utils.get_total_norm([one.grad.float() for one in found if one.grad is not None])
+        import torch.distributed as dist
+        from deepspeed.utils import groups
+
+        group = groups.get_tensor_model_parallel_group()
+        counted = [one for one in found if is_cut(one) or group.rank() == 0]
+        norm = nn.utils.get_total_norm([one.grad.float() for one in counted if one.grad is not None])
+        square = norm.to(self.engine.device).square()
+        dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+    def discard(self) -> None:
+        """Clears the parameters' gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.stepped()

@@ -1,0 +1,5 @@
+"""``python -m accel_launch.cli``."""
+
+from accel_launch.cli import main
+
+main()

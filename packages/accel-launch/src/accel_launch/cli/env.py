@@ -1,0 +1,183 @@
+"""``accel env``."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import rich_click as click
+
+from accel_launch.cli.config import rows_as_json, shown
+from accel_launch.cli.options import as_json, config_file, config_from
+from accel_launch.cli.printing import print_json
+
+_PACKAGES = (
+    *("accel", "accel-state", "accel-precision", "accel-data", "accel-backends", "accel-ckpt", "accel-testing"),
+    *("torch", "torchvision", "torch-xla", "triton", "numpy", "safetensors", "click", "rich", "PyYAML"),
+    *("deepspeed", "megatron-core", "torchao", "transformer-engine", "bitsandbytes", "flash-attn"),
+    *("accelerate", "transformers", "trl", "peft", "diffusers", "datasets", "wandb", "mlflow", "tensorboard"),
+)
+_VARIABLES = (
+    "ACCEL_",
+    "ACCELERATE_",
+    "CUDA_VISIBLE",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MEGATRON_LM_",
+    "TORCH",
+    "PJRT_",
+    "SLURM_JOB",
+    "OMPI_COMM",
+)
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@click.command()
+@config_file
+@as_json
+def env(config_file: str | None, *, as_json: bool) -> int:
+    """Prints versions, devices, variables and changed settings: what a bug report needs."""
+    found = environment(config_file)
+    if as_json:
+        print_json(found)
+        return 0
+    for title, value in found.items():
+        if value in ({}, []):
+            print(f"{title}: none{' changed' * (title == 'settings')}")
+        elif isinstance(value, Mapping):
+            print(f"{title}:", *(f"  {name}: {text}" for name, text in value.items()), sep="\n")
+        elif isinstance(value, list):
+            print(f"{title}:", *(f"  {_line(item)}" for item in value), sep="\n")
+        else:
+            print(f"{title}: {value}")
+    return 0
+
+
+def environment(config_file: str | None = None) -> dict[str, object]:
+    """Everything that a bug report needs, as plain data. Devices are listed and none is initialised."""
+    changed = [row for row in rows_as_json(config_from({}, config_file)) if row["source"] != "default"]
+    return {
+        "platform": platform.platform(),
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "accel": shutil.which("accel") or "not on the PATH",
+        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "cores": os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "devices": _devices(),
+        "torch": _torch_facts(),
+        "topology": _topology(),
+        "backends": _backends(),
+        "tools": {name: path for name in _TOOLS if (path := shutil.which(name)) is not None},
+        "limits": _limits(),
+        "variables": {
+            name: "(hidden)" if any(word in name for word in _SECRET) else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES)
+        },
+        "settings": changed,
+    }
+
+
+_TOOLS = ("nvidia-smi", "rocm-smi", "sbatch", "srun", "mpirun", "ssh", "gcc", "ninja", "nvcc")
+
+
+def _torch_facts() -> dict[str, object]:
+    """What this build of torch can do."""
+    import torch
+    from torch import distributed
+
+    groups = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(distributed, f"is_{name}_available")()]
+    facts: dict[str, object] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "process groups": ", ".join(groups),
+        "threads": torch.get_num_threads(),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _topology() -> str:
+    """Where this process is in a job, as an Accelerator would read it."""
+    from accel_state import Topology
+    from accel_state.errors import AccelError
+
+    try:
+        place = Topology.from_env(os.environ)
+    except AccelError as error:
+        return f"cannot be read: {error}"
+    return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
+
+
+# Libraries without which a backend is listed but cannot be used.
+_LIBRARIES = {"deepspeed": "deepspeed", "xla": "torch_xla"}
+
+
+def _backends() -> str:
+    from accel_backends import installed_backends
+
+    return ", ".join(map(_with_library, installed_backends()))
+
+
+def _with_library(backend: str) -> str:
+    library = _LIBRARIES.get(backend)
+    missing = library is not None and find_spec(library) is None
+    return f"{backend} ({library} is not installed)" if missing else backend
+
+
+def _limits() -> dict[str, object]:
+    """What often stops a job that worked elsewhere: open files, shared memory, room for temporary files."""
+    found: dict[str, object] = {}
+    try:
+        import resource
+
+        found["open files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):
+        pass
+    for name, folder in (("shared memory", "/dev/shm"), ("temporary files", tempfile.gettempdir())):
+        if os.path.isdir(folder):
+            found[name] = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB free in {folder}"
+    return found
+
+
+def _line(item: object) -> str:
+    if isinstance(item, Mapping) and "name" in item:
+        return f"{item['name']}: {shown(item['value'])} ({item['source']} {item['detail']})"
+    return str(item)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _devices() -> list[str]:
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return ["cpu"]
+    count = torch.accelerator.device_count()
+    if kind.type == "cuda":
+        return [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
+    return [f"{kind.type}:{index}" for index in range(count)]

@@ -1,0 +1,56 @@
+"""``accel launch``."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import rich_click as click
+
+from accel_launch.cli.options import as_json, config_file, config_from, setting_options
+from accel_launch.cli.printing import print_json
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@setting_options
+@config_file
+@click.option("--dry_run", is_flag=True, help="Print argv and environment of every process, and start none.")
+@as_json
+def launch(
+    program: tuple[str, ...], config_file: str | None, *, dry_run: bool, as_json: bool, **flags: str | bool | None
+) -> int:
+    """Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for. Everything
+    after SCRIPT belongs to it.
+
+    Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from a
+    configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there.
+    """
+    from accel_launch.launch.dispatch import prepare
+
+    start = prepare(config_from(flags, config_file), program, os.environ)
+    if not dry_run:
+        for note in misplaced(program):
+            print(f"accel launch: note: {note}", file=sys.stderr, flush=True)
+        return start.run()
+    if as_json:
+        print_json(start.plan.to_json())
+    else:
+        print(start.plan, end="")
+    return 0
+
+
+# Flags that a script of its own hardly ever has, unlike --cpu or --mixed_precision.
+_LAUNCHERS_OWN = frozenset(
+    [
+        *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "nnodes"),
+        *("multi_gpu", "gpu_ids", "use_fsdp", "use_deepspeed", "config_file", "max_restarts", "dry_run"),
+    ]
+)
+
+
+def misplaced(program: Sequence[str]) -> Iterator[str]:
+    """A note for each flag of the launcher that stands after the script, to which it is given."""
+    for word in program[1:]:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in _LAUNCHERS_OWN:
+            yield f"{name} stands after {program[0]}, so the script gets it; accel launch reads what stands before it"

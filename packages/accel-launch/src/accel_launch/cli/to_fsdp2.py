@@ -1,0 +1,109 @@
+"""``accel to-fsdp2``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import rich_click as click
+
+from accel_state.errors import ConfigError
+
+_RESHARD: Mapping[str, bool] = MappingProxyType(
+    {
+        "FULL_SHARD": True,
+        "SHARD_GRAD_OP": False,
+        "HYBRID_SHARD": True,
+        "HYBRID_SHARD_ZERO2": False,
+        "NO_SHARD": False,
+        **{str(number): number in (1, 4) for number in range(1, 6)},
+    }
+)
+_GONE = MappingProxyType(
+    {
+        "fsdp_backward_prefetch": "FSDP2 always gathers the next unit in backward",
+        "fsdp_sync_module_states": "FSDP2 starts from rank 0's values by itself",
+        "fsdp_use_orig_params": "parameters always keep their names in FSDP2",
+        "fsdp_forward_prefetch": "FSDP2 overlaps gathering by itself",
+    }
+)
+_SECTION, _VERSION, _STRATEGY, _RESHARDING = (
+    "fsdp_config",
+    "fsdp_version",
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+)
+
+
+@click.command("to-fsdp2")
+@click.option("--config_file", required=True, metavar="PATH", help="The file to convert.")
+@click.option("--overwrite", is_flag=True, help="Write the result over the file (or over --output_file).")
+@click.option("--output_file", metavar="PATH", help="Where to write the result.")
+def to_fsdp2(config_file: str, *, overwrite: bool, output_file: str | None) -> int:
+    """Converts the fsdp_config of one of Accelerate's files, or our own settings of FSDP, from version 1 to version 2.
+    What version 2 has no option for is left out, and said.
+    """
+    import yaml
+
+    if not overwrite and output_file is None:
+        raise ConfigError("nowhere to write: give --output_file PATH, or --overwrite to convert the file itself")
+    source, target = Path(config_file), Path(output_file or config_file)
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{target} exists; name another file, or give --overwrite")
+    try:
+        data = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is no YAML or JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} is empty; expected lines of the form 'name: value'")
+    converted, notes = convert(data)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    from accel_launch.cli.config import replace_file
+
+    replace_file(target, yaml.safe_dump(converted, sort_keys=False))
+    print(f"wrote {target}")
+    return 0
+
+
+def convert(data: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The settings for FSDP2 and remarks on what has changed; the data as they are where nothing is to do.
+
+    Raises:
+        ConfigError: a strategy that does not exist.
+    """
+    section = data.get(_SECTION)
+    if isinstance(section, Mapping) and section:
+        # Old files leave the prefix out.
+        named = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
+        converted, notes = _convert(named)
+        return {**data, _SECTION: converted}, notes
+    if any(key.startswith("fsdp_") and key != _SECTION for key in data):
+        return _convert(data)
+    return dict(data), ["there is no fsdp_config; nothing was changed"]
+
+
+def _convert(options: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    if str(options.get(_VERSION, 1)) == "2":
+        return dict(options), ["this is FSDP2 already; nothing was changed"]
+    made: dict[str, object] = {}
+    notes = []
+    for key, value in options.items():
+        if key in _GONE:
+            notes.append(f"{key} is left out: {_GONE[key]}")
+        elif key in (_STRATEGY, _RESHARDING):
+            made[_RESHARDING] = _reshard(key, value)
+            notes += [f"{key}: {value} is now {_RESHARDING}: {made[_RESHARDING]}"] * (key == _STRATEGY)
+        elif key != _VERSION:
+            made[key] = value
+    return {_VERSION: 2, **made}, notes
+
+
+def _reshard(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    known: dict[str, bool] = {**_RESHARD, "TRUE": True, "FALSE": False}
+    if str(value).upper() not in known:
+        raise ConfigError(f"{key} is {value!r}; expected one of {', '.join(list(_RESHARD)[:5])}")
+    return known[str(value).upper()]

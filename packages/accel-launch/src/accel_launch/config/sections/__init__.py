@@ -1,0 +1,1 @@
+"""The rows of the table of settings, a file for each subject; ``accel_launch.config.model`` puts them together."""

@@ -1,0 +1,42 @@
+"""Carrying out a plan."""
+
+import os
+import sys
+
+from accel_launch.launch.launch_plan import LaunchPlan
+from accel_launch.launch.supervisor.ports import reserved_port
+from accel_state.errors import LaunchError
+
+
+def run(plan: LaunchPlan) -> int:
+    """Starts what ``plan`` says and returns the exit status; a direct plan replaces this process and never returns.
+
+    Raises:
+        LaunchError: where the machine refuses: a port, a command, a folder for logs.
+    """
+    if plan.direct:
+        _become(plan)
+    if plan.config.end_with_stdin:
+        from accel_launch.launch.supervisor.stdin_lifeline import end_with_stdin
+
+        end_with_stdin()
+    if plan.num_machines > 1:
+        from accel_launch.launch.multi_node.node import run_machine
+
+        return run_machine(plan)
+    from accel_launch.launch.supervisor.supervisor import run_local
+
+    return run_local(plan)
+
+
+def _become(plan: LaunchPlan) -> None:
+    (process,) = plan.processes
+    # The reservation ends here: the one process may open a group on the port, or never use it.
+    with reserved_port(plan.main_port) as port:
+        env = {**process.environment(os.environ), "MASTER_PORT": str(port)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(process.argv[0], process.argv, env)
+    except OSError as error:
+        raise LaunchError(f"cannot run {process.argv[0]!r}: {error.strerror}") from error

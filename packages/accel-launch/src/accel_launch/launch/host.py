@@ -1,0 +1,116 @@
+"""Facts about this machine that a launch needs, and a check that the program exists."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import final
+
+from accel_launch.config.model import AccelConfig
+from accel_launch.config.setting import nearest
+from accel_launch.launch.checks import machine_range
+from accel_state.errors import LaunchError
+
+# CUDA (also under WSL), ROCm, Intel graphics, Habana and TPU, Meta.
+_ACCELERATOR_NODES = ("nvidia", "dxg", "kfd", "dri", "accel", "vfio", "hl", "mtia")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the plan needs to know of a machine. ``accelerator`` is torch's device type, None where there is none.
+
+    ``interface`` is that of the network which this machine shares with the others, where that is known.
+    """
+
+    python: str
+    num_cores: int
+    accelerator: str | None
+    num_accelerators: int
+    interface: str | None = None
+
+
+def read_host(config: AccelConfig) -> HostFacts:
+    """Looks at this machine, no closer than ``config`` needs.
+
+    Accelerators are counted through torch, whose import takes longer than all the rest of a launch. So torch is asked
+    only where the count can change the plan (not for ``cpu`` or ``tpu``, nor for one process that was asked for) and
+    where the machine may have any.
+    """
+    one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
+    kind, count = (None, 0) if config.cpu or config.tpu or one_process else _accelerators()
+    return HostFacts(sys.executable, _num_cores(), kind, count, _shared_interface(config))
+
+
+def count_accelerators() -> int:
+    """Accelerators of this machine; torch is imported only where there may be any."""
+    return _accelerators()[1]
+
+
+def check_program(config: AccelConfig, program: Sequence[str]) -> None:
+    """Refuses a program that is not there, before any process starts.
+
+    Raises:
+        LaunchError: naming the program as given and the nearest one that exists.
+    """
+    if not program:
+        raise LaunchError("no program to launch: give a script, or -m and a module, after the flags")
+    target = program[0]
+    if config.no_python or config.tpu_cluster:
+        return  # the shell's own search for commands decides, in the process itself; or it is there, on the pod
+    if config.module:
+        _check_module(target)
+    elif not Path(target).exists():
+        folder = Path(target).parent
+        siblings = [path.name for path in folder.iterdir() if path.suffix == ".py"] if folder.is_dir() else []
+        close = nearest(Path(target).name, siblings)
+        hint = f"did you mean {folder / close}?" if close else f"looked in {folder.resolve()}"
+        raise LaunchError(f"there is no script {target!r}; {hint}")
+
+
+def _check_module(name: str) -> None:
+    top, _, rest = name.partition(".")
+    if rest == "py":
+        raise LaunchError(f"-m takes the name of a module, {name!r} is a file; drop -m, or name the module {top}")
+    # Only the top level is looked up: finding a submodule would run its parents here.
+    if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
+        raise LaunchError(f"there is no module {top!r} for -m {name}; looked in {Path.cwd()} and the environment")
+
+
+def _shared_interface(config: AccelConfig) -> str | None:
+    if not config.same_network or config.main_process_ip is None or machine_range(config)[1] == 1:
+        return None
+    from accel_launch.launch.multi_node.network import interface_to
+
+    return interface_to(config.main_process_ip)
+
+
+def _num_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _accelerators() -> tuple[str | None, int]:
+    if sys.platform == "linux" and not _has_accelerator_node() and not _has_foreign_backend():
+        return None, 0
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None, 0
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device.type, torch.accelerator.device_count()
+
+
+def _has_accelerator_node() -> bool:
+    """Whether /dev holds a node that an accelerator known to torch itself would have (not: whether one works)."""
+    return any(name.startswith(_ACCELERATOR_NODES) for name in os.listdir("/dev"))
+
+
+def _has_foreign_backend() -> bool:
+    """Whether a package adds a device type to torch, whose nodes we cannot know."""
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends"))

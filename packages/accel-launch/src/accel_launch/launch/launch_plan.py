@@ -1,0 +1,212 @@
+"""The processes that a launch starts on this machine: argv and environment of each, before anything runs."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from accel_launch.config.model import DOCUMENT_VARIABLE, AccelConfig
+from accel_launch.config.resolve import without_launcher
+from accel_launch.launch.checks import check_settings, machine_range
+from accel_launch.launch.host import HostFacts
+from accel_launch.launch.supervisor.ports import DEFAULT_PORT
+from accel_state.errors import LaunchError
+
+_VISIBLE_DEVICES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+_LOOPBACK = "127.0.0.1"
+_WORKER = "accel_launch.launch.child_main"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process: what it executes, and what its environment has beyond the launcher's own.
+
+    ``unset`` are variables that an outer launcher wrote for the launcher, and that are not meant for this process.
+    """
+
+    rank: int
+    local_rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    unset: tuple[str, ...] = ()
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment, on top of the launcher's."""
+        return {name: value for name, value in base.items() if name not in self.unset} | dict(self.env)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that will be started on this machine. ``direct`` means that the process replaces the launcher.
+
+    ``main_port`` 0 is a free port, chosen anew for each attempt and then added as ``MASTER_PORT``.
+    """
+
+    config: AccelConfig = field(repr=False)
+    processes: tuple[ProcessPlan, ...]
+    num_processes: int
+    main_address: str
+    main_port: int
+    direct: bool
+    num_machines: int = 1
+    min_machines: int = 1
+
+    def __str__(self) -> str:
+        how = "replaces the launcher" if self.direct else f"{len(self.processes)} started here"
+        port = self.main_port or "a free port"
+        lines = [f"# {self.num_processes} in all, {how}; main process at {self.main_address}, {port}"]
+        for process in self.processes:
+            lines += ["", f"# rank {process.rank}"]
+            lines += [f"{name}={shlex.quote(value)} \\" for name, value in process.env.items()]
+            lines.append(shlex.join(process.argv))
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as plain data, for ``accel launch --dry-run --json``."""
+        return {
+            "direct": self.direct,
+            "machine": {"rank": self.config.machine_rank, "of": self.num_machines, "at_least": self.min_machines},
+            "main_process": {"address": self.main_address, "port": self.main_port or "free"},
+            "max_restarts": self.config.max_restarts,
+            "num_processes": self.num_processes,
+            "processes": [
+                {"rank": process.rank, "argv": list(process.argv), "env": dict(process.env)}
+                for process in self.processes
+            ],
+        }
+
+
+def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: Mapping[str, str]) -> LaunchPlan:
+    """The plan for ``program`` (its name and arguments) on one machine; decides only, and looks at nothing else.
+
+    ``env`` is the launcher's environment: what the user set there is kept (``OMP_NUM_THREADS``).
+
+    Raises:
+        LaunchError: where the settings contradict each other or the machine cannot hold them.
+    """
+    check_settings(config)
+    few, many = machine_range(config)
+    local = _processes_here(config, host)
+    total = local * many
+    address = config.main_process_ip if many > 1 and config.main_process_ip else _LOOPBACK
+    port = config.main_process_port or (DEFAULT_PORT if many > 1 else 0)
+    supervised = (
+        config.max_restarts > 0
+        or config.prefix_output
+        or config.log_dir is not None
+        or config.tee != "0"
+        or config.end_with_stdin
+        or many > 1
+    )
+    direct = total == 1 and not supervised
+    argv = _direct_argv(config, program, host) if direct else _worker_argv(config, program, host)
+    shared = _shared_env(config, host, local=local, env=env)
+    unset = tuple(sorted(set(env) - set(without_launcher(env)) - {DOCUMENT_VARIABLE}))
+    processes = []
+    for local_rank in range(local):
+        rank = config.machine_rank * local + local_rank
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(total),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(config.machine_rank),
+            "GROUP_WORLD_SIZE": str(many),
+            "ROLE_NAME": config.role,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(total),
+            "MASTER_ADDR": address,
+        }
+        # Machines agree on a port of their own for each attempt; the given one is where the launchers meet.
+        if port and many == 1:
+            place["MASTER_PORT"] = str(port)
+        processes.append(ProcessPlan(rank, local_rank, argv, place | shared, unset))
+    return LaunchPlan(config, tuple(processes), total, address, port, direct, num_machines=many, min_machines=few)
+
+
+def _processes_here(config: AccelConfig, host: HostFacts) -> int:
+    if config.tpu:
+        return 1
+    ids = _gpu_ids(config, host)
+    usable = len(ids) if ids is not None else host.num_accelerators
+    if config.multi_gpu and usable < 2:
+        raise LaunchError(f"multi_gpu needs 2 or more accelerators, this machine offers {usable}; drop multi_gpu")
+    if config.num_processes is None:
+        return usable or 1
+    many = machine_range(config)[1]
+    local = config.num_processes // many
+    if usable and local > usable:
+        raise LaunchError(
+            f"{local} processes on this machine, but {usable} accelerator{'s' * (usable > 1)} ({host.accelerator}); "
+            f"num_processes {usable * many} would fit, or cpu to train without accelerators"
+        )
+    return local
+
+
+def _named(variables: str | None) -> dict[str, str]:
+    """``A=1,B=2`` by name."""
+    items = [item.strip() for item in (variables or "").split(",") if item.strip()]
+    for item in items:
+        if not item.partition("=")[0].isidentifier() or "=" not in item:
+            raise LaunchError(f"env has {item!r}; expected NAME=value, with commas between several")
+    return {name: value for name, _, value in (item.partition("=") for item in items)}
+
+
+def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
+    if config.gpu_ids is None or config.gpu_ids == "all":
+        return None
+    ids = tuple(part.strip() for part in config.gpu_ids.split(","))
+    known = [str(index) for index in range(host.num_accelerators)]
+    strange = [part for part in ids if part not in known]
+    if strange or len(set(ids)) < len(ids):
+        offered = ",".join(known) or "none, this machine has no accelerator"
+        raise LaunchError(f"gpu_ids is {config.gpu_ids!r}; expected all, or different ones of: {offered}")
+    return ids
+
+
+def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mapping[str, str]) -> dict[str, str]:
+    shared = {DOCUMENT_VARIABLE: config.to_document(), **config.variables()}
+    if config.tpu:
+        shared |= {"PJRT_DEVICE": env.get("PJRT_DEVICE") or "TPU", **_named(config.env)}
+    if config.log_level is not None:
+        # Loggers are made before, and without, any Accelerator that would read the document.
+        shared["ACCEL_LOG_LEVEL"] = config.log_level
+    threads = config.num_cpu_threads_per_process
+    if threads is None and local > 1 and not env.get("OMP_NUM_THREADS"):
+        # Each process would otherwise take every core for itself.
+        threads = max(1, host.num_cores // local)
+    if threads is not None:
+        shared["OMP_NUM_THREADS"] = str(threads)
+    if host.interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
+        # gloo would take the one that the host's own name stands for, which is often the loopback.
+        shared["GLOO_SOCKET_IFNAME"] = host.interface
+    ids = _gpu_ids(config, host)
+    if ids is not None and host.accelerator is not None:
+        variable = _VISIBLE_DEVICES.get(host.accelerator)
+        if variable is None:
+            raise LaunchError(f"gpu_ids is {config.gpu_ids!r}, but {host.accelerator} devices cannot be chosen so")
+        # The indices count what the launcher itself may see.
+        visible = [part.strip() for part in env.get(variable, "").split(",") if part.strip()]
+        shared[variable] = ",".join(visible[int(index)] if visible else index for index in ids)
+    return shared
+
+
+def _direct_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -> tuple[str, ...]:
+    if config.no_python:
+        return tuple(program)
+    return (host.python, *(("-m",) if config.module else ()), *program)
+
+
+def _worker_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -> tuple[str, ...]:
+    kind = "command" if config.no_python else "module" if config.module else "script"
+    # -P: nothing in the current folder can stand in for the modules of the worker.
+    return (host.python, "-P", "-m", _WORKER, kind, *program)

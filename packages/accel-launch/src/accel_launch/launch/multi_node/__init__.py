@@ -1,0 +1,1 @@
+"""Launches on several machines that find each other."""

@@ -1,0 +1,1 @@
+"""Launches through SSH, MPI, Slurm and TPU pods."""

@@ -1,0 +1,1 @@
+"""Supervision of the processes of one machine."""

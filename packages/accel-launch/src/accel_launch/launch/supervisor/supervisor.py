@@ -1,0 +1,113 @@
+"""Running a plan on one machine: attempt after attempt, without torch."""
+
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+from accel_launch.launch.exit_status import PREEMPTED_STATUS
+from accel_launch.launch.launch_plan import LaunchPlan
+from accel_launch.launch.supervisor.child_processes import Workers
+from accel_launch.launch.supervisor.failure import Failure, report
+from accel_launch.launch.supervisor.interrupts import FOR_PROCESSES, Interrupts
+from accel_launch.launch.supervisor.orphan_reaper import Guard
+from accel_launch.launch.supervisor.output import Output
+from accel_launch.launch.supervisor.ports import reserved_port
+
+_STOPPED_BY_SIGNAL = 128
+
+
+def run_local(plan: LaunchPlan) -> int:
+    """Runs the processes of ``plan`` until all have ended well or the restarts are used up; gives the exit status.
+
+    Every attempt has a port of its own, unless one was asked for, and rank 0 opens the store on it. So a restart
+    never meets what the attempt before it has left in a store, which is what makes restarts fail when the launcher
+    keeps one store for all of them.
+    """
+    config = plan.config
+    run_id = uuid.uuid4().hex
+    with Interrupts(FOR_PROCESSES) as interrupts, Guard() as guard:
+        attempt = 0
+        while True:
+            workers = Workers(
+                folder=_fresh(guard.folder / str(attempt)),
+                output=output_of(plan, attempt),
+                interrupts=interrupts,
+                guard=guard,
+            )
+            failures = _attempt(plan, workers, interrupts, attempt_env(plan, attempt, run_id))
+            if workers.preempted and not failures:
+                return preempted(len(plan.processes))
+            if interrupts.received:
+                return interrupted(interrupts.received[0], len(plan.processes))
+            if not failures:
+                return 0
+            last = attempt == config.max_restarts
+            if last or not config.quiet:
+                print(report(failures, plan.num_processes, quiet=config.quiet), file=sys.stderr, flush=True)
+            if last:
+                return failures[0].status or 1
+            attempt += 1
+            if not config.quiet:
+                print(
+                    f"accel launch: starting all processes again (restart {attempt} of {config.max_restarts})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
+    """Torch elastic's variables, which programs read to learn about restarts."""
+    return {
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.config.max_restarts),
+        # Rank 0 opens the store itself.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
+    """What copies the output of an attempt, or None where the processes write it themselves."""
+    config = plan.config
+    if not config.prefix_output and config.log_dir is None and config.tee == "0":
+        return None
+    folder = None if config.log_dir is None else Path(config.log_dir) / f"attempt_{attempt}"
+    role = "" if config.role == "default" else config.role
+    return Output(prefix=config.prefix_output, folder=folder, tee=config.tee, role=role)
+
+
+def interrupted(number: signal.Signals, num_processes: int) -> int:
+    """Says what ended the job and gives the exit status that says so to a shell."""
+    print(f"accel launch: ended by {number.name}, and {num_processes} processes with it", file=sys.stderr, flush=True)
+    return _STOPPED_BY_SIGNAL + number
+
+
+def preempted(num_processes: int) -> int:
+    """Says that the run saved itself before it ended, and gives the status by which others know."""
+    print(f"accel launch: preempted; {num_processes} processes have saved and ended", file=sys.stderr, flush=True)
+    return PREEMPTED_STATUS
+
+
+def _attempt(plan: LaunchPlan, workers: Workers, interrupts: Interrupts, env: dict[str, str]) -> list[Failure]:
+    config, grace = plan.config, plan.config.grace_period.total_seconds()
+    with reserved_port(plan.main_port) as port:
+        try:
+            workers.start(plan.processes, env | {"MASTER_PORT": str(port)})
+            while workers.running and not workers.failed and not interrupts.received and not workers.stuck(grace):
+                workers.wait(config.monitor_interval)
+                if workers.preempted:
+                    workers.wait_all(grace)
+                    break
+            if workers.running:
+                number = interrupts.received[0] if interrupts.received else signal.SIGTERM
+                workers.stop(number, grace)
+        finally:
+            workers.close()
+    return workers.failures()
+
+
+def _fresh(folder: Path) -> Path:
+    os.mkdir(folder)
+    return folder

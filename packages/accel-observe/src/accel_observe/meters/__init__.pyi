@@ -1,0 +1,11 @@
+from accel_observe.meters.flops import count_flops as count_flops
+from accel_observe.meters.flops import peak_flops as peak_flops
+from accel_observe.meters.health import LossWatch as LossWatch
+from accel_observe.meters.health import Trouble as Trouble
+from accel_observe.meters.meter import Meter as Meter
+from accel_observe.meters.meter import Reading as Reading
+from accel_observe.meters.phases import PHASES as PHASES
+from accel_observe.meters.phases import PhaseClock as PhaseClock
+from accel_observe.meters.progress import Progress as Progress
+from accel_observe.meters.stragglers import Straggler as Straggler
+from accel_observe.meters.stragglers import find_stragglers as find_stragglers

@@ -1,0 +1,110 @@
+"""The gradients of the step that was taken last, examined only if something was wrong with it."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_state.session import Session
+
+
+@final
+class StepGradients:
+    """Keeps the gradients that an optimizer steps with until the step is over, to compare their norms with others.
+
+    Loops and engines clear gradients before anybody has looked at the loss. Nothing is computed or copied when a step
+    is taken: the tensors are kept until the step has been examined or the next one is taken.
+
+    Where each rank holds other parts (``spread``), what is found out is summed over ranks, who then look together.
+
+    Args:
+        backend: which says what this rank steps with.
+        session: of the ranks.
+        names: the parameters that are looked at, by name.
+        optimizers: those of torch's kind tell when they step.
+    """
+
+    def __init__(
+        self,
+        backend: "Backend",
+        session: "Session",
+        *,
+        names: Mapping[str, torch.Tensor],
+        optimizers: Iterable[object],
+    ) -> None:
+        self._backend = backend
+        self._session = session
+        self._parameters = dict(names)
+        self._held: dict[int, torch.Tensor] = {}
+        self._usual: torch.Tensor | None = None
+        self.spread = backend.degrees[1] > 1 or backend.shared_degrees.get("tp", 1) > 1
+        self._handles = [
+            backend.watch_gradients(optimizer, self._held.update)
+            for optimizer in optimizers
+            if isinstance(optimizer, Optimizer)
+        ]
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._held.clear()
+
+    def note(self) -> None:
+        """What there is now is usual; nothing waits for a device, and no rank for another."""
+        squares = self._squares()
+        self._usual = self._usual if squares is None else squares
+
+    def nonfinite(self) -> str:
+        """The parameters whose gradients hold nan or inf, the first ten; waits for devices. Collective if spread."""
+        from accel_backends.ops.clip import listed
+
+        found = self._found()
+        good = dict(zip(found, self._backend.finite(list(found.values())), strict=True))
+        bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
+        return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
+
+    def grown(self, count: int = 3) -> str:
+        """The parameters whose gradients' norms grew most since ``note``, and how many times. Collective if spread."""
+        nothing = torch.zeros(len(self._parameters))
+        squares = self._squares()
+        both = [nothing if one is None else one.to("cpu") for one in (self._usual, squares)]
+        usual, now = self._summed(torch.stack(both)).nan_to_num(torch.inf, torch.inf).sqrt()
+        times = {
+            name: after / before if before else torch.inf
+            for name, before, after in zip(self._parameters, usual.tolist(), now.tolist(), strict=True)
+            if after and usual.any()
+        }
+        worst = sorted(times, key=lambda name: -times[name])[:count]
+        return ", ".join(f"{name} (x {times[name]:.3g})" for name in worst)
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        """This rank's parts, by name."""
+        here = {name: self._held.get(id(one), one.grad) for name, one in self._parameters.items()}
+        return {name: _local(one) for name, one in here.items() if one is not None}
+
+    def _squares(self) -> torch.Tensor | None:
+        """The squared norm of this rank's part of each parameter's gradient; None if there are no gradients."""
+        found = self._found()
+        if not found:
+            return None
+        norms = dict(zip(found, torch._foreach_norm([one.float() for one in found.values()]), strict=True))
+        device = next(iter(norms.values())).device
+        nothing = torch.zeros((), device=device)
+        return torch.stack([norms[n].to(device) if n in norms else nothing for n in self._parameters]).square()
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        return self._session.reduce(values.to(self._session.device.torch)).to("cpu") if self.spread else values.cpu()
+
+    def remove(self) -> None:
+        """Stops looking."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    own: torch.Tensor = tensor.detach() if to_local is None else to_local().detach()
+    return own.coalesce().values() if own.is_sparse else own

@@ -1,0 +1,296 @@
+"""Reads a run's speed, the shares of its time and its health, step by step."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from accel_observe.meters.gradients import StepGradients
+from accel_observe.meters.health import KINDS, Kind, LossWatch, Trouble, worst_of_others
+from accel_observe.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
+from accel_observe.meters.stragglers import Straggler, find_stragglers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_observe.meters.observed_run import ObservedRun
+
+_LOG = logging.getLogger("accel_observe.meters")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the meter saw between two readings; times in seconds, memory in bytes, rates of all ranks together.
+
+    Attributes:
+        step: optimizer steps since the run began, restarts left out.
+        shares: of this rank's time, by phase; they add up to 1.
+        mfu: part of what the devices could compute that the model's own operations took; None where unknown.
+        goodput: part of the time since the run's first start that went into steps that still count.
+        memory: most memory that tensors took on the device since the reading before; the process's on a CPU.
+    """
+
+    step: int
+    loss: float | None
+    seconds_per_step: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    mfu: float | None
+    shares: dict[str, float]
+    goodput: float
+    memory: int
+    host_memory: int
+
+    def flat(self) -> dict[str, float]:
+        """The numbers for a tracker, under ``meter/``."""
+        values = asdict(self)
+        parts = values.pop("shares")
+        values.pop("step")
+        values.pop("loss")
+        named = {**values, **{f"share_{phase}": part for phase, part in parts.items()}}
+        return {f"meter/{name}": value for name, value in named.items() if value is not None}
+
+
+@final
+class Meter:
+    """Made by ``accelerator.meter()``: iterate ``watch(loader)``, and call ``step(loss)`` at the end of each step.
+
+    Attributes:
+        steps: optimizer steps of the run, restarts left out.
+        troubles: losses that were no numbers or far from the others; on the main rank those of all, as of the last
+            reading.
+        stragglers: what the last comparison of ranks found.
+    """
+
+    def __init__(
+        self,
+        accelerator: "ObservedRun",
+        *,
+        every: int,
+        tokens: Callable[[Any], int] | None,
+        flops_per_sample: float | None,
+        peak: float | None,
+        watch_loss: LossWatch | None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._every = every
+        self._tokens_of = tokens
+        self._flops_per_sample = flops_per_sample
+        self._peak = peak
+        self._loss_watch = watch_loss
+        self.clock = PhaseClock()
+        self._waits = GradientWait(self.clock, accelerator._models)
+        watched = [optimizer.optimizer for optimizer in accelerator._optimizers] if watch_loss is not None else ()
+        self._gradients = StepGradients(
+            accelerator.backend, accelerator.session, names=_parameters_of(accelerator), optimizers=watched
+        )
+        self._ranks = accelerator.session.world_size
+        self.steps = accelerator._progress_of_run.steps
+        self.troubles: list[Trouble] = []
+        self._untold: list[Trouble] = []
+        self.stragglers: tuple[Straggler, ...] = ()
+        self.last: Reading | None = None
+        self._losses: list[Any] = []
+        self._samples = self._tokens = 0
+        self._place: tuple[int, int, int] | None = None
+        self._first: tuple[int, int] | None = None
+        self._mark = (self.clock.now(), self.clock.read(), self.steps)
+
+    def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches; the time that each takes to come counts as waiting for data."""
+        clock = self.clock
+        iterator = iter(loader)
+        position = getattr(loader, "position", None)
+        before = 0 if position is None else position.samples
+        try:
+            while True:
+                clock.enter(DATA)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                finally:
+                    clock.enter(COMPUTE)
+                before = self._count(loader, batch, before)
+                yield batch
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    def _count(self, loader: Any, batch: Any, before: int) -> int:
+        """Adds a batch to what has been seen: by the loader's own count of all ranks' samples, where it has one."""
+        if self._tokens_of is not None:
+            self._tokens += int(self._tokens_of(batch))
+        position = getattr(loader, "position", None)
+        if position is None:
+            from accel_state.pytree.operations import ignorant_find_batch_size
+
+            self._samples += (ignorant_find_batch_size(batch) or 0) * self._ranks
+            return before
+        after = position.samples
+        total = getattr(loader, "total_batch_size", 0)
+        first = before if after > before else (self._place[2] if self._place else 0)
+        last = after if after > before else first + total
+        self._samples += last - first
+        epoch = position.epoch if after > before else position.epoch - 1
+        if self._first is None or self._first[0] != epoch:
+            self._first = (epoch, first)
+        self._place = (epoch, self._first[1], last)
+        return int(after)
+
+    def step(self, loss: Any = None) -> Reading | None:
+        """Ends a step. Every few steps, a reading of them is made, logged, and the ranks are compared (collective).
+
+        To be called on all ranks alike. With a ``loss`` it is watched: what is not finite, or far from those before, is
+        reported with the step, the samples and the parameters; what other ranks saw, with the next reading.
+        """
+        accelerator = self._accelerator
+        self.steps += 1
+        accelerator._progress_of_run.steps = self.steps
+        if loss is not None:
+            value = loss.detach() if hasattr(loss, "detach") else loss
+            self._losses.append(value)
+            if self._loss_watch is not None:
+                self._look_at(float(value), self._loss_watch)
+        self._first = None
+        reading = None if self.steps % self._every else self.read()
+        self._gradients.forget()
+        return reading
+
+    def _look_at(self, loss: float, watch: LossWatch) -> None:
+        found = watch.check(loss)
+        kinds = self._kinds(found)
+        if not kinds and self.steps % self._every == 0:
+            self._gradients.note()
+        looks = {"nonfinite": self._gradients.nonfinite, "spike": self._gradients.grown}
+        named = {kind: looks[kind]() for kind in kinds}
+        if found is None:
+            return
+        kind, usual = found
+        parameters = named[kind]
+        epoch, samples = (None, None) if self._place is None else (self._place[0], self._place[1:])
+        rank = self._accelerator.session.rank
+        trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples, rank)
+        self._untold.append(trouble)
+        self._tell(trouble)
+
+    def _kinds(self, found: "tuple[Kind, float] | None") -> "list[Kind]":
+        """What any rank has found that parts of gradients are to be looked at for; of whole ones, what this rank has.
+
+        Where parts are spread, one small exchange each step.
+        """
+        own = [kind for kind in KINDS if found is not None and found[0] == kind]
+        if not self._gradients.spread:
+            return own
+        import torch
+
+        flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._accelerator.device)
+        return [
+            kind for kind, any_of in zip(KINDS, self._accelerator.session.reduce(flags).tolist(), strict=True) if any_of
+        ]
+
+    def _tell(self, trouble: Trouble) -> None:
+        self.troubles.append(trouble)
+        _LOG.warning("%s: %s", trouble.kind, trouble)
+        self._accelerator.log_event("trouble", step=trouble.step, text=str(trouble), trouble=trouble.kind)
+
+    def read(self) -> Reading:
+        """A reading of everything since the one before; collective."""
+        then, seconds_then, steps_then = self._mark
+        seconds = self.clock.read()
+        now, steps = self.clock.now(), self.steps
+        spent = {phase: seconds[phase] - seconds_then[phase] for phase in seconds}
+        elapsed, count = max(now - then, 1e-9), max(steps - steps_then, 1)
+        table = self._gather(spent)
+        self.stragglers = find_stragglers(table, steps=count)
+        self._mark = (self.clock.now(), self.clock.read(), steps)
+        samples, tokens = self._samples, self._tokens
+        self._samples = self._tokens = 0
+        losses, self._losses = self._losses, []
+        peak = None if self._peak is None else self._peak * self._ranks
+        flops = None if self._flops_per_sample is None else self._flops_per_sample * samples / elapsed
+        self.last = Reading(
+            step=steps,
+            loss=float(sum(losses) / len(losses)) if losses else None,
+            seconds_per_step=elapsed / count,
+            samples_per_second=samples / elapsed,
+            tokens_per_second=None if self._tokens_of is None else tokens * self._ranks / elapsed,
+            mfu=None if peak is None or flops is None else flops / peak,
+            shares=shares(spent),
+            goodput=self._accelerator._progress_of_run.goodput(time.time()),
+            memory=device_memory(self._accelerator.device),
+            host_memory=host_memory(),
+        )
+        self._note(table)
+        return self.last
+
+    def _gather(self, spent: dict[str, float]) -> list[dict[str, float]]:
+        """What every rank spent; the main one hears of the others' troubles."""
+        untold, self._untold = self._untold, []
+        if self._ranks == 1:
+            return [spent]
+        import torch
+
+        session = self._accelerator.session
+        device = session.device.own_numbers
+        own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=device)
+        rows = session.gather(own).tolist()
+        if any(row[-1] for row in rows[1:]):
+            everyones = session.gather_object(untold)
+            for trouble in worst_of_others(everyones) if session.rank == 0 else ():
+                self._tell(trouble)
+        return [dict(zip(spent, row, strict=False)) for row in rows]
+
+    def _note(self, table: Sequence[dict[str, float]]) -> None:
+        """Logs the reading; which rank holds the others up is said once for each rank and phase."""
+        assert self.last is not None
+        accelerator = self._accelerator
+        accelerator.log_event("reading", step=self.last.step, values=asdict(self.last), ranks=list(table))
+        for one in self.stragglers:
+            if (one.rank, one.phase) not in accelerator._told_stragglers:
+                accelerator._told_stragglers.add((one.rank, one.phase))
+                if accelerator.session.is_main_process:
+                    _LOG.warning("%s", one)
+                accelerator.log_event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
+
+    def close(self) -> None:
+        """Stops looking at gradients."""
+        self._waits.remove()
+        self._gradients.remove()
+
+
+def _parameters_of(accelerator: "ObservedRun") -> "dict[str, Tensor]":
+    """By the names that the user's own models give them; of several models, with the number of each before."""
+    own = [accelerator.backend.unwrap(model, keep_torch_compile=False) for model in accelerator._models]
+    return {
+        (name if len(own) == 1 else f"model {number}: {name}"): parameter
+        for number, model in enumerate(own)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process holds."""
+    import os
+    from pathlib import Path
+
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_memory(device: Any) -> int:
+    """Most bytes that tensors took on an accelerator since the last call; on a CPU, what the process holds."""
+    if device.type == "cpu":
+        return host_memory()
+    import torch
+
+    peak = int(torch.accelerator.max_memory_allocated(device))
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak

@@ -1,0 +1,77 @@
+"""Reductions of logged values over all ranks."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from accel_state.errors import ConfigError
+from accel_state.session import Session
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+"""Of all ranks' values: their mean, sum, largest or smallest; ``last`` is the main process's own."""
+
+Reductions = Reduction | Mapping[str, Reduction]
+"""One for all names, or by name or pattern (``"loss"``, ``"eval/*"``); the first that fits counts, else ``last``."""
+
+
+def check_reductions(reductions: Reductions) -> None:
+    """Refuses words that are no reduction.
+
+    Raises:
+        ConfigError: naming the word and those there are.
+    """
+    words = [reductions] if isinstance(reductions, str) else list(reductions.values())
+    for word in words:
+        if word not in get_args(Reduction):
+            raise ConfigError(f"there is no reduction {word!r}; there are {', '.join(get_args(Reduction))}")
+
+
+def reduction_of(name: str, reductions: Reductions) -> Reduction:
+    """How the values of ``name`` become one."""
+    if isinstance(reductions, str):
+        return reductions
+    found = reductions.get(name)
+    if found is not None:
+        return found
+    return next((word for pattern, word in reductions.items() if fnmatchcase(name, pattern)), "last")
+
+
+def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session) -> dict[str, Any]:
+    """``values`` with every number that has a reduction made global: one collective, or two with largest ones.
+
+    Collective: all ranks give the same names in the same order. Tensors of several elements count by their mean.
+    """
+    import torch
+
+    kinds = {name: reduction_of(name, reductions) for name in values}
+    chosen = [name for name, kind in kinds.items() if kind != "last" and not _is_global(values[name])]
+    if not chosen or session.world_size == 1:
+        return dict(values)
+    device = session.device.own_numbers
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    result = dict(values)
+    for family, operation in ((("mean", "sum"), "sum"), (("max", "min"), "max")):
+        names = [name for name in chosen if kinds[name] in family]
+        if not names:
+            continue
+        own = torch.stack([_scalar(values[name], wide, device) for name in names])
+        sign = torch.tensor([-1.0 if kinds[name] == "min" else 1.0 for name in names], dtype=wide, device=device)
+        total = session.reduce(own * sign, reduction=operation) * sign
+        for position, name in enumerate(names):
+            result[name] = total[position] / session.world_size if kinds[name] == "mean" else total[position]
+    return result
+
+
+def _is_global(value: Any) -> bool:
+    import torch
+
+    from accel_state.device.device import is_whole
+
+    return isinstance(value, torch.Tensor) and is_whole(value)
+
+
+def _scalar(value: Any, dtype: Any, device: Any) -> Any:
+    import torch
+
+    tensor = torch.as_tensor(value).detach().to(device=device, dtype=dtype)
+    return tensor.mean() if tensor.numel() != 1 else tensor.reshape(())

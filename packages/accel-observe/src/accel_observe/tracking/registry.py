@@ -1,0 +1,161 @@
+"""The trackers that are installed, and those that a run asked for."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from accel_observe.tracking.base import GeneralTracker, TrackingError
+from accel_state.enums import LoggerType
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_LOG = logging.getLogger("accel_observe.tracking")
+ENTRY_POINTS = "accel.trackers"
+OWN = "accel"
+ALIASES: Mapping[str, str] = {"csv": OWN, "jsonl": OWN}
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": (
+        "tensorboard",
+        "tensorboardX",
+    ),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "comet_ml": ("comet-ml",),
+    "aim": ("aim<4",),
+    "mlflow": (
+        "mlflow",
+        "mlflow-skinny",
+    ),
+    "clearml": ("clearml",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+}
+"""Requirements of which one must be installed, by the name of the tracker."""
+
+LogWith = str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None
+
+
+def entries() -> dict[str, "EntryPoint"]:
+    """Trackers by name, as packages offer them in the entry-point group ``accel.trackers``."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def load_tracker(name: str) -> type[GeneralTracker]:
+    """The class of the tracker ``name``, one registered by hand before one installed.
+
+    Raises:
+        ConfigError: no such tracker, with those there are.
+        TrackingError: what its package offers is no tracker.
+    """
+    registered = _registered()
+    if name in registered:
+        return registered[name]
+    installed = entries()
+    if name not in installed:
+        raise _unknown(name, [*registered, *installed])
+    found = installed[name].load()
+    if not (isinstance(found, type) and issubclass(found, GeneralTracker)):
+        raise TrackingError(f"{installed[name].value} is no GeneralTracker, which {ENTRY_POINTS} is for")
+    return found
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Makes a tracker's class known by its name, for ``log_with`` in this process.
+
+    Raises:
+        ConfigError: it is no ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ConfigError(f"{tracker_class!r} is no subclass of GeneralTracker, so it cannot be registered")
+    for attribute in ("name", "requires_logging_directory"):
+        if not hasattr(tracker_class, attribute):
+            raise ConfigError(f"{tracker_class.__name__} has no `{attribute}`, which every tracker's class sets")
+    if tracker_class.name in _registered() or tracker_class.name in entries():
+        _LOG.warning("the tracker %r is replaced by %s", tracker_class.name, tracker_class.__name__)
+    setattr(GeneralTracker, _REGISTERED, {**_registered(), tracker_class.name: tracker_class})
+
+
+_REGISTERED = "_registered_by_hand"
+
+
+def _registered() -> dict[str, type[GeneralTracker]]:
+    return dict(getattr(GeneralTracker, _REGISTERED, {}))
+
+
+def is_installed(name: str) -> bool:
+    """Whether the library of a tracker is there; ours needs none, and of foreign trackers nobody can know."""
+    return name not in LIBRARIES or any(_is_met(requirement) for requirement in LIBRARIES[name])
+
+
+def _is_met(text: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(text)
+    try:
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The known trackers whose library is installed."""
+    return [LoggerType(name) for name in LIBRARIES if is_installed(name)]
+
+
+def filter_trackers(
+    log_with: LogWith, logging_dir: str | PathLike[str] | None = None
+) -> list[LoggerType | str | GeneralTracker]:
+    """What of ``log_with`` can be used: names once each, objects as they are; ``"all"`` is every installed one.
+
+    A known tracker that is not installed is left out, and so is, with a warning, one whose package does not import.
+
+    Raises:
+        ConfigError: an unknown name, or a tracker that needs a folder where none is known.
+    """
+    given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple | set) else [log_with]
+    objects = [one for one in given if isinstance(one, GeneralTracker)]
+    names = [ALIASES.get(str(one), str(one)) for one in given if not isinstance(one, GeneralTracker)]
+    chosen: list[LoggerType | str | GeneralTracker] = list(objects)
+    if "all" in names:
+        names = [str(one) for one in get_available_trackers()]
+    for name in dict.fromkeys(names):
+        if name not in LIBRARIES and name != OWN and name not in _registered() and name not in entries():
+            raise _unknown(name, [*_registered(), *LIBRARIES, OWN, *entries()])
+        if not is_installed(name):
+            _LOG.debug("the tracker %s was asked for, and its library is not installed", name)
+            continue
+        try:
+            needs_folder = name != OWN and load_tracker(name).requires_logging_directory
+        except (ConfigError, TrackingError):
+            raise
+        except Exception as error:
+            _LOG.warning("tracker %s cannot be loaded, so the run does without: %s", name, error)
+            continue
+        if needs_folder and logging_dir is None:
+            raise ConfigError(
+                f"Logging with `{name}` requires a `logging_dir` to be passed in: give Accelerator project_dir=..., or "
+                "ProjectConfiguration(logging_dir=...)"
+            )
+        chosen.append(LoggerType(name) if name in LoggerType else name)
+    return chosen
+
+
+def _unknown(name: str, known: Sequence[str]) -> ConfigError:
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(set(known)))}"
+    return ConfigError(f"Unsupported logging capability: {name!r}; {hint}")
+
+
+def construct(name: str, project: str, folder: Any, options: Mapping[str, Any]) -> GeneralTracker:
+    """The tracker ``name`` for a run, not started. Whatever its constructor raises comes through."""
+    tracker_class = load_tracker(name)
+    arguments = (project, folder) if tracker_class.requires_logging_directory else (project,)
+    return tracker_class(*arguments, **options)

@@ -1,0 +1,204 @@
+"""The run's own log: a table for spreadsheets and a journal for ``accel report``; needs nothing but a folder."""
+
+import csv
+import io
+import json
+import os
+import time as clock
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, final
+
+from accel_observe.tracking.base import Continuation, GeneralTracker
+from accel_observe.tracking.values import as_json, flatten
+
+TABLE, JOURNAL = "metrics.csv", "run.jsonl"
+STEP, OWN_ID = "step", "run_id"
+KIND, TIME, VALUES = "kind", "time", "values"
+_ENCODER = json.JSONEncoder(allow_nan=False)
+BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "configured", "ended"
+
+
+@final
+class RunLogTracker(GeneralTracker):
+    """Writes ``metrics.csv`` (a row for each step) and ``run.jsonl`` (everything that happened, in order).
+
+    Both lie in ``<logging_dir>/<run_name>/<run_id>``. A run that continues has its table cut back to the checkpoint;
+    the journal is only ever appended to, and says where the run was taken up again.
+    """
+
+    name = "accel"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], run_id: str) -> None:
+        super().__init__()
+        self.folder = Path(logging_dir) / run_name / run_id
+        self._since = clock.time()
+        self._marks: Mapping[str, int] | None = None
+        self._table: _Table | None = None
+        self._journal: IO[str] | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The run's folder."""
+        return self.folder
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._table = _Table(self.folder / TABLE)
+        if self._marks is not None:
+            self._table.cut(self._marks)
+        path = self.folder / JOURNAL
+        _end_line(path)
+        self._journal = path.open("a", encoding="utf-8")
+        if self._marks is None:
+            self.event(BEGUN)
+        else:
+            last = max(self._marks.values(), default=None)
+            self.event(RESUMED, step=last, marks=dict(self._marks), since=self._since)
+        self.flush()
+
+    def resume(self, run: Continuation) -> None:
+        self.folder = self.folder.parent / str(run.state[OWN_ID])
+        self._marks = run.marks
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.event(CONFIGURED, values=values)
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        assert self._table is not None
+        flat = dict(flatten(values))
+        self._table.add(self._table.last + 1 if step is None else step, flat)
+        self.event(LOGGED, step=step, time=kwargs.get(TIME), values=flat)
+
+    def event(self, kind: str, step: int | None = None, time: float | None = None, **facts: Any) -> None:
+        """Notes that something happened: one line of JSON."""
+        assert self._journal is not None
+        line: dict[str, Any] = {
+            KIND: kind,
+            TIME: clock.time() if time is None else time,
+            **({} if step is None else {STEP: step}),
+        }
+        line.update(facts)
+        try:
+            text = _ENCODER.encode(line)
+        except (TypeError, ValueError):
+            text = _ENCODER.encode(as_json(line))
+        self._journal.write(text + "\n")
+
+    def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
+        self.event("table", step=step, name=table_name, columns=kwargs.get("columns"), data=kwargs.get("data"))
+
+    def flush(self) -> None:
+        assert self._table is not None
+        assert self._journal is not None
+        self._table.flush()
+        self._journal.flush()
+
+    def finish(self) -> None:
+        self.event(ENDED)
+        self.flush()
+        assert self._table is not None
+        assert self._journal is not None
+        self._table.close()
+        self._journal.close()
+
+
+@final
+class _Table:
+    """A CSV file with a row for each step; values logged at one step share its row, new names become new columns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = [STEP]
+        self._row: dict[str, Any] = {}
+        self._row_at = 0
+        self.last = -1
+        if path.exists():
+            self._continue()
+        else:
+            path.write_text(_line(self._columns), encoding="utf-8")
+        self._file = self._at_end()
+
+    def _at_end(self) -> IO[str]:
+        file = self._path.open("r+", encoding="utf-8", newline="")
+        file.seek(0, io.SEEK_END)
+        return file
+
+    def _continue(self) -> None:
+        rows = list(self.rows())
+        self._columns = [STEP, *dict.fromkeys(name for row in rows for name in row if name != STEP)]
+        self._rewrite(rows)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows in the file as text; a last line that a crash cut off is left out."""
+        with self._path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        for row in csv.DictReader(io.StringIO(whole, newline="")):
+            if (row.get(STEP) or "").lstrip("-").isdigit():
+                yield {name: value for name, value in row.items() if value not in (None, "") and name is not None}
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        """Puts a new file in the place of the old one, whole."""
+        draft = self._path.with_suffix(".csv.draft")
+        with draft.open("w", encoding="utf-8", newline="") as file:
+            file.write(_line(self._columns))
+            self._row, self._row_at = {}, file.tell()
+            for row in rows:
+                self._row, self._row_at = row, file.tell()
+                file.write(_line([row.get(name, "") for name in self._columns]))
+                self.last = max(self.last, int(row[STEP]))
+        os.replace(draft, self._path)
+
+    def cut(self, marks: Mapping[str, int]) -> None:
+        """Takes back every value later than its name's mark, and values of names without one."""
+        self._file.close()
+        kept = []
+        for row in self.rows():
+            step = int(row[STEP])
+            left = {name: value for name, value in row.items() if step <= marks.get(name, -1)}
+            if left:
+                kept.append({STEP: row[STEP], **left})
+        self.last = -1
+        self._rewrite(kept)
+        self._file = self._at_end()
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        if any(name not in self._columns for name in values):
+            self._columns += [name for name in values if name not in self._columns]
+            self._file.close()
+            self._rewrite(list(self.rows()))
+            self._file = self._at_end()
+        if self._row and int(self._row[STEP]) == step:
+            self._file.seek(self._row_at)
+            self._file.truncate()
+            self._row = {**self._row, **values}
+        else:
+            self._row_at = self._file.tell()
+            self._row = {STEP: step, **values}
+        self._file.write(_line([self._row.get(name, "") for name in self._columns]))
+        self.last = max(self.last, step)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(values: list[Any]) -> str:
+    if all(isinstance(value, int | float) or value == "" for value in values):
+        return ",".join(map(str, values)) + "\n"
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue()
+
+
+def _end_line(path: Path) -> None:
+    """Ends a last line that a crash cut off, so that the next one begins by itself."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

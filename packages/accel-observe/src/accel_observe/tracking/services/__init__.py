@@ -1,0 +1,1 @@
+"""Trackers of experiment-tracking services."""

@@ -1,0 +1,106 @@
+"""TensorBoard's event files."""
+
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any, final
+
+from accel_observe.tracking.base import Continuation, GeneralTracker
+from accel_observe.tracking.values import as_json, flatten, pictures
+
+
+@final
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files to ``<logging_dir>/<run_name>/<run_id>``; ``kwargs`` go to ``SummaryWriter``.
+
+    So each run of a project is a run in TensorBoard, and a run that continues is the same one. Outside of an
+    Accelerator that knows a logging folder, where runs have no id, they are in ``<logging_dir>/<run_name>``.
+
+    The configuration becomes hyperparameters of this run and the file ``<time>/hparams.yml``, nested as it was given. A
+    run that continues tells TensorBoard from which step on earlier events no longer count (``purge_step``).
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = self._project_dir = Path(logging_dir) / run_name
+        self._options = dict(kwargs)
+        self._purge: int | None = None
+        self._resumed = False
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    def start(self) -> None:
+        writer = _library("torch.utils.tensorboard", "tensorboardX").SummaryWriter
+        options = {**self._options, **({} if self._purge is None else {"purge_step": self._purge})}
+        self.writer = writer(str(self.logging_dir), **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_name": self.run_name}
+
+    def resume(self, run: Continuation) -> None:
+        self._resumed = True
+        self._purge = 0 if run.step is None else run.step + 1
+
+    def enter_run(self, run_id: str) -> None:
+        self.logging_dir = self._project_dir / run_id
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        if self._resumed:
+            return
+        import yaml
+
+        nested = as_json(values)
+        folder = self.logging_dir / str(time.time())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(nested, sort_keys=False), encoding="utf-8")
+        flat = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in flatten(nested)
+        }
+        hparams = _library("torch.utils.tensorboard.summary", "tensorboardX.summary").hparams
+        # add_hparams would open a second run; these are the same three records, in this one.
+        for record in hparams(flat, {}):
+            self.writer.file_writer.add_summary(record)
+        self.writer.flush()
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        import numpy
+
+        for name, images in values.items():
+            if "dataformats" in kwargs:
+                self.writer.add_images(name, images, global_step=step, **kwargs)
+            else:
+                arrays = [numpy.atleast_3d(numpy.asarray(picture)) for picture in pictures(images)]
+                self.writer.add_images(name, numpy.stack(arrays), global_step=step, dataformats="NHWC", **kwargs)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _library(first: str, second: str) -> Any:
+    """torch's writer, which needs tensorboard; else that of tensorboardX."""
+    try:
+        return import_module(first)
+    except ImportError:
+        return import_module(second)

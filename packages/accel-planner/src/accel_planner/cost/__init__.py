@@ -1,0 +1,1 @@
+"""Cost models: memory and communication of each strategy."""

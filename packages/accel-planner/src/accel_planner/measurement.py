@@ -1,0 +1,141 @@
+"""Measured memory of a step, to compare with a plan."""
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_backends.ops.footprint import Held
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes of one rank, counted and not computed.
+
+    Attributes:
+        parameters: storages of the parameters (of this rank's shards).
+        gradients: storages of their gradients, before they are cleared.
+        optimizer: storages of the optimizer's states.
+        peak: most that all tensors together held at any moment of a step.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run to measure: ``compute`` does a forward and backward, ``optimizer`` steps and clears.
+
+    ``held`` says where the backend keeps parameters, gradients and states; None: in the model and the optimizer.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    compute: Callable[[], object]
+    held: Callable[[], Held] | None = None
+
+    @property
+    def tensors(self) -> Held:
+        """Where they are now."""
+        if self.held is not None:
+            return self.held()
+        return Held.of(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
+
+
+def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> Measured:
+    """Counts the memory of this process's tensors in a step, after two that are not counted.
+
+    On a CPU, whose allocator keeps no statistics, what is there between steps is counted tensor by tensor, and what
+    comes and goes within a step is what torch's profiler reports of the allocator, copies that collectives make for
+    themselves among it. What another thread gives back is not reported, so the lowest peak of ``steps`` is taken.
+    Memory that a library takes past the allocator is not seen. Elsewhere the device's allocator counts.
+
+    Args:
+        extra: tensors that are there as well and that nobody but the caller knows of (a batch).
+    """
+    for _ in range(2):  # the optimizer makes its states in the first, and DDP its final buckets in the second
+        _step(run)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        parts = _step(run)
+        torch.accelerator.synchronize()
+        return Measured(*parts, peak=torch.accelerator.max_memory_allocated())
+    resident = _resident(run, extra)
+    peaks = []
+    for _ in range(steps):
+        parts, highest = _profiled(run)
+        peaks.append(resident + highest)
+    return Measured(*parts, peak=min(peaks))
+
+
+def _step(run: Run) -> tuple[int, int, int]:
+    run.compute()
+    gradients = _bytes(run.tensors.gradients)
+    run.optimizer.step()
+    held = run.tensors
+    parameters = _bytes(held.parameters)
+    # An optimizer may update pieces of the model's own memory.
+    found = parameters, gradients, _bytes([*held.parameters, *held.optimizer]) - parameters
+    del held
+    run.optimizer.zero_grad()
+    return found
+
+
+def _resident(run: Run, extra: Iterable[torch.Tensor]) -> int:
+    """Bytes of everything that is there between two steps."""
+    gc.collect()
+    held = run.tensors
+    buckets = 0
+    if any(isinstance(module, DistributedDataParallel) for module in run.model.modules()):
+        buckets = sum(p.numel() * p.dtype.itemsize for p in run.model.parameters() if p.requires_grad)
+    lasting = [*held.parameters, *held.gradients, *held.optimizer, *held.reserved]
+    return _bytes([*lasting, *run.model.buffers(), *extra]) + buckets
+
+
+def _profiled(run: Run) -> tuple[tuple[int, int, int], int]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        parts = _step(run)
+    result: Any = profiler.profiler
+    return parts, _highest(result.kineto_results.experimental_event_tree())
+
+
+def _highest(roots: Iterable[Any]) -> int:
+    """The highest sum of allocations; one at an address that is taken says that that was given back unseen."""
+    changes: list[tuple[int, int, int]] = []
+    pending = list(roots)
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.typed[0].name == "Allocation":
+            changes.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    live: dict[int, int] = {}
+    held = highest = 0
+    for _, address, size in sorted(changes):
+        held -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            held += size
+        highest = max(highest, held)
+    return highest
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind tensors, each once; of DTensors, of this rank's part."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())

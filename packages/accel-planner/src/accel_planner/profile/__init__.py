@@ -1,0 +1,1 @@
+"""Profile of a model: memory and compute of each module."""

@@ -1,0 +1,132 @@
+"""The plan to take, with the reasons and the changes that would lead to another; pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import final
+
+from accel_planner.cost.model import MemoryPlan
+from accel_planner.errors import PlanError
+from accel_state.sizes import readable_bytes
+
+MARGIN = 0.1
+"""The part of a device's memory that a plan leaves free: fragmentation, driver, libraries, the unforeseen."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A plan and the reasons for it.
+
+    Attributes:
+        plan: the fastest that fits.
+        reasons: why, in the order in which it was found.
+        changes: what another choice would take.
+        faster: plans that are faster and do not fit, the fastest first.
+    """
+
+    plan: MemoryPlan
+    reasons: tuple[str, ...]
+    changes: tuple[str, ...]
+    faster: tuple[MemoryPlan, ...]
+
+    def __str__(self) -> str:
+        return f"{self.plan.candidate.name}: {'; '.join((*self.reasons, *self.changes))}"
+
+
+def ranked(plans: Iterable[MemoryPlan]) -> list[MemoryPlan]:
+    """The fastest first; of equally fast ones that which sends less, then the simpler, as they were given."""
+    return sorted(plans, key=lambda plan: (plan.seconds, plan.traffic.total))
+
+
+def usable(memory: int, margin: float = MARGIN) -> int:
+    """Bytes of a device that a plan may take."""
+    return int(memory * (1 - margin))
+
+
+def fits(plan: MemoryPlan, budget: int, margin: float = MARGIN) -> bool:
+    """Whether a plan stays within a device's memory, and what it offloads within its node's."""
+    hosts = plan.hardware.host_memory
+    return plan.peak <= usable(budget, margin) and (hosts is None or plan.host_of_node <= usable(hosts, margin))
+
+
+def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float = MARGIN) -> Decision:
+    """The fastest plan that fits.
+
+    Args:
+        plans: of one model on one hardware.
+        budget: bytes of a device; None: what the hardware says.
+        margin: part of it to leave free.
+
+    Raises:
+        PlanError: none fits, with the nearest and by how much it does not; or there is none.
+    """
+    order = ranked(plans)
+    if not order:
+        raise PlanError("there is no plan to choose from")
+    if not 0 <= margin < 1:
+        raise PlanError(f"margin is {margin}; expected a part of the memory, 0 to 1")
+    budget = order[0].hardware.memory if budget is None else budget
+    place = next((at for at, plan in enumerate(order) if fits(plan, budget, margin)), None)
+    if place is None:
+        raise PlanError(_nothing_fits(order, budget, margin))
+    plan, faster = order[place], tuple(order[:place])
+    room = usable(budget, margin)
+    reasons = [
+        f"it needs {readable_bytes(plan.peak)} of the {readable_bytes(room)} that {readable_bytes(budget)} leave with "
+        f"a margin of {margin:.0%}"
+    ]
+    if faster:
+        reasons.append(f"{len(faster)} faster {'one does' if len(faster) == 1 else 'ones do'} not fit")
+    else:
+        reasons.append("none is faster")
+    return Decision(plan, tuple(reasons), _changes(plan, faster, budget, margin), faster)
+
+
+def _changes(plan: MemoryPlan, faster: Iterable[MemoryPlan], budget: int, margin: float) -> tuple[str, ...]:
+    """For each faster plan, from the least, the memory that would do; those that take more for less are left out."""
+    found: list[str] = []
+    best = plan.seconds
+    for other in sorted(faster, key=lambda one: one.peak):
+        if other.seconds >= best:
+            continue
+        best = other.seconds
+        needed = _needed(other, margin) - budget
+        if needed > 0:
+            found.append(f"with {readable_bytes(needed, at_least=True)} more per device: {other.candidate.name}")
+        else:
+            host = readable_bytes(other.host_of_node)
+            found.append(f"with {host} of host memory per node to offload to: {other.candidate.name}")
+    return tuple(found)
+
+
+def _needed(plan: MemoryPlan, margin: float) -> int:
+    """Memory of a device with which a plan would fit."""
+    return int(plan.peak / (1 - margin)) + 1
+
+
+def _nothing_fits(order: list[MemoryPlan], budget: int, margin: float) -> str:
+    least = min(order, key=lambda plan: plan.peak)
+    over = least.peak - usable(budget, margin)
+    parts = {
+        "parameters": least.parts.parameters,
+        "gradients": least.parts.gradients,
+        "optimizer states": least.parts.optimizer,
+        "activations": least.parts.activations,
+        "communication": least.parts.communication,
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    if over <= 0:
+        return (
+            f"nothing fits the host memory of {readable_bytes(least.hardware.host_memory or 0)} per node: "
+            f"{least.candidate.name} would offload {readable_bytes(least.host_of_node)} to it"
+        )
+    advice = (
+        "a smaller batch or shorter sequences"
+        if largest == "activations"
+        else "more devices, or devices with more memory"
+    )
+    return (
+        f"nothing fits {least.hardware} with a margin of {margin:.0%}. Nearest is {least.candidate.name}, which needs "
+        f"{readable_bytes(least.peak)} per device, {readable_bytes(over)} too much; most of it is {largest} "
+        f"({readable_bytes(parts[largest])}), so {advice} would help"
+    )

@@ -1,0 +1,1 @@
+"""Collectives over nested tensors and Python objects."""

@@ -1,0 +1,110 @@
+"""Tensors made as long as those of the other processes, or as a division needs them."""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.collectives.group_argument import resolve
+from accel_state.collectives.verify import is_verified, verify_collective
+from accel_state.device.device import is_whole
+from accel_state.errors import CollectiveMismatchError
+from accel_state.pytree.operations import recursively_apply, refill, tensor_leaves
+from accel_state.watchdog.decorator import recorded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is, as its rows have no common length to pad to."""
+
+
+@recorded("pad_across_processes")
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: int | float = 0,
+    pad_first: bool = False,
+    *,
+    group: "ProcessGroup | None" = None,
+    verify: bool | None = None,
+) -> Any:
+    """``tensor`` with every leaf padded with ``pad_index`` along ``dim`` to the longest of all ranks.
+
+    Padding goes to the end, or to the front with ``pad_first``. Leaves without that dimension, and those that are as
+    long as the longest already, stay the very same objects. All lengths travel in one collective.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        CollectiveMismatchError: structure, dtype or number of dimensions differ between ranks (only with ``verify``).
+    """
+    world = resolve(group)
+    if world is not None and is_verified(verify):
+        try:
+            verify_collective("pad_across_processes", tensor, world, arguments={"dim": dim}, exact_shapes=False)
+        except CollectiveMismatchError as error:
+            raise CollectiveMismatchError(
+                "Error found while calling `accel.utils.operations.pad_across_processes`. Please see the earlier "
+                f"error: {error}"
+            ) from error
+    leaves = tensor_leaves(tensor, "pad_across_processes")
+    chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim) and not is_whole(leaf)]
+    if world is None or not chosen:
+        return tensor
+    padded = list(leaves)
+    lengths = _longest([leaves[index].shape[dim] for index in chosen], leaves[chosen[0]].device, world)
+    for index, length in zip(chosen, lengths, strict=True):
+        padded[index] = pad_to(leaves[index], length, dim=dim, value=pad_index, first=pad_first)
+    return refill(tensor, iter(padded))
+
+
+def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
+    if leaf.is_nested:
+        warnings.warn(
+            "nested tensors cannot be padded across processes; this one is returned as it is",
+            CannotPadNestedTensorWarning,
+            stacklevel=4,
+        )
+        return False
+    return -leaf.ndim <= dim < leaf.ndim
+
+
+def _longest(lengths: list[int], device: torch.device, group: "ProcessGroup") -> list[int]:
+    import torch.distributed as dist
+
+    mine = torch.tensor(lengths, dtype=torch.int64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    return [int(length) for length in mine.tolist()]
+
+
+def pad_to(
+    leaf: torch.Tensor, length: int, *, dim: int = 0, value: int | float = 0, first: bool = False
+) -> torch.Tensor:
+    """``leaf`` at least ``length`` long along ``dim``; ``value`` fills the end, or the front if ``first``."""
+    missing = length - leaf.shape[dim]
+    if missing <= 0:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = missing
+    filling = leaf.new_full(shape, value)
+    return torch.cat([filling, leaf] if first else [leaf, filling], dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """``tensor`` with zeros added along ``dim``, so that ``batch_size`` rows become a multiple of ``num_processes``.
+
+    Leaves that are not ``batch_size`` long along ``dim`` are no part of the batch and stay as they are.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes={num_processes} cannot share a batch; expected 1 or more")
+    length = batch_size + -batch_size % num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        belongs = -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == batch_size
+        return pad_to(leaf, length, dim=dim) if belongs else leaf
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

@@ -1,0 +1,116 @@
+"""Giving device memory back, and finding a batch size that fits."""
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+# What the allocators of CUDA, MPS, cuDNN, the CPU and Gaudi say when memory runs out.
+_OUT_OF_MEMORY = (
+    " out of memory.",
+    "MPS backend out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+    "DefaultCPUAllocator: can't allocate memory",
+    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Gives unused cached memory back to every device in use, after collecting garbage if asked to.
+
+    A device type that the process has not used yet has no cache, and is not initialised for it.
+    """
+    if garbage_collection:
+        gc.collect()
+    import torch
+
+    from accel_state.device.device import DEVICE_KINDS
+
+    for type_ in DEVICE_KINDS:
+        module: Any = getattr(torch, type_, None)
+        if type_ in {"cpu", "hpu", "xla"} or not hasattr(module, "empty_cache"):
+            continue
+        used = module.is_initialized() if hasattr(module, "is_initialized") else module.device_count() > 0
+        if used:
+            module.empty_cache()
+
+
+def release_memory(*objects: object) -> list[None]:
+    """As many None as objects, after collecting garbage and clearing caches; ``a, b = release_memory(a, b)``.
+
+    The caller's own names still hold the objects until the assignment, so memory that nothing else holds comes back
+    with the second call or the next allocation; on cycles the collection here is what frees them.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether ``exception`` says that memory ran out, on a device or on the CPU."""
+    import torch
+
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
+        return False
+    return any(text in str(exception.args[0]) for text in _OUT_OF_MEMORY)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]:
+    """Calls ``function`` with a batch size as first argument, and with smaller ones while memory runs out.
+
+    Sizes fall by a tenth (128, 115, 103, ...), or to what ``reduce_batch_size_fn()`` returns. A size that worked is
+    where the next call of the same decorated function starts. Usable with and without arguments. Each process finds
+    its own size: where all need the same, agree on it afterwards and call again.
+
+    Raises:
+        RuntimeError: no size down to 1 worked.
+        TypeError: the caller passed the batch size itself.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    size = starting_batch_size
+
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        _refuse_batch_size(function, args)
+        clear_device_cache(garbage_collection=True)
+        while size > 0:
+            try:
+                return function(size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+            # Outside the handler, where the traceback no longer holds the tensors of the failed attempt.
+            clear_device_cache(garbage_collection=True)
+            size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        size = starting_batch_size
+        raise RuntimeError("No executable batch size found, reached zero.")
+
+    return search
+
+
+def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    names = [p.name for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    if len(args) < len(names):
+        return
+    given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
+    raise TypeError(
+        f"Batch size was passed into `{function.__name__}` as the first argument when called; it is passed for you. "
+        f"Remove it: `{function.__name__}({given})`"
+    )

@@ -1,0 +1,1 @@
+"""Degrees of parallelism, and the device mesh made of them."""

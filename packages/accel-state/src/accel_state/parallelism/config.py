@@ -1,0 +1,320 @@
+"""The arrangement of a run's processes: the degree of each kind of parallelism, and the mesh made of them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, final
+
+from accel_state.errors import ConfigError, TopologyError
+from accel_state.parallelism.axis_options import (
+    PREFIX,
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    whole_number,
+)
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first: what talks least is spread widest. Ranks count through the last axis fastest, so tensor-parallel
+# peers are neighbours.
+MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+_DATA_AXES: Final = ("dp_replicate", "dp_shard")
+_BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {"cp": ("torch",), "sp": ("deepspeed",)}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DataShard:
+    """Which share of the samples a rank reads: share ``index`` of ``count``.
+
+    Ranks that work on one sample together (tensor, context, sequence, pipeline parallel) have equal shards.
+
+    Raises:
+        TopologyError: ``index`` is not below ``count``.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise TopologyError(f"data shard index={self.index} is not below count={self.count}")
+
+
+@final
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """Degrees of parallelism; their product is the number of processes.
+
+    A size of None is read from ``PARALLELISM_CONFIG_<NAME>_SIZE`` (default 1), a backend of None from
+    ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"). The handlers hold the options of
+    an axis and are made with their defaults where the axis is used.
+
+    Raises:
+        ConfigError: a size below 1, an unknown backend, a handler of the wrong type, or sizes that exclude each other.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+    _mesh: "dict[str, DeviceMesh | None]" = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for axis in MESH_AXES:
+            name = f"{axis}_size"
+            size = getattr(self, name)
+            if size is None:
+                variable = f"{PREFIX}_{name.upper()}"
+                size = whole_number(variable, os.environ.get(variable) or "1")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}={size!r}; expected a whole number of at least 1")
+            object.__setattr__(self, name, size)
+        for axis, known in _BACKENDS.items():
+            name = f"{axis}_backend"
+            value = getattr(self, name) or os.environ.get(f"{PREFIX}_{name.upper()}") or known[0]
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} is unknown; expected {' or '.join(map(repr, known))}")
+            object.__setattr__(self, name, value)
+        _check_together(self)
+        for axis, kind in _HANDLERS.items():
+            name = f"{axis}_handler"
+            if getattr(self, name) is None and self.size(axis) > 1:
+                object.__setattr__(self, name, kind())
+            handler = getattr(self, name)
+            if handler is not None and not isinstance(handler, kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {type(handler).__name__}")
+
+    def size(self, axis: str) -> int:
+        """The degree of one of the axes of :data:`MESH_AXES`."""
+        if axis not in MESH_AXES:
+            near = get_close_matches(axis, MESH_AXES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no mesh axis {axis!r}; known: {', '.join(MESH_AXES)}{hint}")
+        size: int = getattr(self, f"{axis}_size")
+        return size
+
+    def fitted(self, world_size: int) -> "ParallelismConfig":
+        """This arrangement for ``world_size`` processes: where no degree is set, all processes replicate.
+
+        DeepSpeed builds its own groups, so under its sequence parallelism the other processes replicate as well.
+
+        Raises:
+            TopologyError: the product of the degrees does not match.
+        """
+        if self.total_size == world_size:
+            return self
+        rest, left_over = divmod(world_size, self.total_size)
+        free = self.total_size == 1 or (self._deepspeed_groups and self.data_parallel_size == 1)
+        if free and not left_over:
+            return replace(self, dp_replicate_size=rest)
+        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self.active_mesh_dims)
+        raise TopologyError(
+            f"the parallelism ({sizes}) needs {self.total_size} processes, which does not match num_processes="
+            f"{world_size}; the product of the degrees must be {world_size}"
+        )
+
+    def data_shard(self, topology: Topology) -> DataShard:
+        """The share of the samples that the process at ``topology`` reads.
+
+        Raises:
+            TopologyError: the product of the degrees does not match the number of processes.
+        """
+        fitted = self.fitted(topology.world_size)
+        place = fitted.coordinates(topology.rank)
+        index = place["dp_replicate"] * fitted.size("dp_shard") + place["dp_shard"]
+        return DataShard(index, fitted.data_parallel_size)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of ``rank`` along every axis of the mesh, also those of size 1.
+
+        Raises:
+            TopologyError: ``rank`` is not below :attr:`total_size`.
+        """
+        if not 0 <= rank < self.total_size:
+            raise TopologyError(f"rank={rank} is outside the mesh of {self.total_size} processes")
+        place = {}
+        for axis in reversed(MESH_AXES):
+            rank, place[axis] = divmod(rank, self.size(axis))
+        return place
+
+    def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
+        """A new mesh over all processes with one axis per degree above 1, outermost first as in :data:`MESH_AXES`.
+
+        The flattened submeshes "dp", "dp_shard_cp" and "dp_cp" are made with it where they have axes. None when no
+        degree is above 1, or DeepSpeed builds the groups. Collective.
+        """
+        names, shape = self._get_mesh()
+        if not names or self._deepspeed_groups:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        for flat, parts in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if parts:
+                mesh[tuple(parts)]._flatten(flat)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
+        """The mesh of :meth:`build_device_mesh`, built once.
+
+        Raises:
+            ConfigError: the first call names no device type, or a later call another one.
+        """
+        if not self._mesh:
+            if device_type is None:
+                raise ConfigError("the mesh is not built yet; name a device_type such as 'cuda' or 'cpu'")
+            self._mesh[device_type] = self.build_device_mesh(device_type)
+        ((built, mesh),) = self._mesh.items()
+        if device_type not in {None, built}:
+            raise ConfigError(f"the mesh was built for {built!r}; it cannot also be for {device_type!r}")
+        return mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; :meth:`from_json` is the way back."""
+        document: dict[str, Any] = {}
+        for entry in fields(self):
+            if entry.init:
+                value = getattr(self, entry.name)
+                document[entry.name] = asdict(value) if entry.name.endswith("_handler") and value is not None else value
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "ParallelismConfig":
+        """The config that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is refused.
+        """
+        known = [entry.name for entry in fields(cls) if entry.init]
+        for name in document:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                raise ConfigError(f"unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        values = dict(document)
+        for axis, kind in _HANDLERS.items():
+            options = values.get(f"{axis}_handler")
+            if isinstance(options, Mapping):
+                values[f"{axis}_handler"] = kind(**options)
+        return cls(**values)
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes along which ranks read different samples."""
+        return self._active(*_DATA_AXES)
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes along which ranks work on the same samples."""
+        return self._active("pp", "cp", "sp", "tp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes over which FSDP shards parameters."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes over which the loss is averaged."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes to hand to FSDP: replication where there is any, then the flattened sharding axis."""
+        return [*self._active("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Axes of more than one process, outermost first."""
+        return self._active(*MESH_AXES)
+
+    @property
+    def total_size(self) -> int:
+        """How many processes the arrangement needs."""
+        return prod(self.size(axis) for axis in MESH_AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different shares of the samples there are."""
+        return prod(self.size(axis) for axis in _DATA_AXES)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes work on each share together."""
+        return self.total_size // self.data_parallel_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether parameters are replicated."""
+        return self.size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over data-parallel ranks."""
+        return self.size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split over ranks."""
+        return self.size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split over ranks for attention by torch."""
+        return self.size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split over ranks by DeepSpeed."""
+        return self.size("sp") > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.size("pp") > 1
+
+    @property
+    def _deepspeed_groups(self) -> bool:
+        return self.sp_enabled and self.sp_backend == "deepspeed"
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        names = tuple(self.active_mesh_dims)
+        return names, tuple(self.size(name) for name in names)
+
+    def _active(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self.size(axis) > 1]
+
+
+_HANDLERS: Final[Mapping[str, type]] = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
+
+
+def _check_together(config: ParallelismConfig) -> None:
+    if config.cp_enabled and config.sp_enabled:
+        raise ConfigError(
+            f"cp_size={config.cp_size} and sp_size={config.sp_size} are mutually exclusive: both split the sequence"
+        )
+    if (config.tp_enabled or config.cp_enabled) and config.dp_replicate_enabled and not config.dp_shard_enabled:
+        raise ConfigError(
+            f"dp_replicate_size={config.dp_replicate_size} with tp_size={config.tp_size}, cp_size={config.cp_size} "
+            "needs dp_shard_size > 1: plain replication cannot be combined with tensor or context parallelism"
+        )

@@ -1,0 +1,1 @@
+"""Process group of a run: rendezvous, opening and closing."""

@@ -1,0 +1,95 @@
+"""The sessions that use torch's default process group; the last one closes it, if accel opened it."""
+
+import atexit
+import weakref
+from typing import TYPE_CHECKING, final
+
+from accel_state.process_group import group as groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_state.session import Session
+    from accel_state.watchdog.monitor import Doctor
+
+_EXIT_PATIENCE = 5.0
+
+# The open sessions, oldest first. torch has one default group per process, so who shares it is a fact of the process
+# too. They are known weakly: nothing lives on because it is listed here.
+_open: "list[weakref.ref[Session]]" = []
+
+
+@final
+class GroupLease:
+    """The default group as the sessions of this process share it: the last to leave closes it, if accel opened it.
+
+    A group that accel opened is also closed at exit, when every session was dropped without being closed.
+    """
+
+    def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
+        self.group = group
+        self.owned = owned
+        self.doctor: Doctor | None = None
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._guard = _ExitGuard(group)
+        if owned:
+            atexit.register(self._guard)
+
+    def join(self, session: "Session") -> None:
+        """Counts ``session`` among those that use the group."""
+        self._sessions.add(session)
+
+    def watch(self) -> None:
+        """Starts a doctor for the group, until the group is closed. Collective."""
+        from accel_state.watchdog.monitor import Doctor
+
+        if self.doctor is None:
+            self.doctor = Doctor(self.group).start()
+
+    def leave(self, session: "Session", *, patience: float | None) -> None:
+        """Counts ``session`` out, and closes an owned group after the last one; ``patience`` as for closing."""
+        self._sessions.discard(session)
+        if self.owned and not self._sessions:
+            atexit.unregister(self._guard)
+            if self.doctor is not None:
+                self.doctor.close()
+            if self.group is groups.default_group():
+                groups.close_group(self.group, patience=patience)
+
+
+def current_lease() -> GroupLease | None:
+    """The lease on the default group: that of an open session, or a new one on a group that others opened."""
+    default = groups.default_group()
+    if default is None:
+        return None
+    shared = (session.lease for session in open_sessions())
+    return next((lease for lease in shared if lease and lease.group is default), GroupLease(default, owned=False))
+
+
+def open_sessions() -> "list[Session]":
+    """The sessions of this process that are open and still referenced, oldest first."""
+    return [session for session in (reference() for reference in _open) if session is not None]
+
+
+def add_session(session: "Session") -> None:
+    """Lists ``session`` as open."""
+    _open[:] = [reference for reference in _open if reference() is not None]
+    _open.append(weakref.ref(session))
+
+
+def remove_session(session: "Session") -> None:
+    """Lists ``session`` no longer."""
+    _open[:] = [reference for reference in _open if reference() not in {None, session}]
+
+
+@final
+class _ExitGuard:
+    """Closes a group at exit if it is still the default one; knows it weakly, so that it keeps nothing alive."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self) -> None:
+        group = self._group()
+        if group is not None and group is groups.default_group():
+            groups.close_group(group, patience=_EXIT_PATIENCE)

@@ -1,0 +1,1 @@
+"""Nested containers of tensors (pytrees)."""

@@ -1,0 +1,281 @@
+"""The states of the other ranks: from their memory on this machine, through the group's store elsewhere."""
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from accel_state.process_group.torch_log import no_warnings
+from accel_state.watchdog.diagnosis import STALLED, Life, RankState
+from accel_state.watchdog.operation_record import SIZE, Record, Snapshot, decode
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+LEFT = "\0"
+"""Begins what a process said last, when it left by itself."""
+
+_BUSY = 0.2
+_ANSWERS_WITHIN = 5.0
+_LOOK_EVERY = 0.01
+
+
+@final
+class Watched:
+    """One rank as this process sees it, followed from one look to the next by this process's own clock."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.memory: mmap.mmap | None = None
+        self.image: bytes | None = None
+        self._pid = 0
+        self._gone = False
+        self._pidfd = -1
+        self._life: Life = "alive"
+        self._since = self._looked = self._heard = self._still = time.monotonic()
+        self._number = -1
+        self._beat = self._processor = 0.0
+
+    def map(self, pid: int, descriptor: int, token: str) -> None:
+        """Maps the memory of a process of this machine; where that is forbidden, its messages are read instead."""
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+                memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+            if memory[:16].hex() == token:
+                self.memory, self._pid = memory, pid
+                self._pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        self._gone = self.memory is None and _has_ended(pid)
+
+    @property
+    def is_local(self) -> bool:
+        """Its memory can be read."""
+        return self.memory is not None
+
+    def look(self, known_until: float | None = None) -> RankState:
+        """How it is now; as it was ``known_until`` then, if no message from another machine can have come since."""
+        now = time.monotonic()
+        image = bytes(self.memory[:]) if self.memory is not None else self.image
+        snapshot = None if image is None else decode(image)
+        if snapshot is not None:
+            self._follow(snapshot, now)
+        life, reason = self._alive(snapshot, now if known_until is None else known_until)
+        if life != self._life:
+            self._life, self._since = life, now
+        current = None if snapshot is None else snapshot.current
+        lasting = now - (self._heard if life == "silent" else self._since)
+        # Of a process elsewhere nothing is known since it was last heard of.
+        known = now if self.is_local else self._heard
+        idle = max(0.0, known - self._still) if life == "alive" else 0.0
+        waiting = 0.0 if current is None else idle
+        return RankState(self.rank, life, lasting, snapshot, waiting, reason, idle)
+
+    def close(self) -> None:
+        """Unmaps the memory of the other process."""
+        if self.memory is not None:
+            self.memory.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+    def _follow(self, snapshot: Snapshot, now: float) -> None:
+        last = snapshot.last
+        number = -1 if last is None else last.number * 2 + (last.ended is not None)
+        if snapshot.beat != self._beat:
+            used, passed = snapshot.processor - self._processor, snapshot.beat - self._beat
+            if number != self._number or used > _BUSY * passed:
+                self._still = now
+            self._beat, self._processor, self._heard = snapshot.beat, snapshot.processor, now
+        elif number != self._number:
+            self._still = now
+        if self._runs():
+            self._still = now
+        self._number = number
+
+    def _alive(self, snapshot: Snapshot | None, known_until: float) -> tuple[Life, str]:
+        if snapshot is not None and snapshot.said.startswith(LEFT):
+            return "left", snapshot.said[1:]
+        if self._gone:  # before its memory could be mapped
+            return "dead", ""
+        if self._pidfd >= 0 and _shows_end(self._pidfd):
+            return "dead", ""
+        if self._pid:
+            return ("stopped" if self._state() in "Tt" else "alive"), ""
+        return ("silent" if known_until - self._heard > 2 * STALLED else "alive"), ""
+
+    def _state(self) -> str:
+        return _state_of(self._pid)
+
+    def _runs(self) -> bool:
+        return bool(self._pid) and self._state() == "R"
+
+
+@final
+class Messages:
+    """The store that the ranks share, used only as long as its server lives.
+
+    torch prints its C++ stack when a request reaches no server, even after a run that succeeded. So an extra
+    connection, on which nothing is ever sent, shows when the process that serves the store has closed it or ended.
+    """
+
+    def __init__(self, store: "Store") -> None:
+        self._store: Store | None = store
+        self._line: socket.socket | None = None
+        server: Any = store
+        while hasattr(server, "underlying_store"):
+            server = server.underlying_store
+        if hasattr(server, "host") and hasattr(server, "port"):
+            with contextlib.suppress(OSError):
+                self._line = socket.create_connection((server.host, server.port), timeout=_ANSWERS_WITHIN)
+                self._line.setblocking(False)
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a message; RuntimeError without a store."""
+        with no_warnings():  # of a server that ends before it answers
+            self._asked().set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """A message, or None where there is none yet; RuntimeError without a store."""
+        with no_warnings():
+            store = self._asked()
+            return store.get(key) if store.check([key]) else None
+
+    def close(self) -> None:
+        """Ends the connection; later calls find no store."""
+        self._store = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _asked(self) -> "Store":
+        if self._line is not None and self._is_cut(self._line):
+            self.close()
+        if self._store is None:
+            raise RuntimeError("the store that the ranks share is gone")
+        return self._store
+
+    @staticmethod
+    def _is_cut(line: socket.socket) -> bool:
+        try:
+            return line.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+@final
+class Peers:
+    """All ranks of a group, this one included."""
+
+    def __init__(self, store: "Store", rank: int, world_size: int, record: Record) -> None:
+        self._messages = Messages(store)
+        self._rank = rank
+        self._record = record
+        self.watched = [Watched(other) for other in range(world_size)]
+        self._unknown = set(range(world_size))
+        self._answered = time.monotonic()
+        me = {"host": _host(), "pid": os.getpid(), "descriptor": record.descriptor, "token": record.token.hex()}
+        self._me: dict[str, Any] = me
+        self._messages.set(f"who/{rank}", json.dumps(me))
+
+    @property
+    def memories(self) -> list[mmap.mmap]:
+        """The memories of the other processes of this machine."""
+        return [one.memory for one in self.watched if one.memory is not None and one.rank != self._rank]
+
+    def meet(self) -> None:
+        """Maps the memories of ranks that have registered since the last call; RuntimeError without a store."""
+        for rank in list(self._unknown):
+            said = self._messages.get(f"who/{rank}")
+            if said is None:
+                continue
+            who = json.loads(said)
+            if who["host"] == self._me["host"] and who["descriptor"] >= 0:
+                self.watched[rank].map(who["pid"], who["descriptor"], who["token"])
+            self._unknown.discard(rank)
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have registered."""
+        return not self._unknown
+
+    @property
+    def scattered(self) -> bool:
+        """Some rank is on another machine."""
+        return any(not one.is_local for one in self.watched)
+
+    def send(self) -> None:
+        """Writes this process's record for the other machines."""
+        self._messages.set(f"image/{self._rank}", self._record.image().hex())
+
+    def receive(self) -> None:
+        """Reads the records of the ranks on other machines."""
+        for one in self.watched:
+            image = None if one.is_local else self._messages.get(f"image/{one.rank}")
+            if image is not None:
+                one.image = bytes.fromhex(image.decode())
+        self._answered = time.monotonic()
+
+    def stop_asking(self) -> None:
+        """Stops using the store, with a message about it for rank 0, which may have to serve the store until then."""
+        with contextlib.suppress(RuntimeError):
+            self._messages.set(f"quiet/{self._rank}", "")
+        self._messages.close()
+
+    def outlast(self, seconds: float) -> None:
+        """Waits until no process of another machine uses the store any more, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        asking = [one.rank for one in self.watched if one.rank != self._rank and not one.is_local]
+        while asking and time.monotonic() < deadline:
+            asking = [rank for rank in asking if self._messages.get(f"quiet/{rank}") is None]
+            time.sleep(_LOOK_EVERY)
+
+    def look(self) -> list[RankState]:
+        """How all are now.
+
+        A store that does not answer, or is gone, shows that something is wrong with rank 0 alone, whose machine it is
+        on. The others are as they were when it answered last.
+        """
+        return [one.look(None if one.rank == 0 else self._answered) for one in self.watched]
+
+    def close(self) -> None:
+        """Unmaps the records of the other ranks and closes the store."""
+        self._messages.close()
+        for one in self.watched:
+            one.close()
+
+
+def _shows_end(pidfd: int) -> bool:
+    poll = select.poll()  # ``select`` itself refuses files from number 1024 on, which a training may well have
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return _state_of(pid) in "ZX"
+
+
+def _host() -> str:
+    """A name that differs between machines, and between containers with process numbers of their own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)

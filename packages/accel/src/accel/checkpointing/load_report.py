@@ -1,0 +1,108 @@
+"""Options of ``load_state``, and the report of what it has loaded."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, final
+
+from accel.checkpointing.run_facts import Change
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_ckpt.io.storage import Location
+
+RNG = "rng"
+"""Name of each rank's random state, in checkpoints and among the parts of ``load_state``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What ``load_state`` was asked for; the same on all ranks.
+
+    Attributes:
+        strict: a checkpoint has every parameter of the run and no other.
+        parts: names of what is loaded, as the checkpoint names them; None: everything.
+    """
+
+    strict: bool = True
+    parts: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, *, strict: bool, parts: str | Iterable[str] | None) -> Self:
+        """The options from a call's arguments.
+
+        Raises:
+            ConfigError: ``parts`` names nothing, or holds something that is no name.
+        """
+        if parts is None:
+            return cls(strict)
+        names = [parts] if isinstance(parts, str) else list(parts)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"load_state(parts={parts!r}): expected names of parts, like 'model' or ['model', 'optimizer']; "
+                "None loads everything"
+            )
+        return cls(strict, frozenset(names))
+
+    def wants(self, name: str) -> bool:
+        """Whether the part of this name is to be loaded."""
+        return self.parts is None or name in self.parts
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """Names within one part; only models and optimizers have any.
+
+    Attributes:
+        loaded: parameters and buffers whose values, or whose optimizer states, were loaded.
+        missing: those that the checkpoint lacks; they keep what they had (an optimizer's state begins anew).
+        left_over: those of the checkpoint that the run does not have; they were ignored.
+    """
+
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What ``load_state`` did.
+
+    Attributes:
+        path: the checkpoint that was loaded.
+        parts: the parts that were loaded, by name; with names within a part for models and optimizers.
+        kept: the parts of the run that were not loaded and stay as they were.
+        changes: in what this run differs from the one that saved.
+    """
+
+    path: "Location"
+    parts: Mapping[str, PartReport]
+    kept: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part of the run was loaded, with nothing missing or left over."""
+        return not self.kept and not any(one.missing or one.left_over for one in self.parts.values())
+
+    def lines(self) -> list[str]:
+        """What is missing or left over, a line for each part that has any."""
+        found = []
+        for name, part in self.parts.items():
+            said = [f"not in the checkpoint: {few(part.missing)}"] if part.missing else []
+            said += [f"left over in the checkpoint: {few(part.left_over)}"] if part.left_over else []
+            if said:
+                found.append(f"{name}: {len(part.loaded)} loaded, {'; '.join(said)}")
+        return found
+
+    def __str__(self) -> str:
+        kept = f"; kept: {', '.join(self.kept)}" if self.kept else ""
+        return "\n  ".join([f"{self.path}: loaded {', '.join(self.parts) or 'nothing'}{kept}", *self.lines()])
+
+
+def few(items: Sequence[str], most: int = 5) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")

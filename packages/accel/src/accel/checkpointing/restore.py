@@ -1,0 +1,322 @@
+"""Restores the parts of a checkpoint on all ranks, or raises an error that names what does not fit."""
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+from torch import nn
+
+from accel.checkpointing import partial_accumulation as open_window
+from accel.checkpointing.load_report import RNG, LoadOptions, LoadReport, PartReport
+from accel.checkpointing.run_facts import SEED_KEY, RunFacts
+from accel.checkpointing.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
+from accel.checkpointing.validation import check_keys, check_parts
+from accel.loop.accumulator import StepClock
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_ckpt import Checkpoint
+    from accel_ckpt.loading.cooperative_read import Interest
+    from accel_ckpt.loading.fetching import Fetched, PlannedFetch
+    from accel_ckpt.rank_group import Peers, Ranks
+    from accel_state.session import Session
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+CLOCK = "clock"
+"""Name of the part that counts micro-steps; the gradients of an open window go with it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """Everything that a checkpoint gives to a run, compared with it; nothing of the run has changed yet."""
+
+    checkpoint: "Checkpoint"
+    session: "Session"
+    peers: "Peers"
+    """The session's ranks as they see the checkpoint's files."""
+    large: Mapping[str, ModelState | OptimizerState]
+    """Models and optimizers."""
+    fetch: "Callable[[], Fetched]"
+    """Reads their values, into the tensors that they have where that is possible, and compares every byte, also of
+    what no rank reads. Collective."""
+    small: Mapping[str, tuple[Stateful, Any]]
+    own: Mapping[str, Any]
+    """States of ``large`` that this rank saved as its own, since they were not like the first rank's."""
+    options: LoadOptions
+    reports: Mapping[str, PartReport]
+    kept: tuple[str, ...]
+    """Parts of the run that are not loaded."""
+
+    @classmethod
+    def read(
+        cls,
+        checkpoint: "Checkpoint",
+        parts: TrainState,
+        session: "Session",
+        ranks: "Ranks",
+        *,
+        options: LoadOptions,
+        ignored: Collection[str],
+        in_place: bool,
+    ) -> "Restoration":
+        """Compares the parts of the run with the saved ones, and reads all but models and optimizers. Collective.
+
+        Of those, names, shapes and sizes are compared. Unless ``in_place`` they are read as well, and every byte of
+        the checkpoint is compared, or of what is read if the options name parts. The ranks agree once, after all of
+        that.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint is another run's.
+            CheckpointCorruptError: it is damaged; on all ranks.
+        """
+        from accel_ckpt.rank_group import Peers
+        from accel_state.errors import CheckpointError
+
+        peers = Peers.of(ranks)
+
+        wanted = {name: part for name, part in parts.items() if name not in ignored and options.wants(name)}
+        large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
+        likes = {name: part.state_dict() for name, part in large.items()}
+        places: dict[str, Any] = {}
+        planned: list[PlannedFetch] = []
+        small: dict[str, tuple[Stateful, Any]] = {}
+        own: dict[str, Any] = {}
+        reports = {name: PartReport() for name in [*wanted, RNG] if options.wants(name)}
+        verify = options.parts is None
+
+        def compare() -> "Interest":
+            _compare_names(checkpoint, parts, options, ignored)
+            _warn_of_own(checkpoint, wanted, session)
+            for name, part in large.items():
+                reports[name] = part.check(name, likes[name], checkpoint.facts(name))
+                if (mine := _own(checkpoint, name, session)) is not None:
+                    own[name] = mine
+                places[name] = part.placement() if isinstance(part, OptimizerState) else None
+            saved_here = session.rank < checkpoint.world_size and options.wants(RNG)
+            if saved_here and RNG not in checkpoint.local_names(session.rank):
+                raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
+            for name, one in wanted.items():
+                if name not in large:
+                    small[name] = (one, _read(checkpoint, name, one, session))
+            planned.append(checkpoint.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
+            return planned[0].interest
+
+        interests = _agreed(compare, peers)
+        fetch = partial(_fetched, planned[0], interests, peers)
+        kept = tuple(name for name in [*parts, RNG] if name not in reports)
+        restoration = cls(checkpoint, session, peers, large, fetch, small, own, options, reports, kept)
+        if in_place:
+            return restoration
+        fetched = fetch()
+        return replace(restoration, fetch=lambda: fetched)
+
+    def apply(self) -> None:
+        """Loads all parts. Collective.
+
+        First those that can refuse only when they are loaded (loaders, objects of the user), then models and
+        optimizers, which were compared. If any part fails, on any rank, the former are put back on all.
+
+        Raises:
+            CheckpointCorruptError: a block is damaged; models and optimizers, which it names, hold a part of the
+                checkpoint if they are read in place.
+            Exception: what a part raised when it was loaded.
+        """
+        from accel_state.errors import CheckpointCorruptError
+
+        undo = _load_small(self.small, self.session)
+        try:
+            values = self.fetch()
+
+            def load() -> None:
+                for name, part in self.large.items():
+                    common = values[name]()
+                    part.load_state_dict(self.own.get(name, common))
+
+            _agreed(load, self.peers)
+        except CheckpointCorruptError as error:
+            _put_back(undo)
+            raise CheckpointCorruptError(f"{error}; {self._in_parts()}") from error
+        except Exception as error:
+            _put_back(undo)
+            error.add_note(self._in_parts())
+            raise
+
+    def report(self, facts: RunFacts) -> LoadReport:
+        """What was loaded, and in what the run differs from the one that saved; said in the log by the main process.
+
+        A difference is a warning where training goes on with other numbers because of it.
+        """
+        report = LoadReport(self.checkpoint.path, self.reports, self.kept, facts.changes(self.checkpoint))
+        if self.session.is_main_process:
+            trains = self.options.wants(CLOCK) or any(isinstance(one, OptimizerState) for one in self.large.values())
+            for change in report.changes:
+                level = logging.WARNING if change.numbers and trains else logging.INFO
+                _LOG.log(level, "%s: %s", self.checkpoint.path.name, change)
+            for line in report.lines():
+                _LOG.warning("%s: %s", self.checkpoint.path.name, line)
+        return report
+
+    def _in_parts(self) -> str:
+        """The state of the run after a failure half-way, for its error."""
+        if not self.large:
+            return "nothing of the run has changed"
+        return (
+            f"of the run, {', '.join(self.large)} may hold a part of {self.checkpoint.path} now, and everything else "
+            "is as it was; load_state of an intact checkpoint restores all of it"
+        )
+
+
+def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "Peers") -> "Fetched":
+    """Reads what was planned on all ranks. Collective."""
+    found: list[Fetched] = []
+    _agreed(lambda: found.append(planned.read(interests)), peers)
+    planned.trust(interests)
+    return found[0]
+
+
+def _agreed(work: Callable[[], T], peers: "Peers") -> list[T]:
+    """What ``work`` gives on each rank; damage that one of them finds is damage on all, any other failure fails all."""
+    from accel_state.collectives.objects import agree
+    from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+    result: Any = None
+    damage: str | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except CheckpointMismatchError as caught:
+        error = caught
+    except CheckpointError as caught:
+        damage = str(caught)
+    except Exception as caught:
+        error = caught
+    told: list[Any] = agree(error, group=peers.group, note=(damage, result))
+    if found := sorted({text for text, _ in told if text is not None}):
+        raise CheckpointCorruptError("; ".join(found))
+    return [value for _, value in told]
+
+
+def _compare_names(checkpoint: "Checkpoint", parts: TrainState, options: LoadOptions, ignored: Collection[str]) -> None:
+    if options.parts is not None:
+        check_parts(options.parts, [*checkpoint.names, RNG], [*parts, RNG])
+    else:
+        parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
+
+
+def restore_local(
+    checkpoint: "Checkpoint",
+    session: "Session",
+    backend: "Backend",
+    models: Sequence[nn.Module],
+    clock: StepClock,
+    options: LoadOptions,
+) -> None:
+    """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load."""
+    if options.wants(RNG):
+        _restore_random_state(checkpoint, backend)
+    if options.wants(CLOCK) and clock.open:
+        open_window.restore(
+            backend,
+            models,
+            lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
+            saved_ranks=checkpoint.world_size,
+            rank=session.rank,
+            world_size=session.world_size,
+        )
+
+
+def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
+    """This rank's, or that of the first rank which drops out of the same; where none was saved, one derived from the
+    run's seed.
+    """
+    from accel_state import rng
+
+    rank = backend.random_rank
+    own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
+    if own is not None:
+        if "numpy" in own and find_spec("numpy") is not None:
+            import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
+        left = rng.set_rng_state(own, strict=False)
+        if left:
+            _LOG.warning(
+                "%s: the random state of %s is not restored: the saving process had another kind of device or did "
+                "not use it",
+                checkpoint.path,
+                ", ".join(left),
+            )
+    else:
+        rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
+
+
+def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> list[Callable[[], Any]]:
+    """Loads all of ``parts``, or none. Returns what undoes it, part by part. Collective."""
+    from accel_state.collectives.objects import agree
+
+    undo: list[Callable[[], Any]] = []
+    error: Exception | None = None
+    try:
+        for name, (part, state) in parts.items():
+            if isinstance(part, LoaderState):
+                undo.append(part.undo())
+            else:
+                own = part.state_dict()
+                if name.startswith("scheduler"):
+                    check_keys(name, own, state)
+                undo.append(partial(part.load_state_dict, _copy_of(own)))
+            part.load_state_dict(state)
+    except Exception as caught:
+        error = caught
+    try:
+        agree(error, group=session.group)
+    except Exception:
+        _put_back(undo)
+        raise
+    return undo
+
+
+def _copy_of(state: Any) -> Any:
+    """A deep copy, also of tensors that an autograd graph computed, which torch refuses to copy."""
+    from accel_ckpt.format.tree import leaves
+
+    computed = [one for one in leaves(state).values() if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    return copy.deepcopy(state, {id(tensor): tensor.detach().clone() for tensor in computed})
+
+
+def _put_back(undo: Sequence[Callable[[], Any]]) -> None:
+    for one in undo:
+        one()
+
+
+def _own(checkpoint: "Checkpoint", name: str, session: "Session") -> Any | None:
+    """What this rank saved of a part that was not like the first rank's, if it goes on as the same rank of as many."""
+    return checkpoint.read_local(name, session.rank) if checkpoint.world_size == session.world_size else None
+
+
+def _read(checkpoint: "Checkpoint", name: str, part: Stateful, session: "Session") -> Any:
+    state, own = checkpoint.read(name), _own(checkpoint, name, session)
+    if isinstance(part, LoaderState):
+        return state if own is None else {**state, LoaderState.PRIVATE: own}
+    return state if own is None else own
+
+
+def _warn_of_own(checkpoint: "Checkpoint", parts: Mapping[str, Stateful], session: "Session") -> None:
+    """Says what had a value of each rank, and cannot have on another number of ranks."""
+    if checkpoint.world_size == session.world_size or session.rank:
+        return
+    saved = {name for rank in range(checkpoint.world_size) for name in checkpoint.local_names(rank)}
+    if lost := sorted(name for name in saved if name in parts and not isinstance(parts[name], LoaderState)):
+        _LOG.warning(
+            "%s: each of %d ranks had its own %s; %d ranks go on with the first one's",
+            checkpoint.path,
+            checkpoint.world_size,
+            ", ".join(lost),
+            session.world_size,
+        )

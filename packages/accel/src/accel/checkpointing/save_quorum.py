@@ -1,0 +1,178 @@
+"""The ranks that take part in a save, found through the group's store before anything waits for all of them.
+
+Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So
+each rank leaves a note in the store when it enters ``save_state``, and the main one decides: all are present, or it
+goes on without those that are absent. It waits for a rank until the hang doctor shows that the rank has ended or has
+gone past ``save_state``; time alone decides only where the doctor knows nothing. Once some ranks were absent, the main
+one does not wait for them again, unless one of them enters ``save_state`` after all.
+
+Leaving a note is no collective: a rank that went past may be in its next one already, and numbers it as the others do.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+from accel_state.errors import CheckpointError
+from accel_state.watchdog.decorator import active, recorded
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from accel_state.session import Session
+    from accel_state.watchdog.diagnosis import Place
+
+_LOG = logging.getLogger(__name__)
+_PREFIX = "accel/attendance"
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-3
+_SEARCH_EVERY = 0.1
+GRACE = 60.0
+"""Seconds for which the main rank waits for an idle one, or for any where it can do without."""
+AHEAD_GRACE = 5.0
+"""The same for a rank that is ahead of the main one, and so has probably gone past ``save_state``."""
+
+
+@final
+class Attendance:
+    """The saves of one Accelerator, as one rank takes part in them.
+
+    Args:
+        store: shared by the ranks.
+        number: which of the group's Accelerators it is; the same on all ranks, as they make them in the same order.
+        patience: how long a rank waits for the main one, as long as for any collective.
+    """
+
+    def __init__(self, store: "Store", number: int, rank: int, size: int, patience: timedelta) -> None:
+        self._shared, self._number = store, number
+        self._rank, self._size, self._patience = rank, size, patience
+        self._round = 0
+        self._missing: tuple[int, ...] = ()
+        self._late = 0
+        self.places: Mapping[int, Place] = {}
+        """Where the other ranks are, as far as the hang doctor knows."""
+
+    @classmethod
+    def of(cls, session: "Session") -> "Attendance | None":
+        """That of a new Accelerator; None where there is one rank only."""
+        if session.group is None or session.timeout is None or session.world_size == 1:
+            return None
+        store: Store = session.group.get_group_store()
+        number = store.add(f"{_PREFIX}/{session.rank}", 1)
+        return cls(store, number, session.rank, session.world_size, session.timeout)
+
+    @cached_property
+    def _store(self) -> "Store":
+        """A connection of its own, with keys that nobody else uses; made for the first save, as many runs have none."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        own: Any = self._shared.clone()  # type: ignore[attr-defined]
+        return PrefixStore(f"{_PREFIX}/{self._number}", own)
+
+    def missing(self, *, all_needed: bool) -> tuple[int, ...]:
+        """The ranks that are absent from this save; the same answer on all that ask, however late.
+
+        With ``all_needed``, where an absent rank is an error, a rank that is busy is waited for as in any collective.
+
+        Raises:
+            CheckpointError: the main rank is absent.
+        """
+        return self._decide(all_needed=all_needed) if self._rank == 0 else self._ask()
+
+    def missing_but_for(self, reason: str | None) -> tuple[int, ...]:
+        """``missing``, where a ``reason`` says why the save cannot do without any rank.
+
+        Raises:
+            CheckpointError: ranks are absent that are needed; names them, and where they are.
+        """
+        missing = self.missing(all_needed=reason is not None)
+        if not missing or reason is None:
+            return missing
+        absent = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        places = "".join(f"\n  {place.text}" for rank, place in self.places.items() if rank in missing)
+        raise CheckpointError(
+            f"{absent} did not come to save_state, and it cannot do without them: {reason}. Call it on all "
+            f"processes, not under `if accelerator.is_main_process:`{places}"
+        )
+
+    def _decide(self, *, all_needed: bool) -> tuple[int, ...]:
+        late = self._store.add("late", 0)
+        waiting = [rank for rank in range(1, self._size) if rank not in self._missing or late > self._late]
+        self._late = late
+        start, said = time.monotonic(), False
+        for _ in self._moments(self._patience.total_seconds()):
+            waiting = [rank for rank in waiting if not self._store.check([self._note(rank)])]
+            waited = time.monotonic() - start
+            if all(self._stays_away(rank, waited, all_needed=all_needed) for rank in waiting):
+                break
+            if waited > AHEAD_GRACE and not said:
+                said = True
+                places = [self.places[rank].text if rank in self.places else f"rank {rank}" for rank in waiting]
+                _LOG.warning("save_state on rank 0 waits for:\n  %s", "\n  ".join(places))
+        here = {rank for rank in range(1, self._size) if self._store.check([self._note(rank)])}
+        self._missing = tuple(rank for rank in range(1, self._size) if rank not in here)
+        self._store.set(f"{self._round}/missing", json.dumps(self._missing))
+        self._round += 1
+        self._store.set("rounds", str(self._round))
+        return self._missing
+
+    def _stays_away(self, rank: int, waited: float, *, all_needed: bool) -> bool:
+        """Whether the main rank gives up a rank that has left no note after ``waited`` seconds."""
+        grace = min(GRACE, self._patience.total_seconds() / 2)
+        place = self.places.get(rank)
+        if place is None:
+            return waited >= grace
+        idle = min(place.idle, waited) if all_needed else waited
+        limit = min(AHEAD_GRACE, grace) if place.ahead else grace
+        return place.passed or idle >= limit or (place.ahead and waited >= grace)
+
+    @recorded("save_state", shared=False)
+    def _ask(self) -> tuple[int, ...]:
+        self._store.set(self._note(self._rank), "")
+        decision = f"{self._round}/missing"
+        came = f"rank {self._rank} came to save and rank 0 did not"
+        remedy = "call save_state on all processes, or on the main one at least"
+        try:
+            for _ in self._moments(self._patience.total_seconds()):
+                place = self.places.get(0)
+                if self._store.check([decision]):
+                    break
+                if place is not None and place.passed:  # and had before the store was seen to hold no decision
+                    raise CheckpointError(f"{came}: {place.text}; {remedy}")
+            else:
+                raise CheckpointError(f"{came} within {self._patience}; {remedy}")
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{came}: the store that the ranks share is gone; {remedy}") from error
+        missing = tuple(json.loads(self._store.get(decision)))
+        if self._rank in missing:  # from now on in step with the main rank, which waits for this one again
+            self._round = int(self._store.get("rounds"))
+            self._store.add("late", 1)
+        else:
+            self._round += 1
+        return missing
+
+    def _moments(self, patience: float) -> Iterator[None]:
+        """Moments to look for notes, for ``patience`` seconds; keeps ``places`` up to date meanwhile."""
+        self.places = {}
+        now = time.monotonic()
+        deadline, search, pause = now + patience, now, _SHORTEST_PAUSE
+        while True:
+            yield
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if now >= search:
+                doctor = active()
+                self.places = {} if doctor is None else doctor.places()
+                search = now + _SEARCH_EVERY
+                continue
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _note(self, rank: int) -> str:
+        return f"{self._round}/here/{rank}"

@@ -1,0 +1,226 @@
+"""Names for everything that must resume, and the saving and loading of each."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checkable
+
+import torch
+from torch import nn
+
+from accel.checkpointing.load_report import PartReport, few
+from accel.checkpointing.validation import check_model, check_optimizer, fitted_optimizer
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.state_dicts import STATE, names_stored
+from accel_state.errors import CheckpointMismatchError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_backends import Backend
+    from accel_ckpt import Terms
+    from accel_ckpt.io.storage import Location
+
+
+# Kinds of parts of which a rank may have its own.
+_OWN = ("optimizer", "scheduler", "custom")
+_APART = (
+    "copies of a model that have come apart are not saved as one. Inside LocalSGD save right after the step that "
+    "averages them (num_steps is a multiple of local_sgd_steps), or after the block"
+)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved and loaded: its state is nested dicts and lists of tensors and JSON values."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A prepared model under the names of its own parameters and buffers, whatever wraps it."""
+
+    backend: "Backend"
+    model: nn.Module
+    strict: bool = True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.backend.model_state(self.model))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.backend.load_model_state(self.model, state, strict=self.strict)
+
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
+        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
+        return check_model(name, own, names_stored(self.model), saved, strict=self.strict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A prepared optimizer under parameter names, so that it loads into any backend at any world size."""
+
+    backend: "Backend"
+    optimizer: "Optimizer"
+    models: Sequence[nn.Module]
+    strict: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.backend.optimizer_state(self.optimizer, self.models))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self.strict:
+            state = fitted_optimizer(self.state_dict(), state)
+        self.backend.load_optimizer_state(self.optimizer, self.models, state)
+
+    def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
+        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
+        report = check_optimizer(name, type(self.optimizer).__name__, own, saved, strict=self.strict)
+        new = [one for one in report.missing if one not in own[STATE]]
+        if new and saved[STATE] and not self.backend.capabilities.optimizer_states_of_some:
+            raise CheckpointMismatchError(
+                f"{self.backend.name} keeps states of all of an optimizer's parameters or of none, and the "
+                f"checkpoint's {name} has them not of {few(new)}; load it without: load_state(strict=False, parts=...)"
+            )
+        return report
+
+    def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
+        """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""
+        parameters = self.backend.state_templates(self.optimizer, self.models)
+
+        def place(path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+            parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == STATE else None
+            return parameter if parameter is not None and tuple(parameter.shape) == shape else None
+
+        return place
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """A prepared loader's position, which all ranks share, and what an opaque dataset of one rank needs besides."""
+
+    PRIVATE: ClassVar[str] = "private"
+
+    loader: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.loader.state_dict().items() if key != self.PRIVATE}
+
+    def private(self) -> Any:
+        """This rank's own part of the position, None nearly always."""
+        return self.loader.state_dict().get(self.PRIVATE)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes what is loaded from now on; a pass that is under way goes on counting."""
+        undo: Callable[[], None] = self.loader.undo()
+        return undo
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """JSON that goes with a checkpoint and is not needed to load it: an older one lacks it, another run ignores it.
+
+    Only the main process's is saved; every process is given it.
+    """
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+
+
+@final
+class TrainState(Mapping[str, Stateful]):
+    """The parts of a run by name: ``model``, ``model_1``, ``optimizer``, ``scheduler``, ``loader``, ``custom``, ...
+
+    Parts are numbered in the order in which they were prepared or registered; the first has no number.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Stateful] = {}
+
+    def add(self, kind: str, parts: Sequence[Stateful]) -> "TrainState":
+        """Names ``parts`` after their kind and position."""
+        for position, part in enumerate(parts):
+            self._parts[kind if position == 0 else f"{kind}_{position}"] = part
+        return self
+
+    def collect(self) -> dict[str, Any]:
+        """The state of every part, models first."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def terms(
+        self, fill: "Callable[[Location], object] | None" = None, *, apart: "Collection[nn.Module]" = ()
+    ) -> "Terms":
+        """What a save does where ranks have different values of a part.
+
+        Each keeps its own optimizer, schedule and registered objects. Copies of a model that are not trained ``apart``
+        should be equal: they may have drifted on unlike devices, so the first rank's are saved, with a warning. Those
+        that are trained apart are no state to go on from. ``fill`` adds files.
+        """
+        from accel_ckpt import Terms
+        from accel_ckpt.format.tree import tensor_name
+
+        @cache
+        def parameters() -> frozenset[str]:
+            models = ((name, part.model) for name, part in self._parts.items() if isinstance(part, ModelState))
+            found = ((name, model) for name, model in models if model in apart)
+            return frozenset(tensor_name((name, own)) for name, model in found for own in named_parameters(model))
+
+        def refused(place: str) -> str | None:
+            return _APART if place in parameters() else None
+
+        own = [name for name in self._parts if name.startswith(_OWN)]
+        return Terms(own=own, refused=refused, fill=fill)
+
+    def check_names(self, saved: Sequence[str], *, ignored: Collection[str] = ()) -> None:
+        """Raises unless the checkpoint holds exactly the parts that are here, ``ignored`` ones left out.
+
+        Raises:
+            CheckpointMismatchError: names of what the checkpoint lacks and of what nothing here takes.
+        """
+        missing = sorted(set(self._parts) - set(saved) - set(ignored))
+        unexpected = sorted(set(saved) - set(self._parts))
+        if missing or unexpected:
+            parts = []
+            if missing:
+                parts.append(f"it holds no {', '.join(missing)}")
+            if unexpected:
+                parts.append(f"nothing here takes its {', '.join(unexpected)}")
+            raise CheckpointMismatchError(
+                f"the checkpoint belongs to another run: {'; '.join(parts)}. Prepare and register the same objects, "
+                "in the same order, as when it was saved, or name the parts to load: load_state(parts=['model'])"
+            )
+
+    def __getitem__(self, name: str) -> Stateful:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def check_stateful(objects: Sequence[object]) -> None:
+    """Refuses objects that cannot be saved, when they are registered rather than when they are saved.
+
+    Raises:
+        ConfigError: lists every object without ``state_dict`` and ``load_state_dict``.
+    """
+    bad = [
+        f"Item at index {index}, {type(item).__module__}.{type(item).__qualname__}"
+        for index, item in enumerate(objects)
+        if not isinstance(item, Stateful)
+    ]
+    if bad:
+        raise ConfigError(
+            "objects registered for checkpointing need `state_dict` and `load_state_dict`; these have not: "
+            + "; ".join(bad)
+        )

@@ -1,0 +1,164 @@
+"""A check that a checkpoint belongs to this run, by names, shapes and options, before a tensor is read."""
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from accel.checkpointing.load_report import PartReport, few
+from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE
+from accel_state.errors import CheckpointMismatchError
+
+
+def check_parts(wanted: Collection[str], saved: Sequence[str], here: Sequence[str]) -> None:
+    """Raises unless a checkpoint has the parts of these names, and the run has parts that take them.
+
+    Raises:
+        CheckpointMismatchError: names the first that is unknown, the nearest, and all that there are.
+    """
+    for names, lacks in ((saved, "the checkpoint holds no part"), (here, "nothing here takes the part")):
+        unknown = sorted(set(wanted) - set(names))
+        if unknown:
+            near = get_close_matches(unknown[0], names, n=1)
+            hint = f" (nearest: {near[0]!r})" if near else ""
+            holds = "it holds" if names is saved else "prepared or registered here are"
+            raise CheckpointMismatchError(
+                f"load_state(parts=...): {lacks} {unknown[0]!r}{hint}; {holds} {', '.join(names)}"
+            )
+
+
+def check_model(
+    name: str, own: Mapping[str, Any], aliases: Mapping[str, str], saved: Mapping[str, Any], *, strict: bool
+) -> PartReport:
+    """Raises unless a model's saved state fits its own; ``aliases`` gives the name in ``own`` for each of a tied one.
+
+    Raises:
+        CheckpointMismatchError: what is missing or unknown (``strict``), or of another shape.
+    """
+    given = {aliases.get(key, key): value for key, value in saved.items()}
+    missing = [key for key in own if key not in given]
+    unknown = [key for key in given if key not in own]
+    if strict and (missing or unknown):
+        raise CheckpointMismatchError(_differences(name, missing, unknown, list(own)))
+    misshapen = [
+        f"{key} is {tuple(given[key].shape)} there and {tuple(value.shape)} here"
+        for key, value in own.items()
+        if key in given and _shapes_differ(value, given[key])
+    ]
+    if misshapen:
+        raise CheckpointMismatchError(f"the checkpoint's {name} is that of another model: {few(misshapen)}")
+    return PartReport(tuple(key for key in own if key in given), tuple(missing), tuple(unknown))
+
+
+def check_optimizer(
+    name: str, kind: str, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
+) -> PartReport:
+    """Raises unless an optimizer's saved state has the parameters, groups and options of its own.
+
+    Without ``strict`` parameters may be new or gone, if those that both have are grouped alike.
+
+    Raises:
+        CheckpointMismatchError: says in what they differ.
+    """
+    ours = [parameter for group in own[GROUPS] for parameter in group[PARAMS]]
+    theirs = dict.fromkeys([parameter for group in saved[GROUPS] for parameter in group[PARAMS]] + [*saved[STATE]])
+    known = set(ours)
+    missing = [parameter for parameter in ours if parameter not in theirs]
+    unknown = [parameter for parameter in theirs if parameter not in known]
+    if strict and (missing or unknown):
+        raise CheckpointMismatchError(_differences(name, sorted(missing), sorted(unknown), sorted(ours)))
+    pairs = matched_groups(own, saved)
+    if pairs is None or (strict and len(own[GROUPS]) != len(saved[GROUPS])):
+        shared = " of the parameters that both have" if missing or unknown else ""
+        raise CheckpointMismatchError(
+            f"the checkpoint's {name} is that of another {kind}: its groups of parameters differ{shared}, "
+            f"{len(saved[GROUPS])} there and {len(own[GROUPS])} here"
+        )
+    for group, there in pairs:
+        lacking = sorted(set(group) - set(there) - ASIDE)
+        foreign = sorted(set(there) - set(group) - ASIDE)
+        if lacking and foreign:
+            raise CheckpointMismatchError(
+                f"the checkpoint's {name} is that of another optimizer: {kind} has {few(lacking)}, and the state has "
+                f"{few(foreign)} instead; build the optimizer that was saved"
+            )
+    return PartReport(tuple(one for one in ours if one in theirs), tuple(missing), tuple(unknown))
+
+
+def matched_groups(
+    own: Mapping[str, Any], saved: Mapping[str, Any]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]] | None:
+    """An optimizer's groups, each with the saved one of the same parameters, going by those that both states have.
+
+    A group of nothing but new parameters has no partner and is left out, and one without parameters has the next of
+    its kind. None: parameters that both have are grouped in another way.
+    """
+    ours = {parameter for group in own[GROUPS] for parameter in group[PARAMS]}
+    theirs = {parameter for group in saved[GROUPS] for parameter in group[PARAMS]}
+    partners: dict[frozenset[str], list[Mapping[str, Any]]] = {}
+    for group in saved[GROUPS]:
+        shared = frozenset(group[PARAMS]) & ours
+        if shared or not group[PARAMS]:
+            partners.setdefault(shared, []).append(group)
+    pairs = []
+    for group in own[GROUPS]:
+        shared = frozenset(group[PARAMS]) & theirs
+        if group[PARAMS] and not shared:
+            continue
+        waiting = partners.get(shared, [])
+        if waiting:
+            pairs.append((group, waiting.pop(0)))
+        elif shared:
+            return None
+    return pairs
+
+
+def fitted_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state that passed ``check_optimizer``, made one of exactly the parameters and groups of ``own``.
+
+    What the saved state does not have comes from ``own``: states of new parameters, options of groups of such.
+    """
+    options = {id(group): there for group, there in matched_groups(own, saved) or ()}
+    theirs = {parameter for group in saved[GROUPS] for parameter in group[PARAMS]}
+    ours = [parameter for group in own[GROUPS] for parameter in group[PARAMS]]
+    sources = {parameter: saved if parameter in theirs else own for parameter in ours}
+    return {
+        STATE: {
+            parameter: source[STATE][parameter] for parameter, source in sources.items() if parameter in source[STATE]
+        },
+        GROUPS: [{**options.get(id(group), group), PARAMS: group[PARAMS]} for group in own[GROUPS]],
+    }
+
+
+def check_keys(name: str, own: object, saved: object) -> None:
+    """Raises if both are mappings and each has keys that the other has not, as two kinds of schedule have.
+
+    Raises:
+        CheckpointMismatchError: names them.
+    """
+    if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
+        return
+    lacking, foreign = sorted(map(str, own.keys() - saved.keys())), sorted(map(str, saved.keys() - own.keys()))
+    if lacking and foreign:
+        raise CheckpointMismatchError(
+            f"the checkpoint's {name} is that of another kind: here it has {few(lacking)}, and there {few(foreign)}; "
+            "build the one that was saved"
+        )
+
+
+def _shapes_differ(own: Any, saved: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return False
+    return not isinstance(saved, torch.Tensor) or own.shape != saved.shape
+
+
+def _differences(name: str, missing: Sequence[str], unknown: Sequence[str], known: Sequence[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"it lacks {few(missing)}")
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        parts.append(f"it holds unknown {few(unknown)}{f' (nearest: {near[0]})' if near else ''}")
+    return f"the checkpoint's {name} is that of another model: {'; '.join(parts)}"

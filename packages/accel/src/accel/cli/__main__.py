@@ -1,5 +1,0 @@
-"""``python -m accel.cli``."""
-
-from accel.cli import main
-
-main()

@@ -1,0 +1,1 @@
+"""Commands of ``accel`` that need the planner, the report or the Accelerator."""

@@ -1,0 +1,234 @@
+"""``accel plan``: memory, traffic and time of every way of training a model, and the one to choose."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from accel_launch.cli.options import as_json
+from accel_launch.cli.printing import print_json
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from accel_planner import Decision, Hardware, MemoryPlan, ModelProfile
+
+
+_PARTS = ("param", "grad", "optim", "activ", "comm")
+_PAGE = 1000
+_COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
+
+
+@click.command()
+@click.argument("build", metavar="MODULE:BUILD")
+@click.option(
+    "--devices", metavar="NxSIZE", help="Devices of a node and their memory: 8x80GB, 8xH100. Not given: here."
+)
+@click.option("--nodes", type=int, metavar="N", help="Nodes of such devices.")
+@click.option("--optimizer", default="adamw", metavar="NAME", help="Of torch.optim, or module:Class. Default: adamw.")
+@click.option("--mixed_precision", default="no", metavar="NAME", help="no, bf16, fp16, fp8, bf16-true, or roles.")
+@click.option("--batch_size", type=int, metavar="N", help="Samples of one device's micro-batch.")
+@click.option("--seq_length", type=int, metavar="N", help="Tokens of a sample, for language models.")
+@click.option("--sample", metavar="MODULE:FN", help="Function of batch size and sequence length that makes a batch.")
+@click.option(
+    "--loss", metavar="MODULE:FN", help="Function of model and batch that gives the loss; else it is guessed."
+)
+@click.option(
+    "--margin", type=float, default=0.1, metavar="PART", help="Part of the memory to leave free. Default: 0.1."
+)
+@click.option("--candidates", metavar="NAMES", help="Only these, with commas: ddp,fsdp:full_shard,zero:3.")
+@click.option("--intra_bandwidth", metavar="RATE", help="Between devices of a node, a device: 300GB/s.")
+@click.option("--inter_bandwidth", metavar="RATE", help="Between nodes, a node: 50GB/s.")
+@click.option("--host_bandwidth", metavar="RATE", help="Between a device and its node's memory: 25GB/s.")
+@click.option("--host_memory", metavar="SIZE", help="Of a node, for what is offloaded. Not given: not checked.")
+@click.option("--flops", type=float, metavar="RATE", help="Operations a second that a device reaches: 4e14.")
+@as_json
+def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, **options: Any) -> int:
+    """Predicts memory and traffic of every strategy for the model that MODULE:BUILD() builds, and chooses one.
+
+    Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
+    """
+    from accel.commands.model_loading import load_function, load_object
+    from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
+    from accel_planner.candidate import candidates, named
+    from accel_precision import PrecisionError, PrecisionPolicy
+
+    try:
+        policy = PrecisionPolicy.parse(options["mixed_precision"])
+    except PrecisionError as error:
+        raise ConfigError(str(error)) from error
+    hardware = _hardware(devices, nodes, options)
+    sample, loss = options["sample"], options["loss"]
+    profile = profile_model(
+        load_object(build, "the model"),
+        None if sample is None else load_function(sample, "--sample"),
+        batch_size=options["batch_size"],
+        seq_length=options["seq_length"],
+        loss=None if loss is None else load_function(loss, "--loss"),
+        policy=policy,
+    )
+    facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
+    every = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
+    found = [candidate for candidate in every if candidate.takes(facts.name)]
+    if options["candidates"]:
+        found = named(found, options["candidates"].split(","))
+    plans = ranked(plan_all(profile, facts, hardware, found))
+    decision, problem = None, None
+    try:
+        decision = choose(plans, margin=options["margin"])
+    except PlanError as error:
+        problem = str(error)
+    if as_json:
+        print_json(as_data(profile, hardware, plans, decision, problem, options["margin"]))
+    else:
+        _show(profile, hardware, plans, decision, options["margin"])
+        if problem is not None:
+            print(f"accel: {problem}", file=sys.stderr)
+    return int(problem is not None)
+
+
+def _hardware(devices: str | None, nodes: int | None, options: dict[str, Any]) -> "Hardware":
+    from dataclasses import replace
+
+    from accel_planner import Hardware, parse_size
+
+    hardware = Hardware.here() if devices is None else Hardware.parse(devices, nodes=nodes)
+    if devices is None and nodes is not None:
+        hardware = replace(hardware, nodes=nodes)
+    rates = {"intra_bandwidth": "local", "inter_bandwidth": "remote", "host_bandwidth": "host"}
+    changes: dict[str, Any] = {
+        field: float(parse_size(options[name], what=f"--{name}")) for name, field in rates.items() if options[name]
+    }
+    if options["host_memory"]:
+        changes["host_memory"] = parse_size(options["host_memory"], what="--host_memory")
+    if options["flops"] is not None:
+        changes["flops"] = options["flops"]
+    return replace(hardware, **changes)
+
+
+def as_data(
+    profile: "ModelProfile",
+    hardware: "Hardware",
+    plans: "list[MemoryPlan]",
+    decision: "Decision | None",
+    problem: str | None,
+    margin: float,
+) -> dict[str, Any]:
+    """Everything that was found, as plain data: bytes and seconds."""
+    from dataclasses import asdict
+
+    from accel_planner.select import fits
+
+    return {
+        "model": {"name": profile.name, "parameters": profile.numel, "units": len(profile.units)},
+        "precision": profile.policy.name,
+        "hardware": asdict(hardware),
+        "plans": [
+            {
+                "strategy": plan.candidate.name,
+                "backend": plan.candidate.backend,
+                "options": dict(plan.candidate.options),
+                **asdict(plan.parts),
+                "peak": plan.peak,
+                "communicated": {**asdict(plan.traffic), "total": plan.traffic.total},
+                "seconds": plan.seconds,
+                "fits": fits(plan, hardware.memory, margin),
+            }
+            for plan in plans
+        ],
+        "choice": None
+        if decision is None
+        else {
+            "strategy": decision.plan.candidate.name,
+            "reasons": list(decision.reasons),
+            "changes": list(decision.changes),
+        },
+        "problem": problem,
+        "notes": list(profile.notes),
+    }
+
+
+def _table(rows: list[tuple[str, ...]], fitting: list[bool], hidden: Sequence[str]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    shown = [
+        number
+        for number, column in enumerate(_COLUMNS)
+        if column not in hidden and (column != "host" or any(row[number] for row in rows))
+    ]
+    for number in shown:
+        left = _COLUMNS[number] in ("", "strategy", "fits")
+        table.add_column(_COLUMNS[number], justify="left" if left else "right", no_wrap=True)
+    for row, fit in zip(rows, fitting, strict=True):
+        table.add_row(*(Text(row[number]) for number in shown), style=None if fit else "dim")
+    return table
+
+
+def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
+    """One line for each strategy; where it does not fit into the terminal, without what the peak is made of.
+
+    Where there is no terminal to fit into, it is as wide as it takes.
+    """
+    from rich.console import Console
+
+    console, page = Console(highlight=False), Console(highlight=False, width=_PAGE)
+    table, narrow = _table(rows, fitting, ()), _table(rows, fitting, _PARTS)
+    whole = page.measure(table).maximum
+    if not console.is_terminal or whole <= console.width:
+        Console(highlight=False, width=whole).print(table)
+        return
+    # In a terminal that is narrower still, the terminal breaks the lines, and no number loses its unit.
+    Console(highlight=False, width=max(console.width, page.measure(narrow).maximum)).print(narrow)
+    print(f"({', '.join(_PARTS)}: in a terminal of {whole} columns, or with --json)")
+
+
+def _show(
+    profile: "ModelProfile",
+    hardware: "Hardware",
+    plans: "list[MemoryPlan]",
+    decision: "Decision | None",
+    margin: float,
+) -> None:
+    from accel_planner.select import fits
+    from accel_state.sizes import readable_count
+
+    print(f"{profile.name}: {readable_count(profile.numel)} parameters, precision {profile.policy.name}, on {hardware}")
+    chosen = None if decision is None else decision.plan
+    alike: dict[tuple[str, ...], list[MemoryPlan]] = {}
+    for plan in plans:
+        alike.setdefault((*_numbers(plan), "yes" if fits(plan, hardware.memory, margin) else "no"), []).append(plan)
+    rows, fitting = [], []
+    for numbers, same in alike.items():
+        shown = next((plan for plan in same if plan is chosen), same[0])
+        others = f" +{len(same) - 1}" if len(same) > 1 else ""
+        rows.append(("->" if shown is chosen else "", f"{shown.candidate.name}{others}", *numbers))
+        fitting.append(numbers[-1] == "yes")
+    _print_rows(rows, fitting)
+    for same in alike.values():
+        if len(same) > 1:
+            print(f"alike: {', '.join(plan.candidate.name for plan in same)}")
+    if decision is not None:
+        print(f"{decision.plan.candidate.name}: {'; '.join(decision.reasons)}")
+        for change in decision.changes:
+            print(f"  {change}")
+    for note in profile.notes:
+        print(f"note: {note}")
+
+
+def _numbers(plan: "MemoryPlan") -> tuple[str, ...]:
+    """What a plan takes, as the columns between its name and whether it fits."""
+    from accel_state.sizes import readable_bytes
+
+    parts = plan.parts
+    return (
+        *map(readable_bytes, (parts.parameters, parts.gradients, parts.optimizer, parts.activations)),
+        readable_bytes(parts.communication),
+        readable_bytes(plan.peak),
+        readable_bytes(plan.host_of_node) if parts.host else "",
+        readable_bytes(plan.traffic.total),
+        f"{plan.seconds:.3g} s",
+    )

@@ -1,1 +1,0 @@
-"""The rows of the table of settings, a file for each subject; ``accel.config.model`` puts them together."""

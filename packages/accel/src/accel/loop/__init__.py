@@ -1,0 +1,1 @@
+"""The training loop: accumulation windows, micro-batches and metrics."""

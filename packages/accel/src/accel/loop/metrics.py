@@ -1,0 +1,147 @@
+"""Every rank's results on the last batches, without the samples that were repeated to fill them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accel_state.device.device import is_whole
+from accel_state.errors import DataError
+from accel_state.pytree import operations as nested
+from accel_state.session import Session
+
+
+def gather_for_metrics(
+    session: Session,
+    data: Any,
+    real_counts: Sequence[int] | None,
+    *,
+    shard_of: Sequence[int] | None = None,
+    use_gather_object: bool = False,
+) -> Any:
+    """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
+
+    Tensors in any nesting are concatenated along dimension 0. Anything else (or everything, with
+    ``use_gather_object``) is sent as objects: a list counts its items as rows, and the result is one list.
+    ``real_counts`` None keeps all rows: nothing was repeated, or nobody can know. Ranks that have no batch in this
+    step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others. Tensors on XLA
+    devices have the rows of all ranks already.
+
+    Args:
+        shard_of: for each rank the data shard that it reads. Ranks with the same one (they split the model, not the
+            samples) have the same rows, of which the first rank's are kept. None: each reads its own.
+    """
+    leaves = nested.flatten(data)[0]
+    as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if not as_objects and session.world_size > 1 and any(is_whole(leaf) for leaf in leaves):
+
+        def kept(leaf: torch.Tensor) -> Any:
+            if not is_whole(leaf):
+                return gather_for_metrics(session, leaf, real_counts, shard_of=shard_of)
+            return leaf if real_counts is None or leaf.ndim == 0 else _keep_rows(leaf, real_counts)
+
+        return nested.map_leaves(kept, data)
+    if shard_of is not None and len(set(shard_of)) < session.world_size:
+        speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
+        if real_counts is None:
+            return _gather_speakers(session, data, speaks, as_objects)
+        real_counts = [
+            real_counts[shard] if speaks[rank] else min(real_counts[shard], 0) for rank, shard in enumerate(shard_of)
+        ]
+    if real_counts is None or all(count == real_counts[0] for count in real_counts):
+        return _gather_equal(session, data, None if real_counts is None else real_counts[0], as_objects)
+    if min(real_counts) < 0:
+        return _gather_present(session, data, real_counts, as_objects)
+    if as_objects:
+        return session.gather_object(_first(data, real_counts[session.rank]))
+    most = max(real_counts)
+    gathered = session.gather(nested.map_leaves(lambda leaf: _pad_rows(leaf, most), data))
+    return nested.map_leaves(lambda rows: _keep_rows(rows, real_counts), gathered)
+
+
+def join_parts(data: Any, count: int, group: Any) -> Any:
+    """The parts (samples, tokens, ...) of the ``count`` ranks of ``group``, one after the other; collective.
+
+    Raises:
+        DataError: there is something else, of which nobody can say how the parts make a whole.
+    """
+    from accel_state.collectives.tensors import gather
+
+    wrong = [leaf for leaf in nested.flatten(data)[0] if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2]
+    if wrong:
+        shape = f"a tensor of shape {tuple(wrong[0].shape)}" if hasattr(wrong[0], "shape") else type(wrong[0]).__name__
+        raise DataError(
+            f"gather_for_metrics was given {shape}, and {count} ranks have a part of each sequence; expected tensors "
+            "(samples, tokens, ...); nearest: gather or reduce, which take one value of each rank"
+        )
+    return nested.map_leaves(lambda parts: torch.cat(parts.chunk(count), 1), gather(data, group=group))
+
+
+def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
+    """All rows of the ranks that speak, in their order."""
+    if as_objects:
+        return session.gather_object(data if speaks[session.rank] else [])
+    chosen = [rank for rank, one in enumerate(speaks) if one]
+
+    def keep(rows: torch.Tensor) -> torch.Tensor:
+        parts = rows.chunk(len(speaks))
+        return torch.cat([parts[rank] for rank in chosen])
+
+    return nested.map_leaves(keep, session.gather(data))
+
+
+def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bool) -> Any:
+    """All ranks keep equally many rows (None: all they have), so they are cut before they are sent."""
+    if as_objects:
+        return session.gather_object(data if count is None else _first(data, count))
+    if count is not None:
+        data = nested.map_leaves(lambda leaf: leaf if leaf.ndim == 0 else leaf[:count], data)
+    return session.gather(data)
+
+
+def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_objects: bool) -> Any:
+    """Gathers among the ranks that still have data, through the first of them.
+
+    A group of their own would do it in one collective, but making one is a collective of all ranks, and the others
+    have left the loop.
+    """
+    from accel_state.collectives.group_argument import resolve
+    from accel_state.collectives.pickled import receive_pickled, send_pickled
+
+    group = resolve(session.group)
+    assert group is not None
+    count = real_counts[session.rank]
+    own = _first(data, count) if as_objects else nested.map_leaves(lambda leaf: _rows(leaf)[:count].cpu(), data)
+    root, *others = (rank for rank, rows in enumerate(real_counts) if rows >= 0)
+    if session.rank == root:
+        parts = [own, *(receive_pickled(rank, group) for rank in others)]
+        for rank in others:
+            send_pickled(parts, rank, group)
+    else:
+        send_pickled(own, root, group)
+        parts = receive_pickled(root, group)
+    if as_objects:
+        return [item for part in parts for item in part]
+    return nested.send_to_device(nested.concatenate(parts), session.device.torch)
+
+
+def _first(data: Any, count: int) -> Any:
+    return list(data[:count]) if isinstance(data, list | tuple) else data
+
+
+def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
+    if rows.ndim == 0 or rows.shape[0] >= size:
+        return rows
+    return torch.cat([rows, rows.new_zeros((size - rows.shape[0], *rows.shape[1:]))])
+
+
+def _keep_rows(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The first ``counts[i]`` rows of the i-th of equal parts; what is not one row a sample is left alone."""
+    size, rest = divmod(rows.shape[0], len(counts))
+    if rest or max(counts) > size:
+        return rows
+    return torch.cat([rows[part * size : part * size + count] for part, count in enumerate(counts)])
+
+
+def _rows(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf if leaf.ndim else leaf[None]

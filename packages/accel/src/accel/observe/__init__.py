@@ -1,0 +1,1 @@
+"""Explanation, profiling and memory snapshots of a run."""

@@ -1,0 +1,227 @@
+"""The choices made for a run with their reasons, and the traffic of a step, read from the objects that decide."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_observe.report.read_amplification import read_text
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One prepared model: this rank's parameters by dtype, and all of its own and of its buffers in bytes."""
+
+    name: str
+    wrapped_as: tuple[str, ...]
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    dtypes: dict[str, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """One prepared loader: what it reads, and how its batches make optimizer steps.
+
+    Attributes:
+        batch_per_step: samples of one micro-batch of all ranks, at most.
+        effective_batch: samples of one optimizer step.
+        accumulated: micro-batches of one optimizer step.
+        batches_per_epoch: of one rank; None where nobody can know, as in the next two.
+        steps_per_epoch: optimizer steps.
+        samples_per_epoch: of the dataset.
+        read_amplification: how often all processes and workers read a sample for each time that it is delivered; None
+            while only reading can tell.
+    """
+
+    dataset: str
+    batch_per_step: int
+    effective_batch: int
+    accumulated: int
+    batches_per_epoch: int | None
+    steps_per_epoch: int | None
+    samples_per_epoch: int | None
+    read_amplification: int | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """See ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs.
+
+    ``communication`` is what ``count_communication`` counted last: collectives by name, with calls and bytes.
+    """
+
+    backend: str
+    reasons: tuple[str, ...]
+    device: str
+    processes: int
+    data_shards: int
+    accumulation: int
+    timeout_seconds: float | None
+    precision: str
+    models: tuple[ModelFacts, ...]
+    loaders: tuple[LoaderFacts, ...]
+    learning_rates: tuple[float, ...]
+    settings: tuple[tuple[str, str, str], ...]
+    communication: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As nested plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"backend {self.backend}: {'; '.join(self.reasons)}",
+            f"{self.processes} processes on {self.device}, {self.data_shards} of them read different data",
+        ]
+        if self.timeout_seconds is not None:
+            lines.append(f"a collective waits {self.timeout_seconds:g} s for the other ranks")
+        lines.append(self.precision)
+        for model in self.models:
+            kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in model.dtypes.items())
+            lines.append(
+                f"model {model.name} ({' in '.join(model.wrapped_as)}): {model.parameters:,} parameters here "
+                f"({kinds}), {model.trainable:,} trained; {model.parameter_bytes:,} bytes, "
+                f"buffers {model.buffer_bytes:,}"
+            )
+        for loader in self.loaders:
+            known = "unknown" if loader.steps_per_epoch is None else f"{loader.steps_per_epoch:,}"
+            lines.append(
+                f"loader of {loader.dataset}: {loader.batch_per_step} samples a step of all ranks, effective batch "
+                f"{loader.effective_batch} (x {loader.accumulated} accumulated), {known} optimizer steps an epoch; "
+                f"{read_text(loader.read_amplification)}"
+            )
+        for name, counts in self.communication.items():
+            lines.append(f"{name}: {counts['calls']} calls, {counts['bytes']:,} bytes from this rank")
+        lines += [f"{name} = {value}  ({origin})" for name, value, origin in self.settings if origin != "default"]
+        return "\n".join(lines)
+
+
+def explain(accelerator: "Accelerator") -> Explanation:
+    """Collects what has been decided so far. Nothing is communicated, so any rank may ask."""
+    timeout = accelerator.session.timeout
+    return Explanation(
+        backend=accelerator.choice.name,
+        reasons=tuple(accelerator.choice.reasons),
+        device=str(accelerator.device),
+        processes=accelerator.num_processes,
+        data_shards=accelerator.data_shard.count,
+        accumulation=accelerator.gradient_accumulation_steps,
+        timeout_seconds=None if timeout is None else timeout.total_seconds(),
+        precision=accelerator.policy.table(),
+        models=tuple(_model(model, accelerator) for model in accelerator._models),
+        loaders=tuple(_loader(loader, accelerator) for loader in accelerator._dataloaders),
+        learning_rates=tuple(group["lr"] for one in accelerator._optimizers for group in one.param_groups),
+        settings=tuple((row.name, str(row.value), str(row.origin)) for row in accelerator.config.explain()),
+        communication=dict(accelerator._counted),
+    )
+
+
+def _model(model: nn.Module, accelerator: "Accelerator") -> ModelFacts:
+    own = accelerator.unwrap_model(model)
+    parameters = [_local(parameter) for parameter in model.parameters()]
+    dtypes: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + parameter.numel()
+    wrappers = (type(own).__name__,) if own is model else (type(own).__name__, type(model).__name__)
+    return ModelFacts(
+        name=type(own).__name__,
+        wrapped_as=wrappers,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(_local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        dtypes=dtypes,
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _loader(loader: Any, accelerator: "Accelerator") -> LoaderFacts:
+    batches = _known(lambda: len(loader))
+    samples = _known(lambda: int(loader.total_dataset_length))
+    plugin, batch, window = accelerator.clock.plugin, loader.total_batch_size, loader.global_batch_size
+    # A window that the epoch's end cuts short is a step, unless windows go on over it.
+    if window is None:
+        effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
+        whole_only, size = not plugin.sync_with_dataloader, plugin.num_steps
+    else:
+        effective, accumulated, counted = window, -(-window // batch), samples
+        whole_only, size = bool(loader.drop_last), window
+    readers = 1 if loader.reads_for_all else accelerator.num_processes // accelerator.data_shard.count
+    amplification = loader.read_amplification
+    return LoaderFacts(
+        dataset=type(loader.dataset).__name__,
+        batch_per_step=batch,
+        effective_batch=effective,
+        accumulated=accumulated,
+        batches_per_epoch=batches,
+        steps_per_epoch=None if counted is None else (math.floor if whole_only else math.ceil)(counted / size),
+        samples_per_epoch=samples,
+        read_amplification=None if amplification is None else amplification * readers,
+    )
+
+
+def _known(ask: Callable[[], int]) -> int | None:
+    """A length, of what has one."""
+    try:
+        return ask()
+    except TypeError:
+        return None
+
+
+@contextmanager
+def counted_communication() -> Iterator[dict[str, dict[str, int]]]:
+    """Counts collectives in the block, and the bytes this rank gives to them, by name, as torch's profiler sees them.
+
+    The mapping is filled when the block ends.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, dict[str, int]] = {}
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        yield found
+    for event in profiler.events() or ():
+        library, _, name = event.name.partition(":")
+        if library in {"gloo", "nccl", "mpi", "ucc", "xccl"} and name:
+            counts = found.setdefault(name, {"calls": 0, "bytes": 0})
+            counts["calls"] += 1
+            counts["bytes"] += _bytes_of(event)
+
+
+def _bytes_of(event: Any) -> int:
+    """What a recorded collective was given; the profiler tells shapes, and dtypes where it knows them."""
+    total = 0
+    dtypes = list(getattr(event, "input_dtypes", None) or [])
+    for position, shape in enumerate(event.input_shapes or ()):
+        if isinstance(shape, list | tuple) and all(isinstance(size, int) for size in shape):
+            name = dtypes[position] if position < len(dtypes) else "float"
+            total += math.prod(shape) * _ITEM_SIZES.get(name, 4)
+    return total
+
+
+# As C++ calls them; one of unknown size counts as float.
+_ITEM_SIZES = {
+    **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
+    **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e4m3fnuz", "c10::Float8_e5m2", "c10::Float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short int"), 2),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("double", "long int", "c10::complex<float>"), 8),
+    "c10::complex<double>": 16,
+}

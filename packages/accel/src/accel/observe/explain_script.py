@@ -1,0 +1,115 @@
+"""``python -m accel.observe.explain_script SCRIPT ...``: runs a script until its steps have been seen, and explains them.
+
+Files of the project stay unchanged: the Accelerator of an explained script neither tracks, saves nor resumes.
+"""
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from accel.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from accel_ckpt.io.storage import Location
+
+
+@final
+class _SeenEnough(BaseException):
+    """Ends the script: no ``except Exception`` of its own stops that."""
+
+
+@final
+class _Spectator:
+    """Stands before ``backward``: counts what is sent from the first one of the second window to that of the third."""
+
+    def __init__(self) -> None:
+        self._windows = 0
+        self._ended = True
+        self._stack = ExitStack()
+
+    def before(self, accelerator: Accelerator) -> None:
+        if self._ended:
+            self._windows += 1
+            if self._windows == 2:
+                self._stack.enter_context(accelerator.count_communication())
+            elif self._windows == 3:
+                self.tell(accelerator)
+                raise _SeenEnough
+        self._ended = accelerator.sync_gradients
+
+    def tell(self, accelerator: Accelerator) -> None:
+        self._stack.close()
+        told = accelerator.explain()
+        own = tuple(row for row in told.settings if row[0] != "module")  # the launch of this module itself
+        accelerator.print(replace(told, settings=own), flush=True)
+
+
+@final
+class _Silent:
+    """Takes every call and does nothing, in the place of a profiler."""
+
+    def __getattr__(self, name: str) -> "_Silent":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Silent":
+        return self
+
+
+@contextmanager
+def _unprofiled(self: Accelerator, *args: Any, **kwargs: Any) -> Iterator[_Silent]:
+    yield _Silent()
+
+
+def _elsewhere(self: Accelerator, place: Any = None, *args: Any, **kwargs: Any) -> "Location":
+    """The folder that ``save_state`` and ``load_state`` return."""
+    from accel_ckpt.io.storage import locate
+
+    return locate(place or str(self.project_dir or "."))
+
+
+def _nothing(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    """Neither reads nor writes."""
+
+
+# The methods that read or write files of the project, and what they are while a script is explained.
+_WITHOUT_FILES = {
+    **dict.fromkeys(("init_trackers", "_warn_untracked", "resume", "on_preemption", "_listen_by_default"), _nothing),
+    **dict.fromkeys(("save", "save_model"), _nothing),
+    **dict.fromkeys(("save_state", "load_state"), _elsewhere),
+    "profile": _unprofiled,
+}
+
+
+def main(words: list[str]) -> None:
+    """Runs the script ``words[0]`` with the rest as its arguments."""
+    spectator = _Spectator()
+    backward = Accelerator.backward
+
+    def watched(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        spectator.before(self)
+        backward(self, *args, **kwargs)
+
+    Accelerator.backward = watched  # type: ignore[method-assign]
+    for name, method in _WITHOUT_FILES.items():
+        setattr(Accelerator, name, method)
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).absolute().parent))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except _SeenEnough:
+        from accel_state.session import Session
+
+        session = Session.current()
+        if session is not None:
+            session.wait_for_everyone()
+            session.close()
+        return
+    print(f"{words[0]} ended before two optimizer steps were taken, so there is nothing to explain", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Construction of an Accelerator."""

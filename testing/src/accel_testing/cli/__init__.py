@@ -1,0 +1,1 @@
+"""The ``accel check`` and ``accel test`` commands."""

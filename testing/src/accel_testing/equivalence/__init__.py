@@ -1,0 +1,1 @@
+"""Equivalence of layouts: the same numbers under every backend."""

@@ -1,0 +1,139 @@
+"""The departure of a layout's runs from those of one process: the first step, and all that differs there."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from accel_testing.equivalence.compare import Difference, compare_trees, largest
+from accel_testing.equivalence.training import Step
+
+# Losses and norms subtract nearly equal numbers, so their last digits go first.
+_SCALAR_SLACK = 10.0
+# A loss or norm is measured by itself, down to this part of the largest in the run.
+_PASSING = 1e-2
+# A tensor is measured by its largest element in the run, down to this part of the largest tensor's.
+_SMALL = 1e-3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where a layout left the reference: the step (from 0), and one sentence for each thing that is different there.
+
+    ``tensors`` differ at that step, the farthest first.
+    """
+
+    step: int
+    reasons: tuple[str, ...]
+    tensors: tuple[Difference, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"leaves the one-process reference at step {self.step}:", *(f"  {reason}" for reason in self.reasons)]
+        if self.tensors:
+            lines.append(f"  {self.tensors[0]}")
+            if more := len(self.tensors) - 1:
+                lines.append(f"  and {more} more tensor{'s' if more > 1 else ''}")
+        return "\n".join(lines)
+
+
+def compare_runs(reference: Sequence[Step], runs: Sequence[Sequence[Step]], *, tolerance: float) -> Departure | None:
+    """The first step at which the ranks' runs are not the reference's, or None; ``runs`` are by rank."""
+    scales = _scales(reference)
+    for position, expected in enumerate(reference):
+        steps = [run[position] for run in runs if position < len(run)]
+        if len(steps) < len(runs):
+            counts = ", ".join(str(len(run)) for run in runs)
+            return Departure(position, (f"the ranks took {counts} optimizer steps, the reference {len(reference)}",))
+        if departure := _compare_step(position, expected, steps, tolerance=tolerance, scales=scales):
+            return departure
+    if any(len(run) > len(reference) for run in runs):
+        counts = ", ".join(str(len(run)) for run in runs)
+        return Departure(len(reference), (f"the ranks took {counts} optimizer steps, the reference {len(reference)}",))
+    return None
+
+
+def _compare_step(
+    position: int, expected: Step, steps: Sequence[Step], *, tolerance: float, scales: "_Scales"
+) -> Departure | None:
+    reasons = []
+    if skipped := [rank for rank, step in enumerate(steps) if step.skipped]:
+        reasons.append(f"the optimizer step was skipped on ranks {skipped}, because gradients overflowed")
+    reasons += _compare_losses(expected, steps, slack=tolerance * _SCALAR_SLACK, scale=scales.loss)
+    norm, was = steps[0].norm, expected.norm
+    if not abs(norm - was) <= tolerance * _SCALAR_SLACK * max(was, scales.norm):
+        reasons.append(f"the gradient norm is {norm:.10g} instead of {was:.10g}{_ratio(norm, was)}")
+    if steps[0].rates != expected.rates:
+        reasons.append(f"the learning rates are {list(steps[0].rates)} instead of {list(expected.rates)}")
+    reasons += _disagreements(steps)
+    tensors = compare_trees(steps[0].tensors, expected.tensors, rtol=tolerance, scales=scales.tensors)
+    if not reasons and not tensors:
+        return None
+    return Departure(position, tuple(reasons), tuple(sorted(tensors, key=lambda one: (not one.reason, -one.relative))))
+
+
+def _compare_losses(expected: Step, steps: Sequence[Step], *, slack: float, scale: float) -> Iterator[str]:
+    weight = sum(step.weight for step in steps)
+    loss, was = sum(step.loss for step in steps) / weight, expected.loss / expected.weight
+    if not abs(loss - was) <= slack * max(abs(was), scale):
+        yield f"the loss is {loss:.10g} instead of {was:.10g}"
+    # Peers of tensor, context or pipeline parallelism see the same samples, so each is counted that many times.
+    peers = round(weight / expected.weight) or 1
+    if abs(weight - expected.weight * peers) > 1e-9 * weight:
+        yield f"the ranks saw samples of weight {weight:g} instead of {expected.weight:g}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """What distances are measured by: how large things get in the whole reference.
+
+    A bias that passes through zero says nothing about its precision at that step, and one that stays there is noise.
+    """
+
+    loss: float
+    norm: float
+    tensors: Mapping[str, float]
+
+
+def _scales(reference: Sequence[Step]) -> _Scales:
+    tensors = {
+        name: max(largest(step.tensors[name].double()) for step in reference)
+        for name, value in reference[0].tensors.items()
+        if value.is_floating_point()
+    }
+    floor = max(tensors.values(), default=0.0) * _SMALL
+    return _Scales(
+        loss=max(abs(step.loss / step.weight) for step in reference) * _PASSING,
+        norm=max(step.norm for step in reference) * _PASSING,
+        tensors={name: max(scale, floor) for name, scale in tensors.items()},
+    )
+
+
+def _ratio(value: float, expected: float) -> str:
+    """A multiple that is nearly whole, or a whole part, is the trace of a wrong divisor."""
+    if not value or not expected:
+        return ""
+    for whole in range(2, 65):
+        for factor, text in ((float(whole), f"{whole} times"), (1.0 / whole, f"1/{whole} of")):
+            if abs(value / expected / factor - 1) < 1e-3:
+                return f" ({text} it)"
+    return ""
+
+
+def _disagreements(steps: Sequence[Step]) -> list[str]:
+    """Parameters that ranks other than 0 hold with other bits: replicas that have come apart."""
+    first = steps[0].digests
+    found = []
+    for rank, step in enumerate(steps[1:], 1):
+        if apart := [name for name, digest in step.digests.items() if first.get(name) != digest]:
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            found.append(f"rank {rank} has another {apart[0]}{more} than rank 0")
+    return found
+
+
+def distance_of(reference: Sequence[Step], run: Sequence[Step]) -> float:
+    """The largest relative distance of any tensor after the last step; infinite for a run without steps."""
+    if not run:
+        return float("inf")
+    found = compare_trees(run[-1].tensors, reference[-1].tensors, rtol=0.0, scales=_scales(reference).tensors)
+    return max((one.relative for one in found), default=0.0)

@@ -1,0 +1,1 @@
+"""Faults, leaks and children of processes under test."""

@@ -1,0 +1,87 @@
+"""Processes and files that the programs of a test leave behind, however deep they were started."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+VARIABLE = "ACCEL_TESTING_OFFSPRING"
+"""Says, in the environment of every program that a test starts, whose test that is and where its files belong."""
+
+_HELPERS = ("resource_tracker", "forkserver", "accel_testing.ranks.fork_server")
+
+
+def mark() -> None:
+    """Marks what this process starts from now on, and gives it a temporary folder of its own; twice is once.
+
+    Compilers keep their cache where it was: it is meant to last.
+    """
+    if is_marking():
+        return
+    usual = tempfile.gettempdir()  # asked for first, so that this process keeps it
+    folder = tempfile.mkdtemp(prefix="accel_testing_offspring_")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
+    os.environ[VARIABLE] = f"{os.getpid()}:{folder}"
+    os.environ["TMPDIR"] = folder
+
+
+def unmark() -> None:
+    """Removes the folder; to be called by the process that called :func:`mark`."""
+    folder = _folder()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_marking() -> bool:
+    """Whether this is the process that called :func:`mark`."""
+    return _folder() is not None
+
+
+def files() -> list[Path]:
+    """What lies in the temporary folder of the marked programs; nothing in any process but the one that marked."""
+    folder = _folder()
+    return [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
+
+
+def sweep(before: Collection[Path]) -> None:
+    """Removes what has come since ``before``, as processes that are killed cannot do it themselves.
+
+    A folder with a socket that is listened at belongs to a living process.
+    """
+    new = [path for path in files() if path not in before]
+    sockets = _read_text("/proc/net/unix") if new else ""
+    for path in new:
+        if path.is_dir() and f"{path}/" not in sockets:
+            shutil.rmtree(path, ignore_errors=True)
+        elif not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def numbers() -> list[str]:
+    """The numbers of all processes of the machine (on Linux), in the process that marked; nothing in any other."""
+    if not is_marking() or not os.path.isdir("/proc"):
+        return []
+    return [entry for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def command_of(pid: str) -> str | None:
+    """The command of a marked process; None for others, and for helpers that live as long as the one that marked."""
+    wanted = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
+    with contextlib.suppress(OSError):
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            return None if not command or any(helper in command for helper in _HELPERS) else command
+    return None
+
+
+def _read_text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
+
+
+def _folder() -> Path | None:
+    owner, _, folder = os.environ.get(VARIABLE, "").partition(":")
+    return Path(folder) if owner == str(os.getpid()) else None

@@ -1,0 +1,71 @@
+"""The process group of a job on a rank: opened, left, and dropped from what torch remembers of it."""
+
+import gc
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from accel_testing.ranks.wire import Job
+
+if TYPE_CHECKING:
+    from accel_state import Session
+
+
+def enter_group(job: Job) -> "Session | None":
+    """Opens the default group that a job wants, if any, as a user's script does: by a session; collective.
+
+    The ranks meet at a store of their own, and the hang watchdog is on. One rank alone needs no session for a group, so
+    torch opens it.
+    """
+    if job.backend is None:
+        return None
+    # Longer than the test may take, because the pool reports a hang with stacks, a collective's timeout without.
+    timeout = timedelta(seconds=2 * job.timeout + 60)
+    if job.world_size == 1:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            job.backend, rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{job.port}", timeout=timeout
+        )
+        return None
+    from accel_state import Session
+
+    return Session.open(cpu=job.backend == "gloo", backend=job.backend, timeout=timeout)
+
+
+def leave_group(*, patience: float | None = None) -> None:
+    """Closes all sessions of this process, as the end of a script does, and any group that is open without one.
+
+    The watchdogs of the other ranks see that this rank has left, so that none waits for it. ``patience`` is how many
+    seconds closing may wait for the other ranks (None: as long as it takes).
+    """
+    import torch.distributed as dist
+
+    from accel_state.process_group.reference_count import open_sessions
+
+    for session in open_sessions():
+        session.close(patience=patience)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def forget_groups() -> None:
+    """Drops groups that were left, which live on as long as anything refers to them.
+
+    Each gloo group has a thread that wakes a hundred times a second, so a machine with a hundred of them does little
+    else. torch caches sharding decisions and redistribution plans of DTensors under their meshes, which hold groups.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+        # Names within torch change between versions: a missing one leaves some threads behind and breaks nothing.
+        for owner, name in (
+            (debug, "_clear_sharding_prop_cache"),
+            (_redistribute, "clear_redistribute_planner_cache"),
+            (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+            (getattr(_collective_utils.MeshTopoInfo, "build_from_mesh", None), "cache_clear"),
+        ):
+            with suppress(AttributeError):
+                getattr(owner, name)()
+    gc.collect()

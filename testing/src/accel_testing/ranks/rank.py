@@ -1,0 +1,220 @@
+"""The loop of a rank process: takes a job, opens its group, runs the work, answers, closes, waits for the next."""
+
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO, final
+
+from accel_testing.faults import leaks
+from accel_testing.ranks.environment import rank_variables
+from accel_testing.ranks.groups import enter_group, forget_groups, leave_group
+from accel_testing.ranks.rewriting import import_source, rewriting_config
+from accel_testing.ranks.stacks import DUMP_STACKS
+from accel_testing.ranks.wire import Answer, Call, Closed, Job, TestCall, pack, unpack
+
+if TYPE_CHECKING:
+    from accel_state import Session
+
+# Seconds that a rank which has failed waits for the others when it leaves its group.
+_PATIENCE = 5.0
+
+
+def warm(modules: Iterable[str] = ()) -> None:
+    """Imports, before the first job, what every job needs, and ``modules``."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    rewriting_config()
+    for name in modules:
+        importlib.import_module(name)
+
+
+def serve(connection_file: int, stacks_file: int) -> None:
+    """Runs jobs until the other side closes the connection; never returns."""
+    connection = Connection(connection_file)
+    stacks: TextIO = os.fdopen(stacks_file, "w")
+    stacks.write(f"{threading.get_ident():#018x}\n")
+    stacks.flush()
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True, chain=False)
+    _serve(connection)
+    # No destructors: threads of a group that a test left open must not keep the process, nor crash it.
+    os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _empty_output()
+        with ExitStack() as stack:
+            stack.enter_context(_restored_process())
+            os.environ.update(rank_variables(job.rank, job.world_size, job.port))
+            _set_variables(job.variables)
+            os.chdir(job.folder)
+            work = _Work(job)
+            connection.send(work.answer())
+            try:
+                connection.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            found = work.leaks()
+            work.leave()
+        _flush()
+        connection.send(Closed(tuple(found)))
+        forget_groups()
+        # What lives now (modules, mostly) is not walked again by the next collection.
+        gc.freeze()
+
+
+@final
+class _Work:
+    """One job on this rank, with the group that is open for it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._session: Session | None = None  # held here, because nothing else keeps an open session alive
+        self._before = leaks.snapshot(job.checks)
+
+    def answer(self) -> Answer:
+        """Opens the group, runs the work, and returns how it ended."""
+        try:
+            return self._run()
+        finally:
+            gc.collect()
+            _flush()
+
+    def leaks(self) -> list[str]:
+        """What the work left behind; the group and its watchdog are the harness's."""
+        return leaks.settled_differences(self._before, group_expected=self._job.backend is not None)
+
+    def leave(self, *, patience: float | None = None) -> None:
+        """Leaves the group, waiting at most ``patience`` seconds (None: as long as it takes)."""
+        leave_group(patience=patience)
+        self._session = None
+
+    def _run(self) -> Answer:
+        from accel_testing.ranks.result import judge, report_failure
+
+        job = self._job
+        style = job.work if isinstance(job.work, TestCall) else None
+        start: str | None = None
+        try:
+            sys.path[:] = job.search_path
+            module = import_source(job.source) if job.source else None
+            self._session = enter_group(job)
+            self._before = leaks.snapshot(job.checks)
+            start = module.__file__ if module else None
+            return Answer("passed", value=pack(_call(job, module)))
+        except BaseException as error:
+            answer = judge(error) or report_failure(error, style=style, start=start)
+            if job.backend is not None:
+                # The others may wait for this rank in a collective, which fails once its connections are closed.
+                self.leave(patience=_PATIENCE)
+            del error
+            return answer
+
+
+def _call(job: Job, module: ModuleType | None) -> Any:
+    if isinstance(job.work, Call):
+        fn, args, kwargs = unpack(job.work.payload)
+        return fn(*args, **kwargs)
+    assert module is not None
+    return _call_test(job, job.work, module)
+
+
+def _call_test(job: Job, test: TestCall, module: ModuleType) -> None:
+    import pytest
+
+    *owners, name = test.qualname.split(".")
+    owner: Any = module
+    for part in owners:
+        owner = getattr(owner, part)
+    arguments: dict[str, Any] = unpack(test.payload)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        rewriting_config().filter_warnings(test.warning_filters)
+        stack.enter_context(rewriting_config().explained_comparisons())
+        if owners:
+            owner = owner()
+        function = getattr(owner, name)
+        if owners and hasattr(owner, "setup_method"):
+            _call_xunit(owner.setup_method, function)
+        if owners and hasattr(owner, "teardown_method"):
+            stack.callback(_call_xunit, owner.teardown_method, function)
+        if "rank" in test.made_in_rank:
+            arguments["rank"] = job.rank
+        if "world_size" in test.made_in_rank:
+            arguments["world_size"] = job.world_size
+        if "monkeypatch" in test.made_in_rank:
+            arguments["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
+        function(**arguments)
+
+
+def _call_xunit(method: Any, function: Any) -> None:
+    import inspect
+
+    if inspect.signature(method).parameters:
+        method(function)
+    else:
+        method()
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Starts every job from the same state, and undoes its changes: variables, folder, torch's modes."""
+    import torch
+
+    environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
+    dtype, determinism = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[:] = path
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        if torch.are_deterministic_algorithms_enabled() != determinism:  # importing what this needs takes a second
+            torch.use_deterministic_algorithms(determinism)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _empty_output() -> None:
+    """Forgets what the last job printed; the file is in append mode, so writing goes on at its start."""
+    _flush()
+    os.ftruncate(1, 0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOBase):
+            stream.flush()
