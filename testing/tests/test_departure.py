@@ -16,11 +16,11 @@ from accel_testing.equivalence.program import (
     take_samples,
     uneven_sizes,
 )
-from accel_testing.equivalence.training import Step
+from accel_testing.equivalence.training import TrainedStep
 
 
-def step(weights: float, **changes: object) -> Step:
-    plain = Step(8.0, 4.0, 2.0, (0.1,), tensors={"w": torch.tensor([1.0, weights], dtype=torch.float64)})
+def step(weights: float, **changes: object) -> TrainedStep:
+    plain = TrainedStep(8.0, 4.0, 2.0, (0.1,), tensors={"w": torch.tensor([1.0, weights], dtype=torch.float64)})
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ def test_tensor_that_passes_through_zero_is_measured_by_its_size_in_the_run() ->
 
 
 def test_tensor_that_is_only_noise_is_measured_by_the_others() -> None:
-    def steps(noise: float) -> list[Step]:
+    def steps(noise: float) -> list[TrainedStep]:
         return [step(0.0, tensors={"w": torch.ones(1), "noise": torch.tensor([noise])})]
 
     assert compare_runs(steps(1e-18), [steps(-1e-18)], tolerance=1e-10) is None

@@ -9,7 +9,7 @@ import pytest
 
 from accel_deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 from accel_deepspeed.config.ds_json import find
-from accel_deepspeed.config.resolve_auto import Run, settle
+from accel_deepspeed.config.resolve_auto import RunFacts, settle
 from accel_precision import GradScalerKwargs, PrecisionPolicy
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError
@@ -103,7 +103,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 def settled(document: dict[str, Any], **run: Any) -> dict[str, Any]:
     plugin = DeepSpeedPlugin(hf_ds_config=document)
-    return settle(plugin.deepspeed_config, Run(**{"policy": PLAIN, "world_size": 2, **run}))[0]
+    return settle(plugin.deepspeed_config, RunFacts(**{"policy": PLAIN, "world_size": 2, **run}))[0]
 
 
 def test_autos_follow_the_model_and_the_run() -> None:
@@ -227,7 +227,7 @@ def test_plugins_of_one_run_share_alike() -> None:
 
 def test_what_is_told_of_shared_layers_goes_to_the_engine() -> None:
     """DeepSpeed itself works out a batch, of which it has two ideas; logits stay whole unless that is asked for."""
-    run = Run(PrecisionPolicy.parse("no", device_type="cpu"), 2, share_layers=2, batch_sizes=(3,))
+    run = RunFacts(PrecisionPolicy.parse("no", device_type="cpu"), 2, share_layers=2, batch_sizes=(3,))
     config, origins = settle({"tensor_parallel": {"autotp_size": 2}}, run)
     assert "train_batch_size" not in config
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, FSDPConfig, load_backend
-from accel_backends.ops.optimizer_support import Trial
+from accel_backends.ops.optimizer_support import OptimizerTrial
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 
@@ -156,7 +156,7 @@ def test_an_optimizer_is_tried_on_the_device_that_it_steps_on() -> None:
             return super().changes(gradients)
 
     optimizer = ElsewhereOnly(model_of().parameters())
-    there, here = Trial.of(optimizer, "meta"), Trial.of(optimizer, "cpu")
+    there, here = OptimizerTrial.of(optimizer, "meta"), OptimizerTrial.of(optimizer, "cpu")
     assert there.stepped(there.values, there.gradients) is not None
     assert here.stepped(here.values, here.gradients) is None
 

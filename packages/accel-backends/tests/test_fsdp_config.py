@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_backends import FullyShardedDataParallelPlugin as Plugin
-from accel_backends.core.option_parsing import AutoWrap, BackwardPrefetch, Sharding, StateDictKind, WholeForm
+from accel_backends.core.option_parsing import AutoWrap, BackwardPrefetch, ShardingLevel, StateDictKind, WholeForm
 from accel_state import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_a_strategy_goes_by_number_name_text_or_torchs_member(number: int) -> No
     kind = list(torch_enum())[number - 1]
     name = kind.name.lstrip("_")
     for given_as in (number, str(number), name, name.lower(), kind):
-        assert Plugin(sharding_strategy=given_as).sharding_strategy is Sharding[name]
+        assert Plugin(sharding_strategy=given_as).sharding_strategy is ShardingLevel[name]
 
 
 def sharded_offload() -> Any:
@@ -43,7 +43,7 @@ def sharded_offload() -> Any:
 
 
 ENVIRONMENT = {
-    "sharding_strategy": ("SHARDING_STRATEGY", "SHARD_GRAD_OP", Sharding.SHARD_GRAD_OP),
+    "sharding_strategy": ("SHARDING_STRATEGY", "SHARD_GRAD_OP", ShardingLevel.SHARD_GRAD_OP),
     "reshard_after_forward": ("RESHARD_AFTER_FORWARD", "false", False),
     "cpu_offload": ("OFFLOAD_PARAMS", "true", True),
     "backward_prefetch": ("BACKWARD_PREFETCH", "NO_PREFETCH", BackwardPrefetch.NO_PREFETCH),
@@ -103,7 +103,7 @@ def test_what_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     plugin = Plugin(sharding_strategy="HYBRID_SHARD", cpu_offload=False)
-    assert (plugin.sharding_strategy, plugin.cpu_offload) == (Sharding.HYBRID_SHARD, False)
+    assert (plugin.sharding_strategy, plugin.cpu_offload) == (ShardingLevel.HYBRID_SHARD, False)
 
 
 @pytest.mark.parametrize(

@@ -191,11 +191,11 @@ def _joined(folder: Path, rank: int) -> Any:
 
 def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str) -> None:
     """A save in which this rank dies at a stage, or hears that another has."""
-    from accel_ckpt.rank_group import Peers
+    from accel_ckpt.rank_group import RankGroup
     from accel_ckpt.saving.plan import make_draft
     from accel_ckpt.saving.transaction import Attempt
 
-    peers = Peers.of(group)
+    peers = RankGroup.of(group)
     attempt = Attempt.begin(peers, target, lambda apart: make_draft(after, None, None, peers, apart))
     attempt.witness = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
     with pytest.raises(CheckpointError, match="a rank is gone or does not answer"):

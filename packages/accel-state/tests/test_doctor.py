@@ -21,18 +21,25 @@ from accel_state.errors import CollectiveError, CollectiveMismatchError
 from accel_state.watchdog.decorator import _active, broken_connection, outline, recorded, troubled, untroubled
 from accel_state.watchdog.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
 from accel_state.watchdog.flight_recorder import flight_record, flights
-from accel_state.watchdog.operation_record import SLOTS, Entry, Record, Snapshot, decode
-from accel_state.watchdog.peer_states import LEFT, Peers, _shows_end
+from accel_state.watchdog.operation_record import SLOTS, Record, RecordedOperation, RecordSnapshot, decode
+from accel_state.watchdog.peer_states import LEFT, PeerStates, _shows_end
 
 
-def entry(operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None) -> Entry:
-    return Entry(sequence, sequence, operation, detail, site, 1.0, ended)
+def entry(
+    operation: str, site: str, *, sequence: int = 7, detail: str = "", ended: float | None = None
+) -> RecordedOperation:
+    return RecordedOperation(sequence, sequence, operation, detail, site, 1.0, ended)
 
 
 def state(
-    rank: int, *entries: Entry, waiting: float = 0.0, life: Any = "alive", lasting: float = 99.0, reason: str = ""
+    rank: int,
+    *entries: RecordedOperation,
+    waiting: float = 0.0,
+    life: Any = "alive",
+    lasting: float = 99.0,
+    reason: str = "",
 ):
-    snapshot = Snapshot(entries, 1.0, 1.0, f"train.py:{rank}")
+    snapshot = RecordSnapshot(entries, 1.0, 1.0, f"train.py:{rank}")
     return RankState(rank, life, lasting, snapshot, waiting, reason)
 
 
@@ -288,13 +295,13 @@ def test_a_rank_that_left_before_it_was_met_is_known_by_its_last_message(record:
     store = HashStore()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left = Peers(store, 1, 2, record)
+    left = PeerStates(store, 1, 2, record)
     store.set("who/1", json.dumps({**left._me, "pid": ended.pid}))
     record.enter("barrier", "", shared=True)
     record.beat(LEFT + "CollectiveMismatchError: at b.py:2")
     left.send()
     mine = Record()
-    peers = Peers(store, 0, 2, mine)
+    peers = PeerStates(store, 0, 2, mine)
     peers.meet()
     assert peers.look()[1].life == "dead"
     peers.receive()

@@ -21,7 +21,7 @@ from accel_state.collectives.tensors import (
     pad_across_processes,
     reduce,
 )
-from accel_state.collectives.verify import Call, compare, describe, verify_collective
+from accel_state.collectives.verify import CollectiveCall, compare, describe, verify_collective
 from accel_testing.ranks.launched_scripts import run_command
 
 # The hang watchdog compares operations, too, and would be first.
@@ -124,7 +124,7 @@ def test_lengths_may_differ_where_they_are_about_to_be_padded(other, fine):
 
 def test_a_call_survives_json():
     (call,) = calls({"a": [ones(2), "x"]}, dim=1)
-    assert Call.from_json(call.to_json()) == call
+    assert CollectiveCall.from_json(call.to_json()) == call
 
 
 def test_a_tensor_on_another_device_than_the_session_is_named():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.core import ParameterSource
 
-from accel_launch.cli.app import COMMANDS, Listed, command_line, run
+from accel_launch.cli.app import COMMANDS, ListedCommand, command_line, run
 from accel_launch.cli.printing import outlined
 from accel_launch.config import resolve_config, settings
 
@@ -147,7 +147,7 @@ def test_every_flag_that_users_of_accelerate_know_is_one() -> None:
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_listed_command_can_be_loaded_and_bears_its_name(name: str) -> None:
     listed = command_line().commands[name]
-    assert isinstance(listed, Listed)
+    assert isinstance(listed, ListedCommand)
     assert listed.load().name == name
 
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accel.loop.accumulation import normalise, weighted_scale
-from accel.loop.accumulator import Window
+from accel.loop.accumulator import AccumulationWindow
 from accel_backends.ops.clip import scale_gradients
 from accel_state.errors import ConfigError
 
@@ -206,7 +206,7 @@ def test_weights_are_summed_over_the_ranks_whose_gradients_are_averaged(rank: in
         gradient_group = groups[rank // 2]
         scale_gradients = staticmethod(scale_gradients)
 
-    window, model = Window(), nn.Linear(1, 1, bias=False)
+    window, model = AccumulationWindow(), nn.Linear(1, 1, bias=False)
     scale = weighted_scale(window, 1.0 + rank, Pair(), torch.device("cpu"))
     (model(torch.ones(1, 1)).sum() * scale).backward()
     normalise(window, [model], Pair())

@@ -32,9 +32,9 @@ from accel_observe.tracking import (
     register_tracker_class,
 )
 from accel_observe.tracking.base import Continuation
-from accel_observe.tracking.delivery_queue import Lane
+from accel_observe.tracking.delivery_queue import DeliveryQueue
 from accel_observe.tracking.reductions import reduction_of
-from accel_observe.tracking.spool import Entry, Spool
+from accel_observe.tracking.spool import Spool, SpooledCall
 from accel_observe.tracking.values import as_json, flatten, numbers, pictures, plain, snapshot
 from accel_state.errors import ConfigError
 from accel_testing.equivalence.compare import assert_close_state
@@ -308,10 +308,10 @@ def test_a_table_cut_at_a_mark_holds_exactly_what_came_before(
 # ------------------------------------------------------------------------------------------ failing and slow trackers
 
 
-def deliver(tracker: Kept, entries: list[dict[str, Any]], folder: Path | None = None) -> Lane:
-    lane = Lane(tracker, QUICK, lambda: folder)
+def deliver(tracker: Kept, entries: list[dict[str, Any]], folder: Path | None = None) -> DeliveryQueue:
+    lane = DeliveryQueue(tracker, QUICK, lambda: folder)
     for step, values in enumerate(entries):
-        lane.put(Entry("log", values, step, {}))
+        lane.put(SpooledCall("log", values, step, {}))
     lane.finish()
     return lane
 
@@ -319,9 +319,9 @@ def deliver(tracker: Kept, entries: list[dict[str, Any]], folder: Path | None = 
 @pytest.mark.parametrize("where", ["start", "log"])
 def test_a_tracker_that_fails_for_a_while_gets_everything_once_and_in_order(where: str) -> None:
     tracker = Kept({where: 3})
-    lane = Lane(tracker, QUICK)
+    lane = DeliveryQueue(tracker, QUICK)
     for step in range(20):
-        lane.put(Entry("log", {"loss": float(step)}, step, {}))
+        lane.put(SpooledCall("log", {"loss": float(step)}, step, {}))
     until = time.monotonic() + 30
     while len(tracker.entries) < 20 and time.monotonic() < until:
         time.sleep(0.01)
@@ -355,9 +355,9 @@ def test_a_value_that_is_refused_does_not_stop_the_others() -> None:
 
 def test_an_entry_that_never_goes_is_passed_over() -> None:
     tracker = Kept()
-    lane = Lane(tracker, QUICK)
+    lane = DeliveryQueue(tracker, QUICK)
     for values in ({"poison": 1}, {"a": 1}, {"b": 1}):
-        lane.put(Entry("log", values, None, {}))
+        lane.put(SpooledCall("log", values, None, {}))
     until = time.monotonic() + 30
     while len(tracker.entries) < 2 and time.monotonic() < until:
         time.sleep(0.01)
@@ -373,10 +373,10 @@ def test_a_tracker_that_does_not_return_holds_nothing_up() -> None:
             release.wait()
 
     tracker = Hanging()
-    lane = Lane(tracker, QueueOptions(interval=0.01, patience=0.2, limit=5))
+    lane = DeliveryQueue(tracker, QueueOptions(interval=0.01, patience=0.2, limit=5))
     started = time.monotonic()
     for step in range(10):
-        lane.put(Entry("log", {"loss": 1.0}, step, {}))
+        lane.put(SpooledCall("log", {"loss": 1.0}, step, {}))
     lane.finish()
     assert time.monotonic() - started < 30
     assert isinstance(lane.problem, TimeoutError)
@@ -390,7 +390,7 @@ def test_a_tracker_that_does_not_return_holds_nothing_up() -> None:
 
 def test_a_spool_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "s.jsonl")
-    spool.append([Entry("log", {"a": 1}, 1, {}), Entry("log", {"a": 2}, 2, {})])
+    spool.append([SpooledCall("log", {"a": 1}, 1, {}), SpooledCall("log", {"a": 2}, 2, {})])
     text = spool.path.read_text()
     spool.path.write_text(text[:-5])
     assert [entry.step for entry in spool.take()] == [1]

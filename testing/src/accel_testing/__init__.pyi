@@ -1,5 +1,5 @@
 from accel_testing._version import __version__ as __version__
-from accel_testing.equivalence.compare import Difference as Difference
+from accel_testing.equivalence.compare import TensorDifference as TensorDifference
 from accel_testing.equivalence.compare import assert_close_state as assert_close_state
 from accel_testing.equivalence.compare import assert_equal_state as assert_equal_state
 from accel_testing.equivalence.compare import compare_trees as compare_trees

@@ -29,12 +29,12 @@ class PerNode:
         self.nodes: tuple[int, ...] = tuple(all_gather_object(node, group=found)) if found is not None else (node,)
 
 
-Ranks: TypeAlias = Union["ProcessGroup", PerNode, "Peers", None]
+Ranks: TypeAlias = Union["ProcessGroup", PerNode, "RankGroup", None]
 """Who saves or loads together: the ranks of a group (None: of torch's default group) with or without a common disk."""
 
 
 @final
-class Peers:
+class RankGroup:
     """This rank among those of ``group``; without a group it is alone and nothing is sent.
 
     ``nodes`` has, for each rank, the machine whose disk it sees; None: all see the same.
@@ -52,9 +52,9 @@ class Peers:
         """The ranks that see the same copy, this one among them."""
 
     @classmethod
-    def of(cls, group: Ranks) -> "Peers":
+    def of(cls, group: Ranks) -> "RankGroup":
         """The ranks of ``group``, or of torch's default group if there is one."""
-        if isinstance(group, Peers):
+        if isinstance(group, RankGroup):
             return group
         if isinstance(group, PerNode):
             return cls(group.group, group.nodes)

@@ -13,7 +13,7 @@ from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
 from accel_data.order.cursor import Cursor, Window
 from accel_data.position import Phase, Position
-from accel_data.progress import Progress
+from accel_data.progress import LoaderProgress
 from accel_data.source import NothingLeft, Pass, Source
 from accel_data.workers import tell
 
@@ -55,7 +55,7 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        self._progress = Progress()
+        self._progress = LoaderProgress()
         self._start: Cursor | None = None  # of the next pass, where that is not its progress
         self._last: Pass | None = None
 
@@ -378,7 +378,7 @@ class PreparedLoader:
         position = self._counted()
         if position.phase is Phase.INSIDE:
             position = position.loaded(position.cursor, ended=position.ended)
-        progress = Progress(position, saved=self._progress.saved)
+        progress = LoaderProgress(position, saved=self._progress.saved)
         state = {**self.__dict__, "_progress": progress, **dropped}
         return _rebuilt, (state,)
 

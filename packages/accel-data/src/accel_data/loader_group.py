@@ -18,7 +18,7 @@ what must not take long is a batch the loop waits for, and that has a limit of i
 
 @final
 @dataclass(frozen=True, slots=True)
-class Peers:
+class LoaderGroup:
     """The group of one loader, its own, and which rank of it has which share of the data.
 
     The group is used by nobody else. A loader talks while the step runs collectives on the user's groups, from threads
@@ -34,7 +34,7 @@ class Peers:
     """Seconds the loop waits for a batch before it gives up; None: for ever."""
 
 
-def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Peers | None:
+def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> LoaderGroup | None:
     """The group of one loader, for as long as ``owner`` lives; None where there is no other process.
 
     Collective over ``group`` (None: the default group, when one is open).
@@ -58,7 +58,9 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Pe
             f"the ranks of one loader were given shards {', '.join(f'{i} of {n}' for i, n in shares)}; "
             f"together they must be 0 to {shard.count - 1} of {shard.count}"
         )
-    return Peers(own, dist.get_rank(own), tuple(i for i, _ in shares), None if limit is None else limit.total_seconds())
+    return LoaderGroup(
+        own, dist.get_rank(own), tuple(i for i, _ in shares), None if limit is None else limit.total_seconds()
+    )
 
 
 def _destroy(group: "ProcessGroup") -> None:

@@ -11,7 +11,7 @@ from accel_data.source import Pass, Source
 
 @final
 @dataclass(slots=True)
-class Progress:
+class LoaderProgress:
     """The progress that a loader shares with those that skip a part of it.
 
     Attributes:

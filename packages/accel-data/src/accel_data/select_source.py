@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from accel_data.map.dataloader_parts import Reading, drawn_seed, own_seed, read_dataloader, seedable
+from accel_data.map.dataloader_parts import DataLoaderParts, drawn_seed, own_seed, read_dataloader, seedable
 from accel_data.map.index_agreement import IndexCheck
 from accel_data.map.index_stream import sized
 from accel_data.options import LoaderOptions
@@ -101,7 +101,7 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
     return source
 
 
-def _own_seed(reading: Reading, options: LoaderOptions) -> int | None:
+def _own_seed(reading: DataLoaderParts, options: LoaderOptions) -> int | None:
     """This rank's idea of the seed; None: the order is always the same."""
     if type(reading.sampler) is SequentialSampler and not reading.whole:
         return None

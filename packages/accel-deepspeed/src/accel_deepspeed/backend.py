@@ -368,8 +368,8 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
 
     # Helpers of the above
 
-    def _layout(self, prepared: Prepared) -> states.Layout:
-        return states.Layout(self.mesh, prepared.groups)
+    def _layout(self, prepared: Prepared) -> states.PartitionLayout:
+        return states.PartitionLayout(self.mesh, prepared.groups)
 
     def _open_communication(self) -> None:
         """Gives DeepSpeed the process group; a single process that has none gets one of its own."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_testing.contracts.loops import Train, train
-from accel_testing.contracts.samples import Batch, Route, make_samples, one_part
+from accel_testing.contracts.samples import Route, SampleBatch, make_samples, one_part
 
 Models = nn.Module | tuple[nn.Module, ...]
 
@@ -63,7 +63,7 @@ class Case:
                 torch.set_default_dtype(before)
         return tuple(model.to(dtype) for model in (built if isinstance(built, tuple) else (built,)))
 
-    def samples(self, dtype: torch.dtype) -> Batch:
+    def samples(self, dtype: torch.dtype) -> SampleBatch:
         """All samples of the run, in order."""
         samples = make_samples(self.steps, self.route, accumulate=self.accumulate, dtype=dtype)
         if not self.short:
@@ -71,5 +71,5 @@ class Case:
         from accel_testing.contracts.samples import ROWS
         from accel_testing.equivalence.program import take_samples
 
-        cut: Batch = take_samples(samples, slice(0, len(samples.x) - ROWS // self.accumulate))
+        cut: SampleBatch = take_samples(samples, slice(0, len(samples.x) - ROWS // self.accumulate))
         return cut

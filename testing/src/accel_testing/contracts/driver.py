@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from accel_testing.contracts.samples import ROWS, Batch
+from accel_testing.contracts.samples import ROWS, SampleBatch
 from accel_testing.equivalence.program import take_samples
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Driver(ABC):
         seen: tensors that the loop has noted, which every rank must have as the reference has them.
     """
 
-    def __init__(self, samples: Batch) -> None:
+    def __init__(self, samples: SampleBatch) -> None:
         self.samples = samples
         self.dtype = samples.x.dtype
         self.position = 0
@@ -46,10 +46,10 @@ class Driver(ABC):
     @abstractmethod
     def prepare(self, *objects: Any) -> Any: ...
     @abstractmethod
-    def windows(self) -> Iterator[list[Batch]]:
+    def windows(self) -> Iterator[list[SampleBatch]]:
         """The micro-batches of each optimizer step, for loops that accumulate by hand."""
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[SampleBatch]:
         """All micro-batches."""
         for window in self.windows():
             yield from window
@@ -84,7 +84,7 @@ class PlainDriver(Driver):
     def prepare(self, *objects: Any) -> Any:
         return objects[0] if len(objects) == 1 else objects
 
-    def windows(self) -> Iterator[list[Batch]]:
+    def windows(self) -> Iterator[list[SampleBatch]]:
         for start in range(0, len(self.samples.x), ROWS):
             self.position += 1
             yield [take_samples(self.samples, slice(start, start + ROWS))]
@@ -121,7 +121,7 @@ class PlainDriver(Driver):
 class AccelDriver(Driver):
     """One rank of an Accelerator."""
 
-    def __init__(self, accelerator: "Accelerator", samples: Batch, *, copies: bool, micro_batches: int) -> None:
+    def __init__(self, accelerator: "Accelerator", samples: SampleBatch, *, copies: bool, micro_batches: int) -> None:
         super().__init__(samples)
         self.accelerator = accelerator
         self.copies = copies
@@ -134,8 +134,8 @@ class AccelDriver(Driver):
     def prepare(self, *objects: Any) -> Any:
         return self.accelerator.prepare(*objects)
 
-    def windows(self) -> Iterator[list[Batch]]:
-        window: list[Batch] = []
+    def windows(self) -> Iterator[list[SampleBatch]]:
+        window: list[SampleBatch] = []
         for index, batch in enumerate(self._loaded()):
             self.position = index // self.micro_batches + 1
             window.append(batch)
@@ -145,12 +145,12 @@ class AccelDriver(Driver):
         if window:
             yield window
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[SampleBatch]:
         for index, batch in enumerate(self._loaded()):
             self.position = index // self.micro_batches + 1
             yield batch
 
-    def _loaded(self) -> Iterator[Batch]:
+    def _loaded(self) -> Iterator[SampleBatch]:
         """This rank's micro-batches, from a prepared loader; all ranks have the same ones where it wants ``copies``."""
         from torch.utils.data import DataLoader
 

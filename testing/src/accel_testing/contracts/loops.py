@@ -11,13 +11,13 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from accel_testing.contracts.driver import Driver
 from accel_testing.contracts.models import HIDDEN, Stack
-from accel_testing.contracts.samples import Batch
+from accel_testing.contracts.samples import SampleBatch
 
 #: What trains: it returns the prepared models (one or several) whose states are compared.
 Train = Callable[..., nn.Module | tuple[nn.Module, ...]]
-Loss = Callable[[nn.Module, Batch], Tensor]
+Loss = Callable[[nn.Module, SampleBatch], Tensor]
 #: The forwards and backwards of one micro-batch.
-Backward = Callable[[Driver, nn.Module, Batch], None]
+Backward = Callable[[Driver, nn.Module, SampleBatch], None]
 Change = Callable[[Driver, nn.Module, Any], None]
 Edit = Callable[[Driver, nn.Module], object]
 
@@ -32,33 +32,33 @@ def trainable(model: nn.Module) -> Optimizer:
     return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def error(model: nn.Module, batch: Batch) -> Tensor:
+def error(model: nn.Module, batch: SampleBatch) -> Tensor:
     """The mean squared error of what the model makes of ``x``."""
     return nn.functional.mse_loss(model(batch.x), batch.y)
 
 
-def routed_error(model: nn.Module, batch: Batch) -> Tensor:
+def routed_error(model: nn.Module, batch: SampleBatch) -> Tensor:
     """As ``error``, of a model that is given routes."""
     return nn.functional.mse_loss(model(batch.x, batch.route), batch.y)
 
 
-def token_error(model: nn.Module, batch: Batch) -> Tensor:
+def token_error(model: nn.Module, batch: SampleBatch) -> Tensor:
     """As ``error``, of a model that reads tokens."""
     return nn.functional.mse_loss(model(batch.tokens), batch.y)
 
 
-def next_token(model: nn.Module, batch: Batch) -> Tensor:
+def next_token(model: nn.Module, batch: SampleBatch) -> Tensor:
     """The cross entropy of each token after the first."""
     return nn.functional.cross_entropy(model(batch.tokens[:, :-1]).flatten(0, 1), batch.tokens[:, 1:].flatten())
 
 
-def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+def two_forwards(model: nn.Module, batch: SampleBatch) -> Tensor:
     """One loss of two calls, as contrastive losses have."""
     apart: Tensor = model(batch.x) - model(-batch.x)
     return error(model, batch) + apart.square().mean()
 
 
-def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+def gradient_penalty(model: nn.Module, batch: SampleBatch) -> Tensor:
     """An error and the size of the output's gradient, which backward differentiates a second time."""
     x = batch.x.clone().requires_grad_()
     output = model(x)
@@ -66,7 +66,7 @@ def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(output, batch.y) + slope.square().sum(1).mean()
 
 
-def own_target(model: nn.Module, batch: Batch) -> Tensor:
+def own_target(model: nn.Module, batch: SampleBatch) -> Tensor:
     """An error against targets that the same model made without gradients before."""
     with torch.no_grad():
         target = model(-batch.x)
@@ -74,14 +74,14 @@ def own_target(model: nn.Module, batch: Batch) -> Tensor:
     return away.square().mean()
 
 
-def halved_in_place(model: nn.Module, batch: Batch) -> Tensor:
+def halved_in_place(model: nn.Module, batch: SampleBatch) -> Tensor:
     """A loss with a hook that writes into its gradient."""
     loss = error(model, batch)
     loss.register_hook(lambda gradient: gradient.mul_(0.5))
     return loss
 
 
-def evaluated_between(model: nn.Module, batch: Batch) -> Tensor:
+def evaluated_between(model: nn.Module, batch: SampleBatch) -> Tensor:
     """An evaluation before each micro-batch."""
     model.eval()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def evaluated_between(model: nn.Module, batch: Batch) -> Tensor:
     return error(model, batch)
 
 
-def backward_of_loss(driver: Driver, model: nn.Module, batch: Batch, *, loss: Loss = error) -> None:
+def backward_of_loss(driver: Driver, model: nn.Module, batch: SampleBatch, *, loss: Loss = error) -> None:
     """The loss of a micro-batch, and its backward."""
     driver.backward(loss(model, batch))
 
@@ -175,13 +175,13 @@ def edit_gradients(driver: Driver, model: nn.Module) -> None:
 def weighted(driver: Driver, model: nn.Module, *, routed: bool = False) -> nn.Module:
     """Sums over the samples that count, with their number; ``routed``: over those of the first route."""
 
-    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+    def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         backward_weighted(driver, model, batch, (batch.route == 0).to(batch.x) if routed else batch.counted)
 
     return train(driver, model, backward=backward)
 
 
-def backward_weighted(driver: Driver, model: nn.Module, batch: Batch, counted: Tensor) -> None:
+def backward_weighted(driver: Driver, model: nn.Module, batch: SampleBatch, counted: Tensor) -> None:
     """The backward of a sum over samples, whose weight is the number of those that count."""
     summed = ((model(batch.x) - batch.y).square().mean(1) * counted).sum()
     driver.backward(summed, weight=counted.sum())
@@ -190,7 +190,7 @@ def backward_weighted(driver: Driver, model: nn.Module, batch: Batch, counted: T
 def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
     """Two losses of one forward, each with a backward of its own."""
 
-    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+    def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         output = model(batch.x)
         driver.backward(nn.functional.mse_loss(output, batch.y), retain_graph=True)
         driver.backward(output.square().mean())
@@ -236,7 +236,7 @@ def closures(driver: Driver, model: nn.Module) -> nn.Module:
     model, built = driver.prepare(model, built)
     for batch in driver.batches():
 
-        def closure(batch: Batch = batch) -> Tensor:
+        def closure(batch: SampleBatch = batch) -> Tensor:
             built.zero_grad()
             loss = error(model, batch)
             driver.backward(loss)
@@ -308,7 +308,7 @@ def other_model(driver: Driver, model: nn.Module) -> nn.Module:
     return train(driver, model)
 
 
-def method_error(model: nn.Module, batch: Batch) -> Tensor:
+def method_error(model: nn.Module, batch: SampleBatch) -> Tensor:
     """A loss from a method of the model, past its forward."""
     hidden: Tensor = model.hidden(batch.x)  # type: ignore[operator]
     return hidden.square().mean()
@@ -317,7 +317,7 @@ def method_error(model: nn.Module, batch: Batch) -> Tensor:
 def method_call(driver: Driver, model: nn.Module) -> nn.Module:
     """Calls a method of the unwrapped model in place of its forward."""
 
-    def backward(driver: Driver, model: nn.Module, batch: Batch) -> None:
+    def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         driver.backward(method_error(driver.unwrap_model(model), batch))
 
     return train(driver, model, backward=backward)

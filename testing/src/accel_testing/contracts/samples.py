@@ -15,7 +15,7 @@ WIDTH, OUT, VOCABULARY, LENGTH = 6, 3, 11, 4
 Route = Callable[[int, int, int, int], int]
 
 
-class Batch(NamedTuple):
+class SampleBatch(NamedTuple):
     """Some samples.
 
     ``x`` is (rows, ``WIDTH``), ``y`` (rows, ``OUT``), ``tokens`` (rows, ``LENGTH``) int64, ``route`` (rows,) int64 and
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     counted: Tensor
 
 
-def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.dtype = torch.float64) -> Batch:
+def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.dtype = torch.float64) -> SampleBatch:
     """All samples of ``steps`` optimizer steps, in the order in which they are trained on."""
     generator = torch.Generator().manual_seed(11)
     rows = steps * ROWS
@@ -41,7 +41,7 @@ def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.
         route(row // ROWS, row % ROWS // micro, int(row % micro >= micro // 2), row % ROWS) for row in range(rows)
     ]
     counted = torch.tensor([float(row % 5 not in (0, 3)) for row in range(rows)], dtype=torch.float64)
-    return Batch(x.to(dtype), torch.tanh(x @ mixing).to(dtype), tokens, torch.tensor(routes), counted.to(dtype))
+    return SampleBatch(x.to(dtype), torch.tanh(x @ mixing).to(dtype), tokens, torch.tensor(routes), counted.to(dtype))
 
 
 def probe(dtype: torch.dtype) -> Tensor:

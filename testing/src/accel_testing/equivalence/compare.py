@@ -16,7 +16,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """How one leaf differs: ``reason`` where that cannot be measured, otherwise distances and the first index.
 
     ``relative`` is the largest absolute distance over the largest magnitude of the expected tensor, not elementwise:
@@ -61,15 +61,15 @@ def compare_trees(
     rtol: float | None = None,
     atol: float = 0.0,
     scales: Mapping[str, float] | None = None,
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """What differs beyond ``atol + rtol * max|expected|`` per tensor; ``rtol`` defaults to the dtype's ``TOLERANCE``.
 
     Modules count as their state. Integers, booleans and all that is no tensor must be equal; NaN equals NaN. ``scales``
     replaces ``max|expected|`` for the tensors that it names.
     """
     left, right = dict(named_leaves(actual)), dict(named_leaves(expected))
-    found = [Difference(name, "only in the first") for name in left if name not in right]
-    found += [Difference(name, "only in the second") for name in right if name not in left]
+    found = [TensorDifference(name, "only in the first") for name in left if name not in right]
+    found += [TensorDifference(name, "only in the second") for name in right if name not in left]
     pairs = ((name, left[name], right[name]) for name in left if name in right)
     found += [
         difference
@@ -96,7 +96,7 @@ def assert_equal_state(actual: Any, expected: Any, *, names: tuple[str, str] = (
     _fail(compare_trees(actual, expected, rtol=0.0), names)
 
 
-def _fail(found: list[Difference], names: tuple[str, str]) -> None:
+def _fail(found: list[TensorDifference], names: tuple[str, str]) -> None:
     __tracebackhide__ = True
     if not found:
         return
@@ -109,14 +109,14 @@ def _fail(found: list[Difference], names: tuple[str, str]) -> None:
 
 def _compare_leaf(
     name: str, actual: Any, expected: Any, *, rtol: float | None, atol: float, scale: float | None
-) -> Difference | None:
+) -> TensorDifference | None:
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
         same = type(actual) is type(expected) and (actual == expected or (actual != actual and expected != expected))
-        return None if same else Difference(name, f"{actual!r} is not {expected!r}")
+        return None if same else TensorDifference(name, f"{actual!r} is not {expected!r}")
     if actual.shape != expected.shape:
-        return Difference(name, f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
+        return TensorDifference(name, f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
     if actual.dtype != expected.dtype:
-        return Difference(name, f"dtype {actual.dtype} is not {expected.dtype}")
+        return TensorDifference(name, f"dtype {actual.dtype} is not {expected.dtype}")
     return _compare_tensors(name, actual.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, scale=scale)
 
 
@@ -128,7 +128,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 def _compare_tensors(
     name: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float | None, atol: float, scale: float | None
-) -> Difference | None:
+) -> TensorDifference | None:
     if torch.equal(actual, expected):
         return None
     exact = not (actual.is_floating_point() or actual.is_complex())
@@ -144,7 +144,7 @@ def _compare_tensors(
         return None
     absolute = float(distance.max())
     first = beyond.nonzero()[0].tolist()
-    return Difference(
+    return TensorDifference(
         name,
         absolute=absolute,
         relative=absolute / scale if scale else float("inf"),

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from accel_testing.equivalence.compare import Difference, compare_trees, largest
-from accel_testing.equivalence.training import Step
+from accel_testing.equivalence.compare import TensorDifference, compare_trees, largest
+from accel_testing.equivalence.training import TrainedStep
 
 # Losses and norms subtract nearly equal numbers, so their last digits go first.
 _SCALAR_SLACK = 10.0
@@ -25,7 +25,7 @@ class Departure:
 
     step: int
     reasons: tuple[str, ...]
-    tensors: tuple[Difference, ...] = ()
+    tensors: tuple[TensorDifference, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"leaves the one-process reference at step {self.step}:", *(f"  {reason}" for reason in self.reasons)]
@@ -36,7 +36,9 @@ class Departure:
         return "\n".join(lines)
 
 
-def compare_runs(reference: Sequence[Step], runs: Sequence[Sequence[Step]], *, tolerance: float) -> Departure | None:
+def compare_runs(
+    reference: Sequence[TrainedStep], runs: Sequence[Sequence[TrainedStep]], *, tolerance: float
+) -> Departure | None:
     """The first step at which the ranks' runs are not the reference's, or None; ``runs`` are by rank."""
     scales = _scales(reference)
     for position, expected in enumerate(reference):
@@ -53,7 +55,7 @@ def compare_runs(reference: Sequence[Step], runs: Sequence[Sequence[Step]], *, t
 
 
 def _compare_step(
-    position: int, expected: Step, steps: Sequence[Step], *, tolerance: float, scales: "_Scales"
+    position: int, expected: TrainedStep, steps: Sequence[TrainedStep], *, tolerance: float, scales: "_Scales"
 ) -> Departure | None:
     reasons = []
     if skipped := [rank for rank, step in enumerate(steps) if step.skipped]:
@@ -71,7 +73,9 @@ def _compare_step(
     return Departure(position, tuple(reasons), tuple(sorted(tensors, key=lambda one: (not one.reason, -one.relative))))
 
 
-def _compare_losses(expected: Step, steps: Sequence[Step], *, slack: float, scale: float) -> Iterator[str]:
+def _compare_losses(
+    expected: TrainedStep, steps: Sequence[TrainedStep], *, slack: float, scale: float
+) -> Iterator[str]:
     weight = sum(step.weight for step in steps)
     loss, was = sum(step.loss for step in steps) / weight, expected.loss / expected.weight
     if not abs(loss - was) <= slack * max(abs(was), scale):
@@ -95,7 +99,7 @@ class _Scales:
     tensors: Mapping[str, float]
 
 
-def _scales(reference: Sequence[Step]) -> _Scales:
+def _scales(reference: Sequence[TrainedStep]) -> _Scales:
     tensors = {
         name: max(largest(step.tensors[name].double()) for step in reference)
         for name, value in reference[0].tensors.items()
@@ -120,7 +124,7 @@ def _ratio(value: float, expected: float) -> str:
     return ""
 
 
-def _disagreements(steps: Sequence[Step]) -> list[str]:
+def _disagreements(steps: Sequence[TrainedStep]) -> list[str]:
     """Parameters that ranks other than 0 hold with other bits: replicas that have come apart."""
     first = steps[0].digests
     found = []
@@ -131,7 +135,7 @@ def _disagreements(steps: Sequence[Step]) -> list[str]:
     return found
 
 
-def distance_of(reference: Sequence[Step], run: Sequence[Step]) -> float:
+def distance_of(reference: Sequence[TrainedStep], run: Sequence[TrainedStep]) -> float:
     """The largest relative distance of any tensor after the last step; infinite for a run without steps."""
     if not run:
         return float("inf")

@@ -11,10 +11,10 @@ from typing import Any, final
 from accel_testing.equivalence.divergence import Departure, compare_runs, distance_of
 from accel_testing.equivalence.layouts import Layout, expand
 from accel_testing.equivalence.program import Program
-from accel_testing.equivalence.training import Maker, Step, train_layout, train_reference
+from accel_testing.equivalence.training import Maker, TrainedStep, train_layout, train_reference
 from accel_testing.errors import RankError
 from accel_testing.ranks.pool import RankPool, first_failure
-from accel_testing.ranks.wire import Call, Source, pack, source_of, unpack
+from accel_testing.ranks.wire import Call, ModuleSource, pack, source_of, unpack
 
 #: How far a tensor may be from the reference's, relative to its largest element, by precision.
 TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3, "fp8": 1e-1}
@@ -156,7 +156,7 @@ class ScriptProgram:
         from accel_testing.ranks.rewriting import import_source
 
         sys.path.insert(0, str(Path(self.file).parent))
-        module = import_source(Source(Path(self.file).stem, self.file))
+        module = import_source(ModuleSource(Path(self.file).stem, self.file))
         make = getattr(module, self.function, None)
         if not callable(make):
             near = get_close_matches(
@@ -170,7 +170,7 @@ class ScriptProgram:
 
 def _check(
     program: Maker,
-    source: Source | None,
+    source: ModuleSource | None,
     layouts: Sequence[Layout],
     *,
     tolerances: Mapping[str, float] | None = None,
@@ -186,7 +186,7 @@ def _check(
                 program, source, layouts, tolerances=tolerances, pool=own, cpu=cpu, perturb=perturb, around=around
             )
     limits = {**TOLERANCES, **(tolerances or {})}
-    references: dict[tuple[str, int | None], list[Step]] = {}
+    references: dict[tuple[str, int | None], list[TrainedStep]] = {}
     results = []
     with ExitStack() as stack:
         ranks = _Ranks(pool, source, stack)
@@ -212,19 +212,19 @@ def _check(
 class _Ranks:
     """Trains on ranks of a pool."""
 
-    def __init__(self, pool: RankPool, source: Source | None, stack: ExitStack) -> None:
+    def __init__(self, pool: RankPool, source: ModuleSource | None, stack: ExitStack) -> None:
         self._pool = pool
         self._source = source
         self._stack = stack
         self._bound: dict[str, RankPool] = {}
 
-    def reference(self, program: Maker, precision: str, *, short_of: int | None) -> list[Step]:
+    def reference(self, program: Maker, precision: str, *, short_of: int | None) -> list[TrainedStep]:
         options = {"precision": precision, "short_of": short_of}
         work = Call(pack((_train_reference, (program,), options)))
-        steps: list[Step] = self._run(self._pool, work, ranks=1, backend=None)[0]
+        steps: list[TrainedStep] = self._run(self._pool, work, ranks=1, backend=None)[0]
         return steps
 
-    def layout(self, program: Maker, layout: Layout, *, cpu: bool, **options: Any) -> list[list[Step]]:
+    def layout(self, program: Maker, layout: Layout, *, cpu: bool, **options: Any) -> list[list[TrainedStep]]:
         backend = None if layout.processes == 1 else "gloo" if cpu else "cpu:gloo,cuda:nccl"
         work = Call(pack((train_layout, (program, layout), {"cpu": cpu, **options})))
         pool = self._pool_with(layout.variables)
@@ -257,7 +257,7 @@ class _Ranks:
         return [unpack(answer.value) for answer in answers]
 
 
-def _train_reference(make: Maker, *, precision: str, short_of: int | None) -> list[Step]:
+def _train_reference(make: Maker, *, precision: str, short_of: int | None) -> list[TrainedStep]:
     last = None
     if short_of is not None:
         size = make().batch_size

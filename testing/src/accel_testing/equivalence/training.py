@@ -32,7 +32,7 @@ _FLAGS: dict[str, str | bool] = {"true": True, "false": False}
 
 @final
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainedStep:
     """One optimizer step on one rank.
 
     ``loss`` is the sum over this rank's samples (or weights) and ``weight`` how many those were; ``norm`` the global
@@ -49,7 +49,9 @@ class Step:
     digests: dict[str, int] = field(default_factory=dict)
 
 
-def train_reference(make: Maker, precision: str, *, last_samples: int | None = None, seed: int = 0) -> list[Step]:
+def train_reference(
+    make: Maker, precision: str, *, last_samples: int | None = None, seed: int = 0
+) -> list[TrainedStep]:
     """Trains in one process, on whole global batches, with nothing but PyTorch.
 
     ``last_samples`` cuts the last global batch.
@@ -73,7 +75,9 @@ def train_reference(make: Maker, precision: str, *, last_samples: int | None = N
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
-        steps.append(Step(mean.item() * weight, weight, norm.item(), rates, tensors=_copy(model.state_dict(), names)))
+        steps.append(
+            TrainedStep(mean.item() * weight, weight, norm.item(), rates, tensors=_copy(model.state_dict(), names))
+        )
     return steps
 
 
@@ -85,7 +89,7 @@ def train_layout(
     perturb: bool = True,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seed: int = 0,
-) -> list[Step]:
+) -> list[TrainedStep]:
     """Trains on this rank as one of ``layout``'s, through an Accelerator.
 
     ``perturb`` gives ranks other than 0 other first weights, which preparing must replace by those of rank 0;
@@ -125,7 +129,7 @@ def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
     )
 
 
-def _train(accelerator: "Accelerator", make: Maker, layout: Layout, *, perturb: bool, seed: int) -> list[Step]:
+def _train(accelerator: "Accelerator", make: Maker, layout: Layout, *, perturb: bool, seed: int) -> list[TrainedStep]:
     program, model = _build(make, layout.precision, seed)
     names = state_names(model)
     if perturb and accelerator.process_index:
@@ -134,7 +138,7 @@ def _train(accelerator: "Accelerator", make: Maker, layout: Layout, *, perturb: 
     scheduler = program.scheduler(optimizer) if program.scheduler else None
     model, optimizer, *rest = accelerator.prepare(model, optimizer, *([scheduler] if scheduler else []))
     source = _weighted_micro_batches if layout.weighted else _loaded_micro_batches
-    steps: list[Step] = []
+    steps: list[TrainedStep] = []
     losses: list[tuple[float, float]] = []
     for batch in source(accelerator, program, layout):
         with accelerator.accumulate(model):
@@ -165,10 +169,10 @@ def _record(
     names: list[str],
     norm: Tensor,
     rates: tuple[float, ...],
-) -> Step:
+) -> TrainedStep:
     state = {name: _full(value) for name, value in accelerator.get_state_dict(model).items()}
     trained = {name for name, _ in accelerator.unwrap_model(model).named_parameters()}
-    return Step(
+    return TrainedStep(
         loss=sum(loss for loss, _ in losses),
         weight=sum(weight for _, weight in losses),
         norm=float(_full(norm)),

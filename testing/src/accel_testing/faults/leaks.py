@@ -33,18 +33,18 @@ _MAY_END = ("thread ", "child process ", "process ", "port ", "shared memory ", 
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ProcessSnapshot:
     """What there was at one moment: for each check, the things by name and how they look."""
 
     seen: Mapping[str, Mapping[str, str]]
 
 
-def snapshot(checks: Iterable[str] = ()) -> Snapshot:
+def snapshot(checks: Iterable[str] = ()) -> ProcessSnapshot:
     """What there is now, for the named checks (see :data:`CHECKS`); cheap: no check takes a millisecond."""
-    return Snapshot({name: CHECKS[name]() for name in checks})
+    return ProcessSnapshot({name: CHECKS[name]() for name in checks})
 
 
-def differences(before: Snapshot, after: Snapshot, *, group_expected: bool = False) -> list[str]:
+def differences(before: ProcessSnapshot, after: ProcessSnapshot, *, group_expected: bool = False) -> list[str]:
     """One sentence for each thing that is in ``after`` and was not, or not so, in ``before``.
 
     ``group_expected`` says that the default process group belongs to who runs the test.
@@ -53,7 +53,7 @@ def differences(before: Snapshot, after: Snapshot, *, group_expected: bool = Fal
     return [text for text in found if not (group_expected and text.startswith("the default process group"))]
 
 
-def settled_differences(before: Snapshot, *, group_expected: bool = False, grace: float = _GRACE) -> list[str]:
+def settled_differences(before: ProcessSnapshot, *, group_expected: bool = False, grace: float = _GRACE) -> list[str]:
     """The differences to now, after up to ``grace`` seconds in which threads and children may still end.
 
     What belongs to objects that nobody can reach any more, such as those of a traceback, ends when they are collected.

@@ -9,7 +9,7 @@ from accel_testing.errors import RankError
 from accel_testing.faults.leaks import leak_checks
 from accel_testing.pytest.reporting import attach
 from accel_testing.ranks.pool import RankPool, first_failure, name_ranks, rebuilt
-from accel_testing.ranks.wire import Answer, Source, TestCall, pack
+from accel_testing.ranks.wire import Answer, ModuleSource, TestCall, pack
 
 #: Arguments that each rank makes for itself, because their value belongs to one process.
 MADE_IN_RANK = ("rank", "world_size", "monkeypatch")
@@ -52,7 +52,7 @@ class RankRunner:
         try:
             answers = self._pool.submit(
                 self._call(item),
-                Source(item.module.__name__, item.module.__file__),
+                ModuleSource(item.module.__name__, item.module.__file__),
                 ranks=options["n"],
                 backend=options["backend"] if options["group"] else None,
                 timeout=timeout,

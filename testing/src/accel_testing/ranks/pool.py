@@ -15,7 +15,7 @@ from accel_testing.ranks.launched_scripts import free_port
 from accel_testing.ranks.processes import Rank
 from accel_testing.ranks.sources import ForkedRanks, Ranks
 from accel_testing.ranks.stacks import describe_exit, describe_place
-from accel_testing.ranks.wire import Answer, Call, Close, Job, Source, TestCall, pack, source_of, unpack
+from accel_testing.ranks.wire import Answer, Call, Close, Job, ModuleSource, TestCall, pack, source_of, unpack
 
 #: Seconds that work may take on the ranks before it counts as hanging.
 DEFAULT_TIMEOUT = 60.0
@@ -92,7 +92,7 @@ class RankPool:
     def submit(
         self,
         work: Call | TestCall,
-        source: Source | None,
+        source: ModuleSource | None,
         *,
         ranks: int,
         backend: str | None = "gloo",

@@ -65,7 +65,7 @@ def _serve(connection: Connection) -> None:
             os.environ.update(rank_variables(job.rank, job.world_size, job.port))
             _set_variables(job.variables)
             os.chdir(job.folder)
-            work = _Work(job)
+            work = _RankWork(job)
             connection.send(work.answer())
             try:
                 connection.recv()
@@ -81,7 +81,7 @@ def _serve(connection: Connection) -> None:
 
 
 @final
-class _Work:
+class _RankWork:
     """One job on this rank, with the group that is open for it."""
 
     def __init__(self, job: Job) -> None:

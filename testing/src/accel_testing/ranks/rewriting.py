@@ -11,7 +11,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
-from accel_testing.ranks.wire import Source
+from accel_testing.ranks.wire import ModuleSource
 
 if TYPE_CHECKING:
     import pytest
@@ -71,7 +71,7 @@ def rewriting_config() -> RewritingConfig:
     return RewritingConfig(config)
 
 
-def import_source(source: Source) -> ModuleType:
+def import_source(source: ModuleSource) -> ModuleType:
     """The module of this file under this name, imported once in this process."""
     known = sys.modules.get(source.name)
     if known is not None and getattr(known, "__file__", None) == source.file:
@@ -83,7 +83,7 @@ def import_source(source: Source) -> ModuleType:
     return _import_file(source)
 
 
-def _is_importable(source: Source) -> bool:
+def _is_importable(source: ModuleSource) -> bool:
     sys.modules.pop(source.name, None)
     try:
         spec = importlib.util.find_spec(source.name)
@@ -92,7 +92,7 @@ def _is_importable(source: Source) -> bool:
     return spec is not None and spec.origin == source.file
 
 
-def _import_file(source: Source) -> ModuleType:
+def _import_file(source: ModuleSource) -> ModuleType:
     folder = os.path.dirname(source.file)
     for finder in sys.meta_path:
         spec = finder.find_spec(source.name, [folder])

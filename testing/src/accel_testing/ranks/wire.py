@@ -9,7 +9,7 @@ Outcome = Literal["passed", "failed", "skipped", "xfailed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModuleSource:
     """A module by its name and file: names that only pytest knows cannot be imported by name elsewhere."""
 
     name: str
@@ -50,7 +50,7 @@ class Job:
     """
 
     work: Call | TestCall
-    source: Source | None
+    source: ModuleSource | None
     rank: int
     world_size: int
     port: int
@@ -105,7 +105,7 @@ def unpack(data: bytes) -> Any:
     return loads(data)
 
 
-def source_of(fn: Callable[..., Any]) -> Source | None:
+def source_of(fn: Callable[..., Any]) -> ModuleSource | None:
     """Where a rank finds the module of ``fn``; None where the function travels by value."""
     import sys
 
@@ -114,4 +114,4 @@ def source_of(fn: Callable[..., Any]) -> Source | None:
     file = getattr(module, "__file__", None)
     if name is None or file is None or name == "__main__":
         return None
-    return Source(name, file)
+    return ModuleSource(name, file)

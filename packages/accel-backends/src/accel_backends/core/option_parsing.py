@@ -18,7 +18,7 @@ MixedDtypes = Mapping[str, Any]
 E = TypeVar("E", bound=Enum)
 
 
-class Sharding(BaseEnum):
+class ShardingLevel(BaseEnum):
     """What is sharded, and how long parameters stay whole; numbered from 1 as torch numbers them."""
 
     FULL_SHARD = "FULL_SHARD"
@@ -158,7 +158,7 @@ def reshard_value(value: object) -> bool | int:
     raise ConfigError(
         f"reshard_after_forward={value!r} is not supported with FSDP2: expected true, false or a number of ranks; "
         f"nearest: sharding_strategy={str(getattr(value, 'name', value))!r}"
-        if text.upper().lstrip("_") in Sharding.__members__
+        if text.upper().lstrip("_") in ShardingLevel.__members__
         else f"reshard_after_forward={value!r}; expected true, false or a number of ranks"
     )
 

@@ -19,7 +19,7 @@ from accel_backends.fsdp.backward_errors import explained
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.float8 import follow
 from accel_backends.fsdp.full_state_loading import take_whole_tensors
-from accel_backends.fsdp.mesh import Spread
+from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.outside_forward import outside_units, refuse_outside
 from accel_backends.fsdp.shard import (
     Sharded,
@@ -82,7 +82,7 @@ class FSDPBackend(Backend):
         super().__init__(*args, **kwargs)
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
-        self._spread = Spread(self.session, self._options)
+        self._spread = ShardingMesh(self.session, self._options)
         self._source_filled = True
         self._all_filled = True
         self._dropping = False

@@ -14,7 +14,7 @@ from accel_backends.core.option_parsing import (
     AutoWrap,
     BackwardPrefetch,
     MixedDtypes,
-    Sharding,
+    ShardingLevel,
     StateDictKind,
     as_flag,
     as_member,
@@ -28,8 +28,8 @@ from accel_backends.core.option_parsing import (
 from accel_state.errors import BackendError, ConfigError
 
 PREFIX = "FSDP_"
-_KEEPS = (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD, Sharding.HYBRID_SHARD_ZERO2)
-_HYBRID = (Sharding.HYBRID_SHARD, Sharding.HYBRID_SHARD_ZERO2)
+_KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingLevel.HYBRID_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
 
 
 @final
@@ -136,7 +136,7 @@ class FSDPConfig(BackendConfig):
                     f"{name}={getattr(self, name)!r} does not exist on XLA devices; leave it out, and XLAConfig("
                     "shard_parameters=True) is what is left of these options"
                 )
-        return XLAConfig(shard_parameters=self.sharding_strategy is not Sharding.NO_SHARD)
+        return XLAConfig(shard_parameters=self.sharding_strategy is not ShardingLevel.NO_SHARD)
 
     def __post_init__(self) -> None:
         env = os.environ
@@ -187,8 +187,8 @@ class FSDPConfig(BackendConfig):
         return as_flag(name, self._given(name, variable, env, default))
 
     def _read_sharding(self, env: Mapping[str, str]) -> None:
-        strategy = self._given("sharding_strategy", "SHARDING_STRATEGY", env, Sharding.FULL_SHARD)
-        self.sharding_strategy = as_member("sharding_strategy", strategy, Sharding)
+        strategy = self._given("sharding_strategy", "SHARDING_STRATEGY", env, ShardingLevel.FULL_SHARD)
+        self.sharding_strategy = as_member("sharding_strategy", strategy, ShardingLevel)
         reshard = self._given("reshard_after_forward", "RESHARD_AFTER_FORWARD", env)
         if reshard is not None and self.fsdp_version == 1:
             if isinstance(reshard, bool):
@@ -196,7 +196,7 @@ class FSDPConfig(BackendConfig):
                     f"reshard_after_forward={reshard} is not supported with FSDP1; nearest: "
                     f"sharding_strategy={'FULL_SHARD' if reshard else 'SHARD_GRAD_OP'!r}, or fsdp_version=2"
                 )
-            self.sharding_strategy = as_member("reshard_after_forward", reshard, Sharding)
+            self.sharding_strategy = as_member("reshard_after_forward", reshard, ShardingLevel)
             reshard = None
         self.reshard_after_forward = None if reshard is None else reshard_value(reshard)
         for name in ("shard_size", "replicate_size"):
@@ -299,7 +299,7 @@ class FSDPConfig(BackendConfig):
             ConfigError: a degree that does not divide the number of ranks.
         """
         shard, replicate = self.shard_size, self.replicate_size
-        if self.sharding_strategy is Sharding.NO_SHARD:
+        if self.sharding_strategy is ShardingLevel.NO_SHARD:
             if shard not in (None, 1) or replicate not in (None, world_size):
                 raise ConfigError(
                     f"sharding_strategy NO_SHARD with shard_size={shard}, replicate_size={replicate}; nearest: "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Spread:
+class ShardingMesh:
     """Replicas times shards of a session's ranks; their mesh is made when it is first read.
 
     Attributes:

@@ -14,11 +14,11 @@ from accel_backends.core.backend import _NOTHING, Backend
 from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import Capabilities
 from accel_backends.core.config import BackendConfig
-from accel_backends.core.option_parsing import Sharding
+from accel_backends.core.option_parsing import ShardingLevel
 from accel_backends.fsdp.backward_errors import explained
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.full_state_loading import refuse_whole_tensors
-from accel_backends.fsdp.mesh import Spread
+from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.outside_forward import refuse_outside
 from accel_backends.fsdp.shard import checkpointed, replace_modules, shard_dtypes, units_of
 from accel_backends.fsdp.unit_record import watch_units
@@ -79,7 +79,7 @@ class FSDP1Backend(Backend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._options = cast(FSDPConfig, self.config).of_version(1, "fsdp")
-        self._spread = Spread(self.session, self._options, flat=True)
+        self._spread = ShardingMesh(self.session, self._options, flat=True)
         self._filled = [True]
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
@@ -182,7 +182,7 @@ class FSDP1Backend(Backend):
             replace_modules(root, replacing)
         wrapped = ExplainedRoot(model, **arguments, **values)
         replace_modules(wrapped, {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(wrapped)})
-        if self._options.sharding_strategy is Sharding.NO_SHARD:
+        if self._options.sharding_strategy is ShardingLevel.NO_SHARD:
             # Until they are reduced their gradients have the dtype that they were computed in, which torch refuses.
             for parameter in wrapped.parameters():
                 if hasattr(parameter, "grad_dtype"):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from accel_backends.core.option_parsing import BackwardPrefetch, Sharding
+from accel_backends.core.option_parsing import BackwardPrefetch, ShardingLevel
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.outside_forward import Own
 from accel_backends.fsdp.shard import shard_dtypes
@@ -65,11 +65,13 @@ def _strategy(options: FSDPConfig, degrees: tuple[int, int]) -> str:
     strategy = options.sharding_strategy
     replicated = degrees[0] > 1 and degrees[1] > 1
     if options.hybrid and not replicated:
-        strategy = Sharding.FULL_SHARD if strategy is Sharding.HYBRID_SHARD else Sharding.SHARD_GRAD_OP
+        strategy = ShardingLevel.FULL_SHARD if strategy is ShardingLevel.HYBRID_SHARD else ShardingLevel.SHARD_GRAD_OP
     elif replicated and not options.hybrid:
-        strategy = Sharding.HYBRID_SHARD if strategy is Sharding.FULL_SHARD else Sharding.HYBRID_SHARD_ZERO2
+        strategy = (
+            ShardingLevel.HYBRID_SHARD if strategy is ShardingLevel.FULL_SHARD else ShardingLevel.HYBRID_SHARD_ZERO2
+        )
     name: str = strategy.name
-    return "_HYBRID_SHARD_ZERO2" if strategy is Sharding.HYBRID_SHARD_ZERO2 else name
+    return "_HYBRID_SHARD_ZERO2" if strategy is ShardingLevel.HYBRID_SHARD_ZERO2 else name
 
 
 def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":

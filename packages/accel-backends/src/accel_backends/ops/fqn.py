@@ -15,7 +15,7 @@ _MARKS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 WRAPS = "_accel_wraps"
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A module within a model: its prefix as its author sees it, as torch sees it (both empty or ending in ``.``)."""
 
     prefix: str
@@ -45,17 +45,17 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def places(model: nn.Module) -> Iterator[ParameterPlace]:
     """Every module of a model, in torch's order; a module used in several places is there once for each."""
     yield from _places(model, "", "", ())
 
 
-def _places(module: nn.Module, prefix: str, raw: str, above: tuple[int, ...]) -> Iterator[Place]:
+def _places(module: nn.Module, prefix: str, raw: str, above: tuple[int, ...]) -> Iterator[ParameterPlace]:
     while (name := wrapped_name(module)) is not None:
         inner = module._modules[name]
         assert inner is not None
         module, raw = inner, f"{raw}{name}."
-    yield Place(prefix, raw, module)
+    yield ParameterPlace(prefix, raw, module)
     for name, child in module._modules.items():
         if child is not None and id(child) not in above:
             yield from _places(child, f"{prefix}{name}.", f"{raw}{name}.", (*above, id(module)))

@@ -55,7 +55,7 @@ def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -
     """
     if is_torchs(optimizer):
         return beyond_elements(optimizer, "deepspeed") is None
-    trial = Trial.of(optimizer, device)
+    trial = OptimizerTrial.of(optimizer, device)
     with trial.leaves_random_numbers():
         whole = trial.expected()
         if whole is None:
@@ -73,7 +73,7 @@ def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -
 
 @final
 @dataclass(frozen=True, slots=True)
-class Trial:
+class OptimizerTrial:
     """A few steps of an optimizer's class and options on a small matrix and a vector.
 
     Attributes:
@@ -87,7 +87,7 @@ class Trial:
     gradients: Sequence[Sequence[torch.Tensor]]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, device: torch.device | str, rows: int = 4) -> "Trial":
+    def of(cls, optimizer: Optimizer, device: torch.device | str, rows: int = 4) -> "OptimizerTrial":
         """The trial of an optimizer like this one; ``rows``: of the matrix, and elements of the vector."""
         group = optimizer.param_groups[0]
         options = {key: value for key, value in group.items() if key in optimizer.defaults}

@@ -8,7 +8,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.ops.dtensor import gathered, sharded_like
-from accel_backends.ops.optimizer_support import Trial, agree_closely, is_torchs, steps_by_element, tried_by_element
+from accel_backends.ops.optimizer_support import (
+    OptimizerTrial,
+    agree_closely,
+    is_torchs,
+    steps_by_element,
+    tried_by_element,
+)
 from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offl
         if is_torchs(optimizer):
             continue
         device = "cpu" if offload else mesh.device_type
-        trial = Trial.of(optimizer, device, rows=2 * mesh.size())
+        trial = OptimizerTrial.of(optimizer, device, rows=2 * mesh.size())
         with trial.leaves_random_numbers():
             problem = _problem(trial, mesh, offload=offload)
         if problem is not None:
@@ -64,7 +70,7 @@ def holds_any(optimizer: Optimizer, parameters: Mapping[int, Any]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _problem(trial: Trial, mesh: "DeviceMesh", *, offload: bool) -> str | None:
+def _problem(trial: OptimizerTrial, mesh: "DeviceMesh", *, offload: bool) -> str | None:
     """How the trial on shards fails; None if it does not."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

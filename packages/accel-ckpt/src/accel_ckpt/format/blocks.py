@@ -54,7 +54,7 @@ class Content:
         return cls(lambda: iter([memoryview(document)]), len(document), digest, 0)
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file to read ranges of, here or far away. ``size`` in bytes."""
 
     @property
@@ -73,14 +73,14 @@ class Source(Protocol):
         """Closes the file."""
 
 
-def read_whole(source: Source, name: str, limit: int) -> bytes:
+def read_whole(source: ByteSource, name: str, limit: int) -> bytes:
     """All bytes of a file, unless it has more than ``limit``; ``name`` is its own, for the message."""
     if source.size > limit:
         raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")
     return read_range(source, 0, source.size)
 
 
-def read_range(source: Source, begin: int, end: int) -> bytes:
+def read_range(source: ByteSource, begin: int, end: int) -> bytes:
     """Bytes ``begin`` to ``end`` of a file, as they are: nothing is compared."""
     content = bytearray(end - begin)
     source.read_into(begin, memoryview(content))
@@ -128,7 +128,7 @@ class CheckedFile:
     """A file of a checkpoint for reading; each block is compared with its digest before its bytes are first used."""
 
     def __init__(
-        self, source: Source, record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
+        self, source: ByteSource, record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
     ) -> None:
         self.source, self.record, self.name, self.block = source, record, name, block
         self._digest = DIGESTS[digest]

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
-from accel_ckpt.format.blocks import BLOCK, DIGESTS, Content, Digester, FileRecord, Source, in_blocks
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, ByteSource, Content, Digester, FileRecord, in_blocks
 from accel_ckpt.format.manifest import BEGUN, MANIFEST, is_subfolder, unpack
 from accel_ckpt.io.storage import Location, Storage, Url
 from accel_ckpt.io.thread_pool import default_threads
@@ -82,7 +82,7 @@ class RemoteStorage(Storage):
 
         return self._patiently(f"{folder}", ask)
 
-    def open(self, file: Location) -> Source:
+    def open(self, file: Location) -> ByteSource:
         try:
             size = self._patiently(f"{file}", lambda: int(self._files.info(self._path(file))["size"]))
         except FileNotFoundError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, final
 
-from accel_ckpt.format.blocks import Content, FileRecord, Source
+from accel_ckpt.format.blocks import ByteSource, Content, FileRecord
 from accel_state.errors import CheckpointError
 
 _LOCAL_SCHEMES = ("file", "local")
@@ -106,7 +106,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def open(self, file: Location) -> Source:
+    def open(self, file: Location) -> ByteSource:
         """A file for reading; CheckpointCorruptError if there is none."""
 
     @abstractmethod

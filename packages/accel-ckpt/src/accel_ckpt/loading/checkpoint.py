@@ -23,7 +23,7 @@ from accel_ckpt.loading.foreign import advice
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.loading.tensor_reader import Request, TensorReader
 from accel_ckpt.loading.tree_diff import Difference, compare
-from accel_ckpt.rank_group import Peers, Ranks
+from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _MAX_TREE = 2**31
@@ -44,7 +44,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
         CheckpointCorruptError: a file is missing, cut off or altered; names each.
     """
-    peers = Peers(None) if group is None else Peers.of(group)
+    peers = RankGroup(None) if group is None else RankGroup.of(group)
     left = _REPLACED
     while True:
         checkpoint = _opened(path, peers)
@@ -60,7 +60,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
             left -= 1
 
 
-def _opened(path: str | os.PathLike[str], peers: Peers) -> "Checkpoint":
+def _opened(path: str | os.PathLike[str], peers: RankGroup) -> "Checkpoint":
     """The checkpoint, of which all ranks see the same, as it is once all have called.
 
     Each opens what it sees at once. A rank that has just written it sees that save, so that all see it if they see the
@@ -184,7 +184,7 @@ class Checkpoint:
         With ``in_place`` also every file's size, and the content of those without tensors, of which the ranks of a
         machine take a share each. What is returned does the rest. With a ``group`` both are collective.
         """
-        peers = Peers(None) if group is None else Peers.of(group)
+        peers = RankGroup(None) if group is None else RankGroup.of(group)
         planned: list[PlannedFetch] = []
 
         def plan() -> Interest:
@@ -206,7 +206,7 @@ class Checkpoint:
         likes: Mapping[str, Tree],
         *,
         places: Mapping[str, Place | None] | None = None,
-        peers: Peers,
+        peers: RankGroup,
         in_place: bool,
         verify: bool,
     ) -> PlannedFetch:
@@ -291,7 +291,7 @@ class Checkpoint:
         Raises:
             CheckpointCorruptError: names every file that is missing, cut off or altered.
         """
-        peers = Peers(None) if group is None else Peers.of(group)
+        peers = RankGroup(None) if group is None else RankGroup.of(group)
         if peers.size > 1:
             compared = {file.name: file.compared for file in self._files}
             told = peers.together(f"verifying {self.path}", lambda: compared)

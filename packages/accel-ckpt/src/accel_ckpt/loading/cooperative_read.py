@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 from accel_ckpt.format.blocks import CheckedFile
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.io.thread_pool import Seat
-from accel_ckpt.rank_group import Peers, sends_from_host
+from accel_ckpt.rank_group import RankGroup, sends_from_host
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def pays(read: float, exchange: float, *, readers: int) -> bool:
     return exchange + read < readers * read
 
 
-def read_for_all(peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]], *, readers: int, lanes: int) -> int:
+def read_for_all(
+    peers: RankGroup, blocks: Sequence[tuple[CheckedFile, int, Parts]], *, readers: int, lanes: int
+) -> int:
     """Fills ``blocks``, which are the same on all ranks but for their parts: each is read by one, and passed on.
 
     ``lanes`` is how many a rank reads at a time, ``readers`` as in ``pays``, which is asked what a few rounds took.
@@ -110,7 +112,7 @@ def read_for_all(peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]],
 class _Exchange:
     """Rounds in which each rank reads one block, and all get all of them."""
 
-    def __init__(self, peers: Peers, blocks: Sequence[tuple[CheckedFile, int, Parts]]) -> None:
+    def __init__(self, peers: RankGroup, blocks: Sequence[tuple[CheckedFile, int, Parts]]) -> None:
         import torch
 
         self._peers, self._blocks = peers, blocks

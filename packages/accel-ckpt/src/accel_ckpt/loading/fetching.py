@@ -13,7 +13,7 @@ from accel_ckpt.format.tree import Path as TreePath
 from accel_ckpt.loading.cooperative_read import Interest, covered
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.loading.tensor_reader import ReadPlan, Request, TensorReader
-from accel_ckpt.rank_group import Peers
+from accel_ckpt.rank_group import RankGroup
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 Fetched = dict[str, Callable[[], Tree]]
@@ -64,7 +64,7 @@ class PlannedFetch:
         self,
         manifest: Manifest,
         files: OpenedFiles,
-        peers: Peers,
+        peers: RankGroup,
         plan: ReadPlan,
         trees: Mapping[str, Tree],
         verified: Collection[str] | None,

@@ -27,7 +27,7 @@ from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
 from accel_ckpt.loading.cooperative_read import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
 from accel_ckpt.loading.opened_files import OpenedFiles
-from accel_ckpt.rank_group import Peers
+from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointCorruptError
 
 # Tensors for other devices are read and moved in groups of about this many bytes.
@@ -77,7 +77,7 @@ class TensorReader:
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
             planned = self.plan(batch)
-            results += [put() for put in planned.read([planned.interest], Peers(None))]
+            results += [put() for put in planned.read([planned.interest], RankGroup(None))]
         return results
 
     def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
@@ -171,7 +171,7 @@ class ReadPlan:
         self._files, self._storage, self._work, self._targets = files, storage, work, targets
         self.interest = interest
 
-    def read(self, interests: Sequence[Interest], peers: Peers, others: Sequence[Place] = ()) -> Puts:
+    def read(self, interests: Sequence[Interest], peers: RankGroup, others: Sequence[Place] = ()) -> Puts:
         """Reads all tensors into this machine's memory, and compares this process's share of what is read.
 
         ``interests`` are those of all ``peers``, which call this at the same time. Of a block that several of them read
@@ -188,7 +188,7 @@ class ReadPlan:
         _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
         return [target.finish for target in self._targets]
 
-    def _read_for_all(self, interests: Sequence[Interest], peers: Peers) -> None:
+    def _read_for_all(self, interests: Sequence[Interest], peers: RankGroup) -> None:
         """Fills blocks that all want from one reader, where each would read them for itself and that is slower."""
         machines = {interest.seat.host for interest in interests}
         readers = len(machines) if self._storage.cached else peers.size

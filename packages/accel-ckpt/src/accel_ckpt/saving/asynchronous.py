@@ -22,7 +22,7 @@ from accel_ckpt.io.huge_pages import new_tensor
 from accel_ckpt.io.storage import Location, locate
 from accel_ckpt.io.thread_pool import Seat, default_threads
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
-from accel_ckpt.rank_group import Peers, Ranks, host_group
+from accel_ckpt.rank_group import RankGroup, Ranks, host_group
 from accel_ckpt.saving.failed_exit import UntoldFailure
 from accel_ckpt.saving.host_snapshot import copy_into
 from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
@@ -99,8 +99,8 @@ class AsyncSaver:
     """
 
     def __init__(self, *, group: Ranks = None) -> None:
-        peers = Peers.of(group)
-        self._peers = peers if peers.group is None else Peers(host_group(peers.group), peers.nodes)
+        peers = RankGroup.of(group)
+        self._peers = peers if peers.group is None else RankGroup(host_group(peers.group), peers.nodes)
         self._threads = _local_threads(self._peers)
         self._alike = False
         self._buffer: torch.Tensor | None = None
@@ -171,7 +171,7 @@ class AsyncSaver:
 
                 if dist.is_initialized():
                     dist.destroy_process_group(self._peers.group)
-                self._peers = Peers(None)
+                self._peers = RankGroup(None)
 
     def __enter__(self) -> "AsyncSaver":
         return self
@@ -268,7 +268,7 @@ def _outcome(path: Location, attempt: Attempt | None) -> str:
     return "its checkpoint is committed nevertheless" if committed else "no checkpoint was committed"
 
 
-def _local_threads(peers: Peers) -> int:
+def _local_threads(peers: RankGroup) -> int:
     """This rank's share of its machine's processors."""
     seats = peers.together("counting the ranks of each machine", Seat.own)
     return seats[peers.rank].threads(seats, default_threads())

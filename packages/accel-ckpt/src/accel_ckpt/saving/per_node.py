@@ -7,12 +7,12 @@ from typing import Any, final
 from accel_ckpt.format.blocks import BLOCK, Content, Digest, FileRecord
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.io.storage import Location, Storage
-from accel_ckpt.rank_group import Peers
+from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointError
 
 
 def complete(
-    peers: Peers, storage: Storage, folder: Location, written: Sequence[Mapping[str, FileRecord]], digest: Digest
+    peers: RankGroup, storage: Storage, folder: Location, written: Sequence[Mapping[str, FileRecord]], digest: Digest
 ) -> None:
     """Brings the files that each rank has ``written`` into the ``folder`` of every machine. For all ranks.
 
@@ -40,7 +40,7 @@ def complete(
         raise problems[0]
 
 
-def _send(peers: Peers, storage: Storage, place: Location, record: FileRecord, takers: Sequence[int]) -> None:
+def _send(peers: RankGroup, storage: Storage, place: Location, record: FileRecord, takers: Sequence[int]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -59,7 +59,7 @@ def _send(peers: Peers, storage: Storage, place: Location, record: FileRecord, t
         raise problem
 
 
-def _take(peers: Peers, storage: Storage, place: Location, record: FileRecord, writer: int, digest: Digest) -> None:
+def _take(peers: RankGroup, storage: Storage, place: Location, record: FileRecord, writer: int, digest: Digest) -> None:
     arriving = _Arriving(peers, record.size, writer)
     try:
         # One buffer takes block after block, so nothing may still look at it when the next arrives: no threads.
@@ -75,7 +75,7 @@ def _take(peers: Peers, storage: Storage, place: Location, record: FileRecord, w
 class _Arriving(Iterator[memoryview]):
     """The blocks of a file as its writer sends them, in a buffer that is used again."""
 
-    def __init__(self, peers: Peers, size: int, writer: int) -> None:
+    def __init__(self, peers: RankGroup, size: int, writer: int) -> None:
         import torch
 
         self._peers, self._left, self._writer = peers, size, writer

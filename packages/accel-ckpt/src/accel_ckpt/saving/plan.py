@@ -13,8 +13,8 @@ from accel_ckpt.format.safetensors_file import Item, file_order, header_of
 from accel_ckpt.format.shard_layout import Box, boxes, choose_writers, overlap
 from accel_ckpt.format.tensors import Holding, as_dtensor, byte_view, hold, host_copy
 from accel_ckpt.format.tree import Json, TensorTable, Tree, encode, tensor_name
-from accel_ckpt.rank_group import Peers
-from accel_ckpt.saving.replicas import Structure, value_digests
+from accel_ckpt.rank_group import RankGroup
+from accel_ckpt.saving.replicas import StateStructure, value_digests
 from accel_state.errors import CheckpointError
 
 LOCAL = "~local"
@@ -37,14 +37,14 @@ class Draft:
     """Digests of the tensors that other ranks hold as well."""
 
     @cached_property
-    def structure(self) -> Structure:
+    def structure(self) -> StateStructure:
         """What other ranks must know to see whether they bring the same."""
         plain = {
             name: (holding.dtype, holding.shape) for name, holding in self.holdings.items() if holding.ranks is None
         }
         values = {name: (self.holdings[name].ranks, digest) for name, digest in self.values.items()}
         parts = {name.partition("/")[0] for name, holding in self.holdings.items() if holding.ranks is not None}
-        return Structure(self.trees, plain, values, frozenset(s for s in self.trees if tensor_name((s,)) in parts))
+        return StateStructure(self.trees, plain, values, frozenset(s for s in self.trees if tensor_name((s,)) in parts))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def make_draft(
     state: Mapping[str, Tree],
     local: Mapping[str, Tree] | None,
     metadata: Mapping[str, Json] | None,
-    peers: Peers,
+    peers: RankGroup,
     apart: Collection[str] = (),
     *,
     threads: int | None = None,
@@ -129,7 +129,7 @@ def make_part(
     draft: Draft,
     trees: dict[str, Json],
     ranks: Mapping[str, tuple[int, ...]] | None,
-    peers: Peers,
+    peers: RankGroup,
     differing: Collection[str] = (),
 ) -> RankPart:
     """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.

@@ -49,7 +49,7 @@ class Terms:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Structure:
+class StateStructure:
     """A rank's trees without tensors, dtype and shape of the tensors that it holds whole, and digests of values."""
 
     trees: dict[str, Json]
@@ -156,7 +156,7 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), flat[whole:].to(torch.int64)])
 
 
-def merge_structures(structures: Sequence[Structure]) -> Merged:
+def merge_structures(structures: Sequence[StateStructure]) -> Merged:
     """One set of trees from ranks that bring different ones. Where values differ the first rank's is taken."""
     differences = Differences()
     trees: dict[str, Json] = {}
@@ -186,7 +186,7 @@ def merge_structures(structures: Sequence[Structure]) -> Merged:
     return Merged(trees, holders, differences)
 
 
-def kept_apart(structures: Sequence[Structure], merged: Merged, terms: Terms, rank: int) -> frozenset[str]:
+def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Terms, rank: int) -> frozenset[str]:
     """The states of which this rank keeps its own, as it differs from the first rank.
 
     Raises:

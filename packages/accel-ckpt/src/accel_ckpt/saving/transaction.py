@@ -19,7 +19,7 @@ from accel_ckpt.io.atomic_folder import files_below
 from accel_ckpt.io.storage import Location, Staged, Storage, Url, locate, storage_of
 from accel_ckpt.io.thread_pool import Seat, default_threads
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.rank_group import Peers, Ranks
+from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_ckpt.saving.extra_files import check_names, upload
 from accel_ckpt.saving.per_node import complete
 from accel_ckpt.saving.plan import Draft, RankPart, join_entries, make_draft, make_part
@@ -62,7 +62,7 @@ def save(  # noqa: PLR0913
     Raises:
         CheckpointError: on every rank if any of them failed; ``path`` is as before.
     """
-    peers = Peers(None) if alone else Peers.of(group)
+    peers = RankGroup(None) if alone else RankGroup.of(group)
     make = partial(make_draft, state, local, metadata, peers)
     attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
     attempt.digest = digest
@@ -94,7 +94,7 @@ class Attempt:
     @classmethod
     def begin(
         cls,
-        peers: Peers,
+        peers: RankGroup,
         target: Location,
         draft: MakeDraft,
         *,
@@ -140,7 +140,9 @@ class Attempt:
         target = locate(kept.target)
         return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra)
 
-    def finish(self, peers: Peers, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None) -> None:
+    def finish(
+        self, peers: RankGroup, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None
+    ) -> None:
         """Writes this rank's files and commits once all ranks have. Collective.
 
         ``pieces`` gives the bytes of this rank's tensor file; ``threads`` digest them (None: as many as it has share
@@ -217,7 +219,7 @@ class Attempt:
 class _Place:
     """Where the ranks write: made by the keeper of each copy, once."""
 
-    def __init__(self, peers: Peers, target: Location, overwrite: bool) -> None:
+    def __init__(self, peers: RankGroup, target: Location, overwrite: bool) -> None:
         self._peers, self._target, self._overwrite = peers, target, overwrite
         self.what = f"saving {target}"
         self.staging: Staged | None = None
@@ -290,7 +292,7 @@ class _Told:
 
 
 def _plan(
-    peers: Peers, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
+    peers: RankGroup, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
 ) -> tuple[RankPart, bool]:
     """The part that this rank writes where ranks bring different states, and whether all bring the same tensors.
 

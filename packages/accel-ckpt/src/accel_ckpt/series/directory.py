@@ -11,7 +11,7 @@ from accel_ckpt.format.manifest import MANIFEST
 from accel_ckpt.format.tree import Json, Tree, decode
 from accel_ckpt.io.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
-from accel_ckpt.rank_group import Peers, Ranks
+from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_ckpt.series.retention import Retention, SavedCheckpoint, keep_all, to_remove
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -40,7 +40,7 @@ class CheckpointDirectory:
         self.path = locate(path)
         self._storage = storage_of(self.path)
         self.retention = keep_all() if retention is None else retention
-        self._peers = Peers(None) if alone else Peers.of(group)
+        self._peers = RankGroup(None) if alone else RankGroup.of(group)
 
     def entries(self) -> list[SavedCheckpoint]:
         """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
@@ -49,7 +49,7 @@ class CheckpointDirectory:
 
     def alone(self) -> "CheckpointDirectory":
         """The same series for this process by itself."""
-        return self.among(Peers(None))
+        return self.among(RankGroup(None))
 
     def among(self, group: Ranks) -> "CheckpointDirectory":
         """The same series for other ranks."""

@@ -19,7 +19,7 @@ from accel_ckpt.format.tensors import CODES, as_dtensor, byte_view, dtype_name, 
 from accel_ckpt.format.tree import TensorTable, leaves, show_path
 from accel_ckpt.io.storage import Location, locate, storage_of
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.rank_group import Peers
+from accel_ckpt.rank_group import RankGroup
 from accel_ckpt.tools.hub_files import INDEX
 from accel_state.errors import CheckpointError
 
@@ -51,7 +51,7 @@ def export_model(
     Raises:
         CheckpointError: on all ranks if a tensor has a dtype that safetensors has not, or the disk refuses.
     """
-    peers = Peers.of(group)
+    peers = RankGroup.of(group)
     folder = locate(directory)
     kept, aliases = _without_ties(state)
     files = _arranged(kept, name, max_shard_size)

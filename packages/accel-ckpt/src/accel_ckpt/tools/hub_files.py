@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.format.blocks import Source, read_range, read_whole
+from accel_ckpt.format.blocks import ByteSource, read_range, read_whole
 from accel_ckpt.format.safetensors_file import Span, read_header
 from accel_ckpt.format.tensors import CODES, byte_view, dtype_of
 from accel_ckpt.io.huge_pages import new_tensor
@@ -80,7 +80,7 @@ def model_files(place: Location) -> list[Location]:
     return [place]
 
 
-def open_plain(file: Location) -> Source:
+def open_plain(file: Location) -> ByteSource:
     """A file for reading; one of this machine may be reached over links, as the Hub's tools lay them.
 
     Raises:
@@ -93,7 +93,7 @@ def open_plain(file: Location) -> Source:
     return FileSource(file.resolve())
 
 
-def read_plain(source: Source, name: str) -> tuple[dict[str, Span], dict[str, str]]:
+def read_plain(source: ByteSource, name: str) -> tuple[dict[str, Span], dict[str, str]]:
     """The tensors of a file by name, and what its writer noted: tied names, each with the first of its tensor.
 
     ``name`` is the file's, for messages.
@@ -134,6 +134,6 @@ def _indexed(path: Location) -> list[Location]:
     return [path.parent / name for name in names]
 
 
-def _read_jobs(source: Source, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
+def _read_jobs(source: ByteSource, view: memoryview, begin: int) -> Iterator[Callable[[], None]]:
     for at in range(0, len(view), _READ_JOB):
         yield lambda at=at: source.read_into(begin + at, view[at : at + _READ_JOB])  # type: ignore[misc]

@@ -20,7 +20,7 @@ _SLICE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedCheckpoint:
     """A checkpoint in one line. ``number`` is its place in a series, None if its name is none of a series'.
 
     ``problem`` is None unless its manifest cannot be read.
@@ -78,7 +78,7 @@ class Comparison:
     """How many tensors and values are equal."""
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[Listed]:
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """The checkpoints in a folder: those of a series by their numbers, then others by their age.
 
     Of damaged ones it is said what is wrong, of numbered folders without a manifest too.
@@ -123,10 +123,10 @@ def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike
         values: dict[str, tuple[Any, Any]] = {}
         for place in common:
             a, b = ours[place], theirs[place]
-            if isinstance(a, _Stored) and isinstance(b, _Stored):
+            if isinstance(a, _StoredTensor) and isinstance(b, _StoredTensor):
                 changed = _compare_tensors(place, one, a, other, b)
                 tensors += [] if changed is None else [changed]
-            elif isinstance(a, _Stored) or isinstance(b, _Stored) or repr(a) != repr(b):
+            elif isinstance(a, _StoredTensor) or isinstance(b, _StoredTensor) or repr(a) != repr(b):
                 values[place] = (_value(a), _value(b))
         return Comparison(
             tuple(place for place in ours if place not in theirs),
@@ -138,25 +138,25 @@ def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredTensor:
     key: str
     entry: TensorEntry
 
 
-def _list_one(number: int | None, path: Location) -> Listed:
+def _list_one(number: int | None, path: Location) -> ListedCheckpoint:
     try:
         with open_checkpoint(path, verify=False) as saved:
             manifest, metadata = saved.manifest, saved.metadata
     except CheckpointError as error:
-        return Listed(number, path, "", 0, 0, {}, str(error))
-    return Listed(number, path, manifest.created, manifest.world_size, manifest.nbytes, metadata, None)
+        return ListedCheckpoint(number, path, "", 0, 0, {}, str(error))
+    return ListedCheckpoint(number, path, manifest.created, manifest.world_size, manifest.nbytes, metadata, None)
 
 
 def _describe(saved: Checkpoint, name: str) -> DescribedState:
     tensors: list[DescribedTensor] = []
     values: dict[str, Any] = {}
     for path, leaf in leaves(_shell(saved, name)).items():
-        if isinstance(leaf, _Stored):
+        if isinstance(leaf, _StoredTensor):
             entry = leaf.entry
             size = math.prod(entry.shape) * saved.dtype_of(leaf.key).itemsize
             tensors.append(DescribedTensor(show_path(path), entry.dtype, entry.shape, size, len(entry.parts)))
@@ -166,7 +166,7 @@ def _describe(saved: Checkpoint, name: str) -> DescribedState:
 
 
 def _shell(saved: Checkpoint, name: str) -> Any:
-    return saved.read_structure(name, lambda key: _Stored(key, saved.manifest.tensors[key]))
+    return saved.read_structure(name, lambda key: _StoredTensor(key, saved.manifest.tensors[key]))
 
 
 def _places(saved: Checkpoint) -> Iterator[tuple[str, Any]]:
@@ -175,7 +175,9 @@ def _places(saved: Checkpoint) -> Iterator[tuple[str, Any]]:
             yield show_path((name, *path)), leaf
 
 
-def _compare_tensors(place: str, one: Checkpoint, a: _Stored, other: Checkpoint, b: _Stored) -> Changed | None:
+def _compare_tensors(
+    place: str, one: Checkpoint, a: _StoredTensor, other: Checkpoint, b: _StoredTensor
+) -> Changed | None:
     if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
         reason = f"{a.entry.dtype} {a.entry.shape} became {b.entry.dtype} {b.entry.shape}"
         return Changed(place, math.nan, math.nan, reason)
@@ -198,4 +200,4 @@ def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _value(leaf: Any) -> Any:
-    return f"a tensor, {leaf.entry.dtype} {leaf.entry.shape}" if isinstance(leaf, _Stored) else leaf
+    return f"a tensor, {leaf.entry.dtype} {leaf.entry.shape}" if isinstance(leaf, _StoredTensor) else leaf

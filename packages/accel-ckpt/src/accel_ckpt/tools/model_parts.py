@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from accel_ckpt.format.blocks import Source
+from accel_ckpt.format.blocks import ByteSource
 from accel_ckpt.format.safetensors_file import Span
 from accel_ckpt.format.shard_layout import boxes, local_shape
 from accel_ckpt.format.tensors import as_dtensor, byte_view, distributed_like, dtensor_layout
@@ -42,7 +42,7 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
     return loaded
 
 
-def _bytes(source: Source, begin: int, end: int) -> torch.Tensor:
+def _bytes(source: ByteSource, begin: int, end: int) -> torch.Tensor:
     """A range of a file: mapped where that is possible, so that only what is touched is read."""
     memory = source.mapped()
     if memory is not None:
@@ -52,7 +52,7 @@ def _bytes(source: Source, begin: int, end: int) -> torch.Tensor:
     return content
 
 
-def _part(key: str, source: Source, span: Span, like: torch.Tensor | None) -> torch.Tensor:
+def _part(key: str, source: ByteSource, span: Span, like: torch.Tensor | None) -> torch.Tensor:
     dtype = dtype_of_code(span.code, key)
     if not prod(span.shape):
         saved = torch.empty(span.shape, dtype=dtype)

@@ -41,7 +41,7 @@ class XLADevices:
         """Begins the copies to the devices; they run beside the step."""
         if self.fill:
             batch = self._filled(batch)
-        return _Recorded(send_to_device(map_leaves(self._send, batch), self.device))
+        return _RecordedShape(send_to_device(map_leaves(self._send, batch), self.device))
 
     def _filled(self, batch: Any) -> Any:
         rows = ignorant_find_batch_size(batch) or 0
@@ -90,7 +90,7 @@ def _rows_spread(dimensions: int, *, own: bool) -> Any:
 
 
 @final
-class _Recorded:
+class _RecordedShape:
     """A batch on the devices."""
 
     def __init__(self, batch: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from accel_data.dispatch.buffers import Blocks
 from accel_data.dispatch.serialization import FRONT, Arriving, body_size, joined_body, pack, split_body
 from accel_data.failure_relay import stopped
-from accel_data.loader_group import Peers
+from accel_data.loader_group import LoaderGroup
 from accel_state.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
 
 @final
-class Lane:
+class DispatchPipeline:
     """A queue of messages with room for few, which either end may close without the other waiting for ever."""
 
     def __init__(self, room: int = _HELD_MESSAGES) -> None:
@@ -95,12 +95,14 @@ class Sender:
     step.) The thread stops reading when ``_HELD_MESSAGES`` messages are under way and as many wait here.
     """
 
-    def __init__(self, peers: Peers, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int) -> None:
+    def __init__(
+        self, peers: LoaderGroup, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int
+    ) -> None:
         """``greeting`` goes in front of every message, which is made in ``blocks``.
 
         ``tag`` is the pass's own: messages of a pass inside this one go through the same group.
         """
-        self.lane = Lane()
+        self.lane = DispatchPipeline()
         self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
         self._blocks = blocks
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
@@ -229,9 +231,9 @@ class Receiver:
     that has gone, and nothing of this pass is left in the group when the next begins.
     """
 
-    def __init__(self, peers: Peers, blocks: Blocks, tag: int) -> None:
+    def __init__(self, peers: LoaderGroup, blocks: Blocks, tag: int) -> None:
         """``tag`` is the one that the sender of the pass was given."""
-        self.lane = Lane()
+        self.lane = DispatchPipeline()
         self._peers, self._blocks, self._tag = peers, blocks, tag
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
         self.failure: BaseException | None = None

@@ -25,14 +25,14 @@ _LARGE = 128 << 10
 
 @final
 @dataclass(frozen=True, slots=True)
-class Packed:
+class SerializedBatch:
     """A message: ``body``, which holds all but the ``large`` tensors, and says how large those are. All ``uint8``."""
 
     body: torch.Tensor
     large: tuple[torch.Tensor, ...]
 
 
-def pack(content: Any, blocks: Blocks) -> Packed:
+def pack(content: Any, blocks: Blocks) -> SerializedBatch:
     """``content`` in a block of ``blocks``; no plain CPU tensor is pickled, small ones are copied once."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -52,7 +52,7 @@ def pack(content: Any, blocks: Blocks) -> Packed:
     for tensor, place in zip(pickler.small, places, strict=True):
         if tensor.numel():
             message[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return Packed(message, tuple(tensor.view(-1).view(torch.uint8) for tensor in pickler.large))
+    return SerializedBatch(message, tuple(tensor.view(-1).view(torch.uint8) for tensor in pickler.large))
 
 
 @final

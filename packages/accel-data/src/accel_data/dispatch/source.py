@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from accel_data.dispatch.buffers import Blocks
 from accel_data.dispatch.pipeline import READER, Dispatched, Message, Receiver, Sender, take
 from accel_data.dispatch.scatter import ABSENT, Dealer, SliceFunction
-from accel_data.loader_group import Peers, connect
+from accel_data.loader_group import LoaderGroup, connect
 from accel_data.options import LoaderOptions
 from accel_data.order.cursor import Cursor, Step
 from accel_data.source import Json, Pass, Source
@@ -72,7 +72,7 @@ class DispatchSource(Source):
             slice_fn=slice_fn,
         )
         self.total_batch_size = base.total_batch_size * self._dealer.takes
-        self._peers: Peers | None = None
+        self._peers: LoaderGroup | None = None
         self._leaving: Sender | Receiver | None = None
         self._record: dict[str, Json] | None = None
         self._dealt_with: dict[str, Json] = {}
@@ -93,7 +93,7 @@ class DispatchSource(Source):
         self._passes += 1
         return DispatchPass(self, cursor, self._passes)
 
-    def _connect(self) -> Peers | None:
+    def _connect(self) -> LoaderGroup | None:
         peers = connect(self, self._shard, self._group)
         if peers is None and self._shard.count > 1:
             raise ConfigError(
@@ -210,7 +210,7 @@ class DispatchPass(Pass):
             yield step.parts[0]
         self._finish()
 
-    def _together(self, peers: Peers) -> Iterator[Any]:
+    def _together(self, peers: LoaderGroup) -> Iterator[Any]:
         end = self._end = self._open(peers)
         number = 1
         while True:
@@ -229,7 +229,7 @@ class DispatchPass(Pass):
             _, facts, _ = self._notes[-1]
             self.remainder = facts.rows % self._source.total_batch_size
 
-    def _open(self, peers: Peers) -> "Sender | Receiver":
+    def _open(self, peers: LoaderGroup) -> "Sender | Receiver":
         end: Sender | Receiver
         if self._base is None:
             end = Receiver(peers, self._source.blocks, self._tag)

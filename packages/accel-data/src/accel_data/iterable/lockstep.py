@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from accel_data.iterable.worker import Delivered
-from accel_data.loader_group import Peers
+from accel_data.loader_group import LoaderGroup
 from accel_state.errors import CollectiveError, DataError
 
 _ENDED = -1
@@ -44,7 +44,7 @@ class Lockstep:
     an error instead of an exchange with another pass.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: LoaderGroup) -> None:
         self._peers = peers
         self._passes = 0
 

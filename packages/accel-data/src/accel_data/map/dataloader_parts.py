@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DataLoaderParts:
     """What a DataLoader reads.
 
     Attributes:
@@ -49,19 +49,19 @@ class Reading:
     whole: bool
 
 
-def read_dataloader(dataloader: "DataLoader[Any]") -> Reading:
+def read_dataloader(dataloader: "DataLoader[Any]") -> DataLoaderParts:
     """Takes a map-style DataLoader apart without changing it."""
     batches: Any = dataloader.batch_sampler
     slot = "batch_sampler"
     if batches is None:
         slot = "sampler"
         if not isinstance(dataloader.sampler, BatchSampler):
-            return Reading(slot, None, dataloader.sampler, 1, False, False, False)
+            return DataLoaderParts(slot, None, dataloader.sampler, 1, False, False, False)
         batches = dataloader.sampler
     size, drop_last = getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False))
     inner = getattr(batches, "sampler", None)
     size = size if isinstance(size, int) else None
-    return Reading(slot, batches, inner, size, drop_last, True, torchs_class(batches) is not BatchSampler)
+    return DataLoaderParts(slot, batches, inner, size, drop_last, True, torchs_class(batches) is not BatchSampler)
 
 
 def order_of(sampler: Any) -> Order | None:
@@ -150,13 +150,13 @@ def own_seed(sampler: Any) -> int | None:
     return None
 
 
-def drawn_seed(reading: Reading) -> int:
+def drawn_seed(reading: DataLoaderParts) -> int:
     """A seed from the generator that the user gave the sampler or, without one, from torch's global one."""
     generator = next((found for found in map(_generator_of, chain_of(reading)) if found is not None), None)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-def chain_of(reading: Reading) -> list[Any]:
+def chain_of(reading: DataLoaderParts) -> list[Any]:
     """The user's batch sampler, its sampler, and whatever they wrap, outermost first."""
     found: list[Any] = []
     candidates: list[Any] = [reading.batch_sampler, reading.sampler]
@@ -184,7 +184,7 @@ class Surroundings:
         dataset_listens: the dataset has a ``set_epoch``.
     """
 
-    def __init__(self, reading: Reading, dataset: object, *, walked: bool) -> None:
+    def __init__(self, reading: DataLoaderParts, dataset: object, *, walked: bool) -> None:
         samplers = chain_of(reading)
         self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
         self._epochs: dict[int, int | None] = {n: 0 for n, it in enumerate(self._listeners) if it is not dataset}

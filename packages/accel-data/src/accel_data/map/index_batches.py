@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch.utils.data import BatchSampler, get_worker_info
 
-from accel_data.map.dataloader_parts import Reading
+from accel_data.map.dataloader_parts import DataLoaderParts
 from accel_data.map.global_rng import seed_globals
 from accel_data.map.index_stream import Walk
 from accel_data.options import LoaderOptions
@@ -86,7 +86,9 @@ class IndexBatches(BatchSampler):
         length: how many there are in an epoch, where that is known.
     """
 
-    def __init__(self, reading: Reading, shard: DataShard, *, batch_size: int | None, options: LoaderOptions) -> None:
+    def __init__(
+        self, reading: DataLoaderParts, shard: DataShard, *, batch_size: int | None, options: LoaderOptions
+    ) -> None:
         self.sampler, self.batch_sampler = reading.sampler, reading.batch_sampler
         self.batch_size = batch_size  # type: ignore[assignment]
         self.drop_last = reading.drop_last

@@ -27,7 +27,7 @@ Part = tuple[list[Any], int] | None
 """What a rank gets in a round: its indices and how many of them are real, or None."""
 
 
-class Cut(NamedTuple):
+class DrawnRows(NamedTuple):
     """How rounds of whole batches are dealt out."""
 
     num_ranks: int
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
         return 1 if self.split else self.num_ranks
 
 
-def deal(group: list[list[Any]], head: list[list[Any]], cut: Cut, *, final: bool) -> list[Part]:
+def deal(group: list[list[Any]], head: list[list[Any]], cut: DrawnRows, *, final: bool) -> list[Part]:
     """What each rank gets of a round: of up to ``num_ranks`` batches, or with ``split`` of one.
 
     ``head`` holds the first batches of the epoch, which fill up the ``final`` round or, split, a short batch.
@@ -65,7 +65,7 @@ def deal(group: list[list[Any]], head: list[list[Any]], cut: Cut, *, final: bool
     return filled + [(list(islice(filler, size)), 0) for _ in range(missing)]
 
 
-def _slices(batch: list[Any], head: list[list[Any]], cut: Cut, *, final: bool) -> list[Part]:
+def _slices(batch: list[Any], head: list[list[Any]], cut: DrawnRows, *, final: bool) -> list[Part]:
     """One global batch in equal slices; one of another size in slices that are as equal as they can be.
 
     Only in the ``final`` step of an epoch that is not evened a rank may have no slice: in any other it would be a step
@@ -85,7 +85,7 @@ def _slices(batch: list[Any], head: list[list[Any]], cut: Cut, *, final: bool) -
     return [(rows, min(max(real - first, 0), len(rows))) if rows else None for rows, first in slices]
 
 
-def rounds_of(batches: int, cut: Cut, rank: int, *, last: int | None = None) -> int:
+def rounds_of(batches: int, cut: DrawnRows, rank: int, *, last: int | None = None) -> int:
     """How many batches ``rank`` gets of ``batches``; ``last`` is the size of the last one, where that is known."""
     full, rest = divmod(batches, cut.round_size)
     if cut.split:
@@ -115,7 +115,7 @@ class BatchWalk:
     def __init__(
         self,
         batch_sampler: Iterable[Sequence[Any]],
-        cut: Cut,
+        cut: DrawnRows,
         *,
         start: Cursor,
         shard: DataShard,

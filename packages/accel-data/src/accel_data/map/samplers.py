@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from accel_data.map.index_stream import sized
-from accel_data.map.sampler_stream import BatchWalk, Cut, last_batch_size, rounds_of
+from accel_data.map.sampler_stream import BatchWalk, DrawnRows, last_batch_size, rounds_of
 from accel_data.map.sharding import check_split
 from accel_data.order.cursor import Cursor
 from accel_data.order.orders import Order
@@ -127,8 +127,8 @@ class BatchSamplerShard(BatchSampler):
         return rounds_of(len(self.batch_sampler), self._cut, self.process_index, last=last)
 
     @property
-    def _cut(self) -> Cut:
-        return Cut(self.num_processes, self.batch_size, self.split_batches, self.even_batches, self.drop_last)
+    def _cut(self) -> DrawnRows:
+        return DrawnRows(self.num_processes, self.batch_size, self.split_batches, self.even_batches, self.drop_last)
 
 
 @final

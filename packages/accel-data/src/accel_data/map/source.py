@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_data.map.dataloader_parts import (
     Basis,
-    Reading,
+    DataLoaderParts,
     Surroundings,
     fingerprint_of,
     order_of,
@@ -33,7 +33,7 @@ from accel_data.map.index_batches import IndexBatches, WorkerSeeds
 from accel_data.map.index_stream import ItemWalk, OrderWalk, Walk, sized
 from accel_data.map.sampler_stream import (
     BatchWalk,
-    Cut,
+    DrawnRows,
     FunctionWalk,
     last_batch_size,
     rounds_of,
@@ -70,7 +70,7 @@ class MapSource(Source):
     reads_alone = True
 
     def __init__(
-        self, dataloader: DataLoader[Any], shard: DataShard, *, reading: Reading, options: LoaderOptions
+        self, dataloader: DataLoader[Any], shard: DataShard, *, reading: DataLoaderParts, options: LoaderOptions
     ) -> None:
         self._shard, self._options, self._reading = shard, options, reading
         self.seed: int | None = None
@@ -169,10 +169,10 @@ class MapSource(Source):
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
         return ByNode(num_nodes=self._options.num_nodes, **fields)
 
-    def _cut(self) -> Cut:
+    def _cut(self) -> DrawnRows:
         reading = self._reading
         split = self._options.split_batches
-        return Cut(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
+        return DrawnRows(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
 
     def _order_of(self, epoch: int) -> Order | None:
         """The order of one epoch: of one that is finished over the samples it began with, another than of the next."""

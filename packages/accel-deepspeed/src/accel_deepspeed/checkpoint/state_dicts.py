@@ -17,7 +17,7 @@ from accel_backends.ops.fqn import first_names, innermost, named_parameters, pla
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_deepspeed.engine.optimizers import is_host
 from accel_deepspeed.tensor_parallel.shards import local_shape_of, part_of_whole, shape_of, whole_of_cut
-from accel_deepspeed.zero.partitions import Part, Parts
+from accel_deepspeed.zero.partitions import Partition, Partitions
 from accel_state.errors import CheckpointMismatchError
 from accel_state.watchdog.decorator import recorded
 
@@ -26,7 +26,7 @@ STEP, EXTRA_STATE = "step", "_extra_state"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartitionLayout:
     """How states are handed out: over which mesh (None: whole), and under which names groups hold parameters.
 
     Attributes:
@@ -63,7 +63,7 @@ class Layout:
 # ----------------------------------------------------------------------------------------------------- one tensor
 
 
-def whole_of(parts: Parts, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+def whole_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
     """A parameter's weight as the optimizer has it, or one of its optimizer states, whole on every rank; collective."""
     import torch.distributed as dist
 
@@ -78,12 +78,12 @@ def whole_of(parts: Parts, parameter: nn.Parameter, key: str | None = None) -> t
     return whole_of_cut(parameter, whole.view(shape))
 
 
-def put_whole(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+def put_whole(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
     """Writes this rank's part of a weight or a state that every rank has whole."""
     put_part(parts, parameter, part_of_whole(parameter, value), key)
 
 
-def put_part(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+def put_part(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
     """Writes what the rank's optimizer has of a weight or a state, of which ``value`` is all that it computes with."""
     with parts.held(parameter, changed=True) as part:
         if part.size and part.flat is not None:
@@ -91,14 +91,14 @@ def put_part(parts: Parts, parameter: nn.Parameter, value: torch.Tensor, key: st
             target.copy_(value.reshape(-1).narrow(0, part.start, part.size))
 
 
-def _dtype_elsewhere(parts: Parts, key: str | None) -> torch.dtype:
+def _dtype_elsewhere(parts: Partitions, key: str | None) -> torch.dtype:
     """The dtype of a weight or a state that other ranks have: that of this rank's own."""
     flats = parts.flats()
     found = flats if key is None else [parts.state[flat][key] for flat in flats if key in parts.state.get(flat, ())]
     return found[0].dtype if found else torch.float32
 
 
-def _source(parts: Parts, part: Part, key: str | None) -> torch.Tensor:
+def _source(parts: Partitions, part: Partition, key: str | None) -> torch.Tensor:
     assert part.flat is not None
     if key is None:
         return part.flat
@@ -109,7 +109,7 @@ def _source(parts: Parts, part: Part, key: str | None) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-def model_state(engine: Any, parts: Parts | None, layout: Layout) -> dict[str, Any]:
+def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) -> dict[str, Any]:
     """Parameters in fp32 where the optimizer keeps them so, else as they are; buffers whole. Collective."""
     state: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
@@ -132,7 +132,7 @@ def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
     return whole_of_cut(parameter, part)
 
 
-def load_model_state(engine: Any, parts: Parts | None, state: Mapping[str, Any]) -> None:
+def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, Any]) -> None:
     """Loads checked values into weights, fp32 copies and buffers; collective."""
     for name, parameter in named_parameters(engine).items():
         if name not in state:
@@ -214,7 +214,7 @@ def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict
     return {name: value for name, value in given.items() if name in wanted}
 
 
-def whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
+def whole_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
     """Whole tensors on the host, put together one at a time; empty unless they are to be kept here. Collective.
 
     Without ``parts``, weights are those that the model computes with.
@@ -223,7 +223,7 @@ def whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, An
     return gather(engine, parts, keep=keep)
 
 
-def _whole_state(engine: Any, parts: Parts | None, *, keep: bool) -> dict[str, Any]:
+def _whole_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
         held = parts is not None and parts.holds(parameter)
@@ -246,7 +246,7 @@ def _order(engine: Any, state: Mapping[str, Any]) -> Iterable[str]:
 # ------------------------------------------------------------------------------------------------- the optimizer
 
 
-def optimizer_state(engine: Any, parts: Parts, layout: Layout) -> dict[str, Any]:
+def optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout) -> dict[str, Any]:
     """The optimizer's state by parameter names; collective."""
     parameters = named_parameters(engine)
     keys = _tensor_keys(parts)
@@ -262,7 +262,7 @@ def optimizer_state(engine: Any, parts: Parts, layout: Layout) -> dict[str, Any]
     return {STATE: state, GROUPS: _options(engine, layout)}
 
 
-def load_optimizer_state(engine: Any, parts: Parts, layout: Layout, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout, state: Mapping[str, Any]) -> None:
     """Loads what ``optimizer_state`` of any backend gave, whose names and groups are known to fit; collective."""
     parameters = named_parameters(engine)
     saved = state[STATE]
@@ -315,7 +315,7 @@ def _is_alike(one: Any, other: torch.Tensor) -> bool:
     return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _tensor_keys(parts: Parts) -> list[str]:
+def _tensor_keys(parts: Partitions) -> list[str]:
     """Names of the states that have a value for each element, agreed on by construction: ranks step together."""
     for flat in parts.flats():
         own = parts.state.get(flat)
@@ -324,7 +324,7 @@ def _tensor_keys(parts: Parts) -> list[str]:
     return []
 
 
-def _numbers(parts: Parts) -> dict[int, dict[str, Any]]:
+def _numbers(parts: Partitions) -> dict[int, dict[str, Any]]:
     """The other values by number of the group: counts of steps."""
     found: dict[int, dict[str, Any]] = {}
     keys = _tensor_keys(parts)
@@ -337,7 +337,7 @@ def _numbers(parts: Parts) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _group_of(layout: Layout, name: str) -> int:
+def _group_of(layout: PartitionLayout, name: str) -> int:
     return next(index for index, names in enumerate(layout.groups) if name in names)
 
 
@@ -386,7 +386,7 @@ def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str,
     return {name: steps for name, steps in missed.items() if steps}
 
 
-def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
+def _options(engine: Any, layout: PartitionLayout) -> list[dict[str, Any]]:
     """The groups' options, each with the names of its parameters."""
     return [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
@@ -394,7 +394,7 @@ def _options(engine: Any, layout: Layout) -> list[dict[str, Any]]:
     ]
 
 
-def _load_options(engine: Any, layout: Layout, state: Mapping[str, Any]) -> None:
+def _load_options(engine: Any, layout: PartitionLayout, state: Mapping[str, Any]) -> None:
     """Takes over the saved options that each group of the optimizer has."""
     optimizer = engine.basic_optimizer
     for group, options in zip(optimizer.param_groups, fitted_groups(optimizer, layout.groups, state), strict=True):

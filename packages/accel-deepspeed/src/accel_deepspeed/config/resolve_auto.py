@@ -19,7 +19,7 @@ _BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_
 
 @final
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFacts:
     """What is known when a model is prepared.
 
     Attributes:
@@ -55,7 +55,7 @@ class Run:
 _PACKING = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
-def check_abilities(config: Mapping[str, Any], run: Run) -> None:
+def check_abilities(config: Mapping[str, Any], run: RunFacts) -> None:
     """Refuses what DeepSpeed cannot do here, or what would train wrongly behind an ordinary loop.
 
     Raises:
@@ -71,7 +71,7 @@ def check_abilities(config: Mapping[str, Any], run: Run) -> None:
         _check_shared_layers(config, run)
 
 
-def _check_shared_layers(config: Mapping[str, Any], run: Run) -> None:
+def _check_shared_layers(config: Mapping[str, Any], run: RunFacts) -> None:
     """Refuses what cannot be beside AutoTP."""
     halves = run.policy.compute is not None and dtype_name(run.policy.compute) in ("bf16", "fp16")
     if int(find(config, f"{ZERO}.stage", 0)) == 0 and halves:
@@ -86,7 +86,7 @@ def _check_shared_layers(config: Mapping[str, Any], run: Run) -> None:
         )
 
 
-def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+def settle(document: Mapping[str, Any], run: RunFacts) -> tuple[dict[str, Any], dict[str, str]]:
     """The engine's configuration, and the origin of each value that was decided here.
 
     The engine is set to one micro-batch a step, because the clock counts them: ``gradient_accumulation_steps`` is the
@@ -125,7 +125,7 @@ def settle(document: Mapping[str, Any], run: Run) -> tuple[dict[str, Any], dict[
     return config, origins
 
 
-def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
+def _batches(config: dict[str, Any], run: RunFacts, origins: dict[str, str]) -> None:
     """Micro-batch and batch, which must multiply; the engine's own batch is one micro-batch on every rank."""
     stated = {key: config.get(key) for key in (_MICRO, _TOTAL, _STEPS)}
     given = {key: int(value) for key, value in stated.items() if value is not None and value != AUTO}
@@ -150,7 +150,7 @@ def _batches(config: dict[str, Any], run: Run, origins: dict[str, str]) -> None:
     origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
 
 
-def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
+def _shares(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
     """What DeepSpeed reads for groups of its own: given both degrees, it would reduce over one of them."""
     travels = config.pop("seq_parallel_communication_data_type", None)
     if travels not in (None, AUTO) and find(config, "sequence_parallel_size", AUTO) not in (AUTO, 1):
@@ -163,7 +163,7 @@ def _shares(config: dict[str, Any], run: Run, fill: Any) -> None:
         )
 
 
-def _precision(config: dict[str, Any], run: Run, fill: Any) -> None:
+def _precision(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
     """Which 16-bit section is on, the dtype in which gradients are reduced and accumulated, and the loss scale."""
     policy = run.policy
     name = dtype_name(policy.compute) if policy.compute is not None else "no"
@@ -219,7 +219,7 @@ def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) 
         fill(key, True, f"precision {policy.name}", absent=True)
 
 
-def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:
+def _sizes(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
     """Buffers by the width of the model where it is known, and never larger than the model."""
     width = run.hidden_size
     if width is not None:
@@ -234,7 +234,7 @@ def _sizes(config: dict[str, Any], run: Run, fill: Any) -> None:
     fill(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", False, "default")
 
 
-def _dummies(config: dict[str, Any], run: Run, fill: Any) -> None:
+def _dummies(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
     """What a DummyOptim and a DummyScheduler set in the optimizer and scheduler of the configuration."""
     rates = run.rates or {}
     for key in ("lr", "weight_decay"):

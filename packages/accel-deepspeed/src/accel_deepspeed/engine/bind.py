@@ -18,7 +18,7 @@ from accel_deepspeed.checkpoint import state_dicts as deepspeed_states
 from accel_deepspeed.config.ds_json import ZERO, find
 from accel_deepspeed.config.dummies import DummyOptim, DummyScheduler
 from accel_deepspeed.config.plugin import DeepSpeedConfig
-from accel_deepspeed.config.resolve_auto import Run, settle
+from accel_deepspeed.config.resolve_auto import RunFacts, settle
 from accel_deepspeed.engine.activation_checkpointing import guard_checkpointing
 from accel_deepspeed.engine.engine import (
     Prepared,
@@ -186,19 +186,19 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
 @contextmanager
 def zero3_init(owner: Owner) -> Iterator[None]:
     """Within it, modules are partitioned as soon as they are built; collective."""
-    run = Run(owner.policy, _data_ranks(owner), device_type=owner.device.type, share_layers=owner._layers.size)
+    run = RunFacts(owner.policy, _data_ranks(owner), device_type=owner.device.type, share_layers=owner._layers.size)
     config, _ = settle(owner._options.deepspeed_config, run)
     with partitioned(owner.session, config):
         yield
 
 
-def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> Run:
+def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> RunFacts:
     """What is known about the run."""
     optimizer = bundle.optimizers[0] if bundle.optimizers else None
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
     stand = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
     steps = {"total_num_steps": stand.total_num_steps, "warmup_num_steps": stand.warmup_num_steps} if stand else None
-    return Run(
+    return RunFacts(
         policy=owner.policy,
         world_size=_data_ranks(owner),
         elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if p.requires_grad),

@@ -18,7 +18,7 @@ from accel_deepspeed.tensor_parallel.shards import shape_of
 from accel_deepspeed.zero.gradients import Gradients, gradients_of
 from accel_deepspeed.zero.missing_gradients import LeftOut
 from accel_deepspeed.zero.parameter_edits import Edits, hook_loading
-from accel_deepspeed.zero.partitions import OwnParts, Parts, parts_of
+from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import BackendError, PrepareError
 from accel_state.pytree.operations import map_leaves
@@ -59,7 +59,7 @@ class Prepared:
     engine: Any
     optimizer: Optimizer | None
     gradients: Gradients | None
-    parts: Parts | None
+    parts: Partitions | None
     groups: tuple[tuple[str, ...], ...]
     clip: tuple[float, str]
     edits: Edits

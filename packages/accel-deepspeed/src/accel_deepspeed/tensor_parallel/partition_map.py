@@ -9,7 +9,7 @@ import torch
 
 @final
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterBlock:
     """A block that has the same elements, in the same arrangement, in a whole and in a rank's part of it.
 
     Attributes:
@@ -44,7 +44,7 @@ class PartMap:
 
     shape: torch.Size
     shapes: tuple[torch.Size, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[ParameterBlock, ...], ...]
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> "PartMap":
@@ -110,6 +110,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return flat.clone() if flat.storage_offset() else flat
 
 
-def _piece(described: Mapping[str, Any]) -> Piece:
+def _piece(described: Mapping[str, Any]) -> ParameterBlock:
     (source, strides), (dest, inside) = described["source"], described["dest"]
-    return Piece(tuple(described["shape"]), (source, tuple(strides)), (dest, tuple(inside)))
+    return ParameterBlock(tuple(described["shape"]), (source, tuple(strides)), (dest, tuple(inside)))

@@ -13,7 +13,7 @@ NOTE = "ds_autotp_universal_checkpoint_meta"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorParallelShard:
     """One parameter of which each rank of a group has other rows, columns or blocks.
 
     Attributes:
@@ -44,14 +44,14 @@ def is_cut(parameter: torch.Tensor) -> bool:
     return note is not None and not note["replicated"]
 
 
-def cut_of(parameter: torch.Tensor) -> Cut | None:
+def cut_of(parameter: torch.Tensor) -> TensorParallelShard | None:
     """How a parameter is cut; None: every rank has all that ZeRO does not spread."""
     if not is_cut(parameter):
         return None
     from deepspeed.utils import groups
 
     described = PartMap.of(getattr(parameter, NOTE)["conversion"]["affine_map"])
-    return Cut(described, groups.get_tensor_model_parallel_group())
+    return TensorParallelShard(described, groups.get_tensor_model_parallel_group())
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:

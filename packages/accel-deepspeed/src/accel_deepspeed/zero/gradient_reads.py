@@ -17,7 +17,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 @final
-class Spread(nn.Parameter):
+class ReducedGradient(nn.Parameter):
     """A parameter whose gradient is spread over ranks; reading ``grad`` raises an error unless there is one."""
 
     @property
@@ -64,7 +64,7 @@ class Reads:
         """Refuses from now on."""
         if not self._hidden:
             self._hidden = True
-            _become(self._parameters, Spread)
+            _become(self._parameters, ReducedGradient)
 
     def show(self, *_: object) -> None:
         """Allows reads again."""

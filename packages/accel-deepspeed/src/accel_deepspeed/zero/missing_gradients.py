@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_deepspeed.zero.partitions import Part, Parts
+from accel_deepspeed.zero.partitions import Partition, Partitions
 from accel_state.errors import BackendError
 
 STEP = "step"
@@ -52,10 +52,10 @@ class Presence:
         return [parameter for parameter, count in pairs if not count and id(parameter) not in self.received]
 
 
-class Piece(NamedTuple):
+class FlatSlice(NamedTuple):
     """A parameter's part on this rank, and how many steps it has missed; None: this one, too."""
 
-    part: Part
+    part: Partition
     behind: int | None
 
 
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 class Kept:
     """What a piece was before a step: its weights, its states, and the counts of the tensor that it lies in."""
 
-    piece: Piece
+    piece: FlatSlice
     group: dict[str, Any]
     weights: torch.Tensor
     states: dict[str, torch.Tensor]
@@ -83,9 +83,9 @@ class LeftOut:
         parts: where parameters lie in its tensors; they keep how many steps each is behind.
     """
 
-    def __init__(self, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(self, optimizer: Optimizer, parts: Partitions) -> None:
         self._optimizer, self._parts = optimizer, parts
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[FlatSlice]] = {}
         self._kept: list[Kept] = []
         self._alone = self._counts = self._stepped = False
 
@@ -108,7 +108,7 @@ class LeftOut:
         for parameter, steps in (*left.items(), *late.items()):
             part = self._parts.part(parameter)
             if part.size and part.flat is not None:
-                self._pieces.setdefault(id(part.flat), []).append(Piece(part, steps))
+                self._pieces.setdefault(id(part.flat), []).append(FlatSlice(part, steps))
         self._stepped = False
         before = self._optimizer.register_step_pre_hook(self._keep)
         after = self._optimizer.register_step_post_hook(self._restore)

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.clip import listed
 from accel_backends.ops.fqn import named_parameters
-from accel_deepspeed.zero.partitions import Parts
+from accel_deepspeed.zero.partitions import Partitions
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
 
@@ -26,7 +26,7 @@ class Edits:
         parts: where the copies are; None: the optimizer updates the parameters themselves.
     """
 
-    def __init__(self, engine: Any, parts: Parts | None) -> None:
+    def __init__(self, engine: Any, parts: Partitions | None) -> None:
         self._parts = parts
         self._named = list(named_parameters(engine).items())
         # At stage 3 also this rank's pieces, which DeepSpeed writes after a gather with ``modifier_rank``.

@@ -14,7 +14,7 @@ from accel_state.errors import BackendError
 
 @final
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """What one rank keeps of one parameter.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
-class Parts(ABC):
+class Partitions(ABC):
     """Finds the parts of an engine's parameters.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parts(ABC):
         self.behind: dict[nn.Parameter, int] = {}
 
     @contextmanager
-    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
+    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
         """The part, its tensors in memory meanwhile; they are written back if ``changed``."""
         yield self.part(parameter)
 
@@ -61,7 +61,7 @@ class Parts(ABC):
         yield
 
     @abstractmethod
-    def part(self, parameter: nn.Parameter) -> Part:
+    def part(self, parameter: nn.Parameter) -> Partition:
         """Where the parameter's elements are."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Parts(ABC):
 
 
 @final
-class OwnParts(Parts):
+class OwnParts(Partitions):
     """Stage 0 in fp32: the optimizer updates the parameters themselves, as the rank has them."""
 
     spread: ClassVar[bool] = False
@@ -95,9 +95,9 @@ class OwnParts(Parts):
         super().__init__(engine)
         self._known: frozenset[int] = frozenset()
 
-    def part(self, parameter: nn.Parameter) -> Part:
+    def part(self, parameter: nn.Parameter) -> Partition:
         """All of it."""
-        return Part(0, parameter.numel(), parameter, 0)
+        return Partition(0, parameter.numel(), parameter, 0)
 
     def flats(self) -> list[torch.Tensor]:
         """The parameters."""
@@ -119,24 +119,24 @@ class OwnParts(Parts):
 
 
 @final
-class CopiedParts(Parts):
+class CopiedParts(Partitions):
     """Stage 0 in 16 bits: every rank has fp32 copies of all parameters, one by one or flattened by group."""
 
     spread: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._found: dict[int, Part] = {}
+        self._found: dict[int, Partition] = {}
         flat_groups = getattr(self.optimizer, "fp32_groups_flat", None)
         for index, group in enumerate(self.optimizer.fp16_groups):
             offset = 0
             for position, parameter in enumerate(group):
                 size = parameter.numel()
                 flat = flat_groups[index] if flat_groups is not None else self.optimizer.fp32_groups[index][position]
-                self._found[id(parameter)] = Part(0, size, flat, offset if flat_groups is not None else 0)
+                self._found[id(parameter)] = Partition(0, size, flat, offset if flat_groups is not None else 0)
                 offset += size
 
-    def part(self, parameter: nn.Parameter) -> Part:
+    def part(self, parameter: nn.Parameter) -> Partition:
         """All of it."""
         return self._found[id(parameter)]
 
@@ -165,7 +165,7 @@ class CopiedParts(Parts):
 
 
 @final
-class PartitionedParts(Parts):
+class PartitionedParts(Partitions):
     """Stages 1 and 2: each group is flattened and cut into as many pieces as there are ranks, wherever that cuts.
 
     Where the model computes in fp32 on the optimizer's device, the optimizer updates the model's own memory in the
@@ -186,14 +186,14 @@ class PartitionedParts(Parts):
                 flat.data = own.data
         optimizer._link_all_hp_params()
 
-    def part(self, parameter: nn.Parameter) -> Part:
+    def part(self, parameter: nn.Parameter) -> Partition:
         """What of it is in this rank's piece."""
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
-            return Part(0, 0, None, 0)
+            return Partition(0, 0, None, 0)
         here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
         flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        return Part(here.start, here.numel, flat, there.start)
+        return Partition(here.start, here.numel, flat, there.start)
 
     def flats(self) -> list[torch.Tensor]:
         """This rank's piece of each group."""
@@ -213,11 +213,11 @@ class PartitionedParts(Parts):
 
 
 @final
-class ShardedParts(Parts):
+class ShardedParts(Partitions):
     """Stage 3: each parameter is cut into as many equal pieces as there are ranks, the last one padded."""
 
     @contextmanager
-    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Part]:
+    def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
         """The part, read from the disk and written back if it is kept there."""
         index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
         with self._in_memory(index, changed=changed):
@@ -244,14 +244,14 @@ class ShardedParts(Parts):
             elif swapped:
                 optimizer._release_swap_buffers(index)
 
-    def part(self, parameter: nn.Parameter) -> Part:
+    def part(self, parameter: nn.Parameter) -> Partition:
         """This rank's piece, without the padding."""
         optimizer = self.optimizer
         index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = size * optimizer._get_param_partition_rank(parameter)
         total: int = parameter.ds_numel  # type: ignore[attr-defined]
         flat = optimizer.fp32_partitioned_groups_flat[index]
-        return Part(min(start, total), max(0, min(size, total - start)), flat, offset)
+        return Partition(min(start, total), max(0, min(size, total - start)), flat, offset)
 
     def flats(self) -> list[torch.Tensor]:
         """This rank's pieces, of as many parameters together as DeepSpeed updates at once."""
@@ -285,7 +285,7 @@ class ShardedParts(Parts):
             persistent[0].all_gather(persistent)
 
 
-def parts_of(engine: Any) -> Parts | None:
+def parts_of(engine: Any) -> Partitions | None:
     """The parts of an engine's parameters; None where its optimizer updates whole ones themselves (stage 0, fp32).
 
     Raises:

@@ -48,7 +48,7 @@ _BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
 
 
 @final
-class Listed(click.RichCommand):
+class ListedCommand(click.RichCommand):
     """What the list of commands knows about one: its name, a line about it, and how to get the command itself."""
 
     def __init__(self, name: str, summary: str, load: Callable[[], click.Command]) -> None:
@@ -68,7 +68,7 @@ class CommandLine(click.RichGroup):
             package = entry.dist.name if entry.dist is not None else entry.value
             owner, line = _ELSEWHERE.get(entry.name, ("", ""))
             summary = line if owner == package else f"From {package}."
-            self.commands.setdefault(entry.name, Listed(entry.name, summary, partial(_load_other, entry)))
+            self.commands.setdefault(entry.name, ListedCommand(entry.name, summary, partial(_load_other, entry)))
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -82,7 +82,7 @@ class CommandLine(click.RichGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command itself, imported now."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command.load() if isinstance(command, Listed) else command, rest
+        return name, command.load() if isinstance(command, ListedCommand) else command, rest
 
 
 def command_line() -> CommandLine:
@@ -90,7 +90,9 @@ def command_line() -> CommandLine:
     group = CommandLine(
         name="accel",
         help="One object around your PyTorch training loop: from one CPU to a cluster.",
-        commands={name: Listed(name, line, partial(resolve_name, path)) for name, (path, line) in COMMANDS.items()},
+        commands={
+            name: ListedCommand(name, line, partial(resolve_name, path)) for name, (path, line) in COMMANDS.items()
+        },
         context_settings={
             "help_option_names": ["-h", "--help"],
             "token_normalize_func": _normalized,

@@ -2,8 +2,8 @@ from accel_launch.config.model import DOCUMENT_VARIABLE as DOCUMENT_VARIABLE
 from accel_launch.config.model import FILE_VARIABLE as FILE_VARIABLE
 from accel_launch.config.model import PRECEDENCE as PRECEDENCE
 from accel_launch.config.model import AccelConfig as AccelConfig
-from accel_launch.config.model import Explanation as Explanation
 from accel_launch.config.model import Origin as Origin
+from accel_launch.config.model import SettingExplanation as SettingExplanation
 from accel_launch.config.model import settings as settings
 from accel_launch.config.resolve import resolve_config as resolve_config
 from accel_launch.config.resolve import unknown_variables as unknown_variables

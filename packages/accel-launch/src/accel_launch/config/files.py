@@ -15,7 +15,7 @@ _WRITTEN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "in
 
 @final
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One key of a file as written, its value, and the line (from 1) that holds it.
 
     A single value is the text that stands in the file: YAML would turn ``no`` into false and ``1:30`` into 5400, and
@@ -29,7 +29,7 @@ class Entry:
     section: str = ""
 
 
-def read_entries(path: Path, sections: Collection[str] = ()) -> tuple[Entry, ...]:
+def read_entries(path: Path, sections: Collection[str] = ()) -> tuple[FileEntry, ...]:
     """The entries of a YAML or JSON file, in its order: the top-level ones, and those of mappings named ``sections``.
 
     JSON goes through the YAML reader too, which also knows its lines. Nothing but plain values is ever constructed.
@@ -58,7 +58,7 @@ def read_entries(path: Path, sections: Collection[str] = ()) -> tuple[Entry, ...
     return tuple(_entries(root, path, sections))
 
 
-def _entries(root: "MappingNode", path: Path, sections: Collection[str], section: str = "") -> Iterator[Entry]:
+def _entries(root: "MappingNode", path: Path, sections: Collection[str], section: str = "") -> Iterator[FileEntry]:
     import yaml
 
     lines: dict[str, int] = {}
@@ -70,7 +70,7 @@ def _entries(root: "MappingNode", path: Path, sections: Collection[str], section
         if not section and key in sections and isinstance(value_node, yaml.MappingNode):
             yield from _entries(value_node, path, (), key)
         else:
-            yield Entry(key, _plain(value_node, path), line, section)
+            yield FileEntry(key, _plain(value_node, path), line, section)
 
 
 def _plain(node: "Node", path: Path) -> object:

@@ -43,7 +43,7 @@ class Origin:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class SettingExplanation:
     """One line of ``accel config show``."""
 
     name: str
@@ -85,10 +85,10 @@ class AccelConfig(
         known_setting(name, "asked for its origin")
         return self.origins.get(name, Origin("default"))
 
-    def explain(self) -> tuple[Explanation, ...]:
+    def explain(self) -> tuple[SettingExplanation, ...]:
         """Every setting with its value and origin, in the order of the table."""
         return tuple(
-            Explanation(row.name, getattr(self, row.name), self.origin(row.name), row.facts.help)
+            SettingExplanation(row.name, getattr(self, row.name), self.origin(row.name), row.facts.help)
             for row in settings().values()
         )
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import final
 
 from accel_launch.config import accelerate_files
-from accel_launch.config.files import Entry, read_entries
+from accel_launch.config.files import FileEntry, read_entries
 from accel_launch.config.model import (
     DOCUMENT_VARIABLE,
     FILE_VARIABLE,
@@ -28,7 +28,7 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 @final
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SettingValue:
     """One value that somebody gave a setting, and who."""
 
     name: str
@@ -62,7 +62,7 @@ def resolve_config(
         *(_from_file(Path(path)) if path is not None else ()),
         *_from_document(env.get(DOCUMENT_VARIABLE, "")),
     ]
-    chosen: dict[str, Candidate] = {}
+    chosen: dict[str, SettingValue] = {}
     for candidate in candidates:
         best = chosen.get(candidate.name)
         if best is None or _rank(candidate.origin.source) < _rank(best.origin.source):
@@ -122,19 +122,19 @@ def _rank(source: Source) -> int:
     return PRECEDENCE.index(source)
 
 
-def _from_mapping(given: Mapping[str, object], source: Source) -> Iterator[Candidate]:
+def _from_mapping(given: Mapping[str, object], source: Source) -> Iterator[SettingValue]:
     for name, value in given.items():
         row = known_setting(name, source)
         if value is not None:
-            yield Candidate(row.name, value, Origin(source, f"--{row.name}" if source == "flag" else ""))
+            yield SettingValue(row.name, value, Origin(source, f"--{row.name}" if source == "flag" else ""))
 
 
-def _from_environment(env: Mapping[str, str]) -> Iterator[Candidate]:
+def _from_environment(env: Mapping[str, str]) -> Iterator[SettingValue]:
     for row in settings().values():
         # An empty variable counts as not set, as shells and schedulers leave them.
         for variable in row.variables:
             if env.get(variable):
-                yield Candidate(row.name, env[variable], Origin("env", variable))
+                yield SettingValue(row.name, env[variable], Origin("env", variable))
                 break
 
 
@@ -159,13 +159,13 @@ def mistakes_in(path: Path) -> list[str]:
 _SECTIONS = (*accelerate_files.SECTIONS, "ipex_config", "tp_config")
 
 
-def _from_file(path: Path) -> Iterator[Candidate]:
-    found: dict[str, Candidate] = {}
+def _from_file(path: Path) -> Iterator[SettingValue]:
+    found: dict[str, SettingValue] = {}
     implied: set[str] = set()
     for entry in read_entries(path, _SECTIONS):
         place = f"{path}:{entry.line}"
         for name, value in _meaning(entry, place).items():
-            new = Candidate(name, value, Origin("file", place))
+            new = SettingValue(name, value, Origin("file", place))
             if name in found and name not in implied and entry.key != accelerate_files.KIND:
                 first = found[name].origin.detail.rpartition(":")[2]
                 raise ConfigError(f"{place}: {name} is given twice, first on line {first}")
@@ -183,7 +183,7 @@ def _is_true(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def _meaning(entry: Entry, place: str) -> Mapping[str, object]:
+def _meaning(entry: FileEntry, place: str) -> Mapping[str, object]:
     """The settings that an entry of a file gives, ours or one of Accelerate's.
 
     Raises:
@@ -213,13 +213,13 @@ def keys_of(section: str) -> dict[str, str]:
     return {key: row.name for row in rows if row.facts.section == section for key in row.section_keys}
 
 
-def _from_document(text: str) -> Iterator[Candidate]:
+def _from_document(text: str) -> Iterator[SettingValue]:
     if not text:
         return
     try:
         document = json.loads(text)
         values, origins = document["values"], document["origins"]
-        found = [Candidate(name, values[name], Origin(*origins[name])) for name in values]
+        found = [SettingValue(name, values[name], Origin(*origins[name])) for name in values]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{DOCUMENT_VARIABLE} holds {text[:80]!r}, which accel launch did not write; unset it"

@@ -26,14 +26,14 @@ class Plan(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Start:
+class LaunchMethod:
     """A plan, and how it is carried out: ``run`` gives the exit status."""
 
     plan: Plan
     run: Callable[[], int]
 
 
-def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> Start:
+def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> LaunchMethod:
     """The plan that the settings ask for; looks at the machine and at hostfiles, and starts nothing.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str])
         from accel_launch.launch.remote.slurm import plan_slurm, submit
 
         batch = plan_slurm(config, program)
-        return Start(batch, partial(submit, batch))
+        return LaunchMethod(batch, partial(submit, batch))
     if config.mpirun_hostfile is not None:
         return _mpi(config, program, config.mpirun_hostfile, env)
     if config.hostfile is not None:
@@ -63,16 +63,16 @@ def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str])
     return _here(config, program, env)
 
 
-def _here(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> Start:
+def _here(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> LaunchMethod:
     from accel_launch.launch.execute import run
     from accel_launch.launch.host import read_host
     from accel_launch.launch.launch_plan import plan
 
     planned = plan(config, program, read_host(config), env=env)
-    return Start(planned, partial(run, planned))
+    return LaunchMethod(planned, partial(run, planned))
 
 
-def _tpu(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> Start:
+def _tpu(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> LaunchMethod:
     from accel_launch.launch.remote.tpu import (
         REMOTE_PYTHON,
         plan_pod,
@@ -88,17 +88,17 @@ def _tpu(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) ->
 
         there = plan(settled(without_pod(config)), program, HostFacts(REMOTE_PYTHON, 1, None, 0), env={})
         pod = plan_pod(config, program, there)
-        return Start(pod, partial(run_gcloud, pod.argv))
+        return LaunchMethod(pod, partial(run_gcloud, pod.argv))
     here = _here(settled(config), program, env)
 
     def run() -> int:
         require_library(env)
         return here.run()
 
-    return Start(here.plan, run)
+    return LaunchMethod(here.plan, run)
 
 
-def _mpi(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> Start:
+def _mpi(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> LaunchMethod:
     from accel_launch.launch.remote.hostfile import read_hostfile
     from accel_launch.launch.remote.mpi import become_mpirun, mpi_flavour, plan_mpi
 
@@ -112,20 +112,20 @@ def _mpi(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mappin
         become_mpirun(planned)
         return 0  # never reached
 
-    return Start(planned, run)
+    return LaunchMethod(planned, run)
 
 
-def _ssh(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> Start:
+def _ssh(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> LaunchMethod:
     from accel_launch.launch.remote.hostfile import filtered, read_hostfile
     from accel_launch.launch.remote.ssh import plan_ssh, run_ssh
 
     include, exclude = config.deepspeed_inclusion_filter, config.deepspeed_exclusion_filter
     machines = filtered(read_hostfile(hostfile), include, exclude)
     planned = plan_ssh(config, program, machines, folder=str(Path.cwd()), env=env)
-    return Start(planned, partial(run_ssh, planned))
+    return LaunchMethod(planned, partial(run_ssh, planned))
 
 
-def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> Start:
+def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> LaunchMethod:
     """DeepSpeed's names for the ways above; ``standard`` and ``nossh`` start what is this machine's."""
     how = config.deepspeed_multinode_launcher or "pdsh"
     if how == "openmpi":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_observe.tracking.base import Continuation, GeneralTracker
-from accel_observe.tracking.spool import Entry, Note, Spool
+from accel_observe.tracking.spool import Note, Spool, SpooledCall
 from accel_observe.tracking.values import flatten, plain
 
 _LOG = logging.getLogger("accel_observe.tracking")
@@ -41,7 +41,7 @@ class QueueOptions:
 
 
 @final
-class Lane:
+class DeliveryQueue:
     """Delivers entries to one tracker in their order, on a thread that begins with the first of them.
 
     A delivery that fails is tried again after a growing pause; meanwhile entries wait, first in memory, then in the
@@ -61,7 +61,7 @@ class Lane:
         self.configuration: dict[str, Any] | None = None
         self.problem: Exception | None = None
         self._folder = folder
-        self._held: deque[Entry] = deque()
+        self._held: deque[SpooledCall] = deque()
         self._marks: dict[str, int] = {}
         self._skip: Mapping[str, int] = {}
         self._resumed: Continuation | None = None
@@ -81,7 +81,7 @@ class Lane:
 
     # ------------------------------------------------------------------------------------ called by the training loop
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: SpooledCall) -> None:
         """Queues an entry; takes no more than a microsecond or two."""
         if len(self._held) >= self.options.limit:
             self._lost += 1
@@ -130,7 +130,7 @@ class Lane:
         self._state, self._marks = dict(saved[STATE] or noted or {}), dict(saved[MARKS])
         self._resumed = Continuation(dict(self._state), dict(self._marks))
         self._fetch_spool()
-        waiting = [*self._held, *map(Entry.from_json, saved[HELD])]
+        waiting = [*self._held, *map(SpooledCall.from_json, saved[HELD])]
         self._held.clear()
         self._held.extend(entry for entry in waiting if _was_logged(entry, logged))
 
@@ -249,7 +249,7 @@ class Lane:
 
     def _deliver_batch(self, count: int) -> None:
         """Delivers entries and makes them durable before they count as delivered."""
-        done: list[Entry] = []
+        done: list[SpooledCall] = []
         try:
             for position in range(count):
                 self._deliver(self._held[position])
@@ -262,7 +262,7 @@ class Lane:
                         self._held.popleft()
                         self._mark(entry)
 
-    def _deliver(self, entry: Entry) -> None:
+    def _deliver(self, entry: SpooledCall) -> None:
         if entry.method != "log":
             getattr(self.tracker, entry.method)(entry.values, step=entry.step, **entry.kwargs)
             return
@@ -292,7 +292,7 @@ class Lane:
             self._held.extendleft(reversed(waiting))
         self._spooled = False
 
-    def _mark(self, entry: Entry) -> None:
+    def _mark(self, entry: SpooledCall) -> None:
         if entry.method == "log" and entry.step is not None:
             for name, _ in flatten(entry.values):
                 self._marks[name] = max(entry.step, self._marks.get(name, entry.step))
@@ -346,7 +346,7 @@ class Lane:
         self._lost, self._refused, self._spooled = 0, 0, False
 
 
-def _was_logged(entry: Entry, logged: Mapping[str, int]) -> bool:
+def _was_logged(entry: SpooledCall, logged: Mapping[str, int]) -> bool:
     """Whether an entry had been logged when the checkpoint was saved; what was not is going to be logged again."""
     if entry.step is None:
         return True

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_observe.tracking.base import GeneralTracker
-from accel_observe.tracking.delivery_queue import STATE, Lane, QueueOptions
+from accel_observe.tracking.delivery_queue import STATE, DeliveryQueue, QueueOptions
 from accel_observe.tracking.log_notices import Notices
 from accel_observe.tracking.run_log import OWN_ID, TIME, RunLogTracker
-from accel_observe.tracking.spool import Entry
+from accel_observe.tracking.spool import SpooledCall
 from accel_observe.tracking.values import snapshot
 
 RUN, LOGGED, LANES = "run", "logged", "lanes"
@@ -35,11 +35,11 @@ class RunTracking:
 
     def __init__(self, project: str, folder: Path | None, *, run_id: str, options: QueueOptions) -> None:
         self.run_id = run_id
-        self.lanes: list[Lane] = []
+        self.lanes: list[DeliveryQueue] = []
         self._options = options
         self._project_folder = None if folder is None else folder / project
         self._logged: dict[str, int] = {}
-        self._own: Lane | None = None
+        self._own: DeliveryQueue | None = None
         self._notices: Notices | None = None
         # At the end of the process what is queued is still delivered; a run without references is not kept for that.
         _at_exit(weakref.WeakMethod(self.finish))
@@ -51,7 +51,7 @@ class RunTracking:
 
     def add(self, tracker: GeneralTracker, configuration: dict[str, Any] | None) -> None:
         """Takes a tracker in; it is started with the first thing that it is to be given."""
-        lane = Lane(tracker, self._options, lambda: self.folder)
+        lane = DeliveryQueue(tracker, self._options, lambda: self.folder)
         lane.configuration = configuration
         self.lanes.append(lane)
         if isinstance(tracker, RunLogTracker):
@@ -72,7 +72,9 @@ class RunTracking:
             self._logged.update(dict.fromkeys(kept, step))
         for lane in self.lanes:
             own = lane is self._own
-            lane.put(Entry("log", kept, step, {TIME: time.time()} if own else log_kwargs.get(lane.name, _NOTHING)))
+            lane.put(
+                SpooledCall("log", kept, step, {TIME: time.time()} if own else log_kwargs.get(lane.name, _NOTHING))
+            )
 
     def call(
         self, method: str, values: Any, step: int | None, kwargs: Mapping[str, Any], log_kwargs: Mapping[str, Any]
@@ -81,14 +83,14 @@ class RunTracking:
         for lane in self.lanes:
             if getattr(type(lane.tracker), method) is not getattr(GeneralTracker, method):
                 own = log_kwargs.get(lane.name, {})
-                lane.put(Entry(method, values, step, {**kwargs, **own}))
+                lane.put(SpooledCall(method, values, step, {**kwargs, **own}))
 
     def event(self, kind: str, step: int | None = None, **facts: Any) -> None:
         """Notes in the run's own log that something happened, if it has one."""
         if self._own is not None:
-            self._own.put(Entry("event", kind, step, {TIME: time.time(), **facts}))
+            self._own.put(SpooledCall("event", kind, step, {TIME: time.time(), **facts}))
 
-    def lane_of(self, name: str) -> Lane | None:
+    def lane_of(self, name: str) -> DeliveryQueue | None:
         """The way of the tracker ``name``."""
         return next((lane for lane in self.lanes if lane.name == name), None)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast, final
 from accel_observe.tracking.values import as_json, plain
 
 
-class Entry(NamedTuple):
+class SpooledCall(NamedTuple):
     """One call to be made on a tracker: its method, what is logged, the step and further arguments."""
 
     method: str
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
         return [self.method, as_json(plain(self.values)), self.step, as_json(self.kwargs)]
 
     @classmethod
-    def from_json(cls, value: list[Any]) -> "Entry":
+    def from_json(cls, value: list[Any]) -> "SpooledCall":
         """The entry that ``to_json`` gave."""
         return cls(*value)
 
@@ -36,7 +36,7 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, entries: Iterable[Entry]) -> int:
+    def append(self, entries: Iterable[SpooledCall]) -> int:
         """Writes the entries; returns how many could be written (images cannot).
 
         Raises:
@@ -49,14 +49,14 @@ class Spool:
                 file.write("".join(f"{line}\n" for line in lines))
         return len(lines)
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[SpooledCall]:
         """All entries; the file is gone then."""
         if not self.path.exists():
             return []
         entries = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                entries.append(Entry.from_json(json.loads(line)))
+                entries.append(SpooledCall.from_json(json.loads(line)))
             except (ValueError, TypeError):
                 continue
         self.path.unlink()

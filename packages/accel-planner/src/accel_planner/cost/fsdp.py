@@ -61,7 +61,7 @@ class UnitBytes:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class ShardedUnits:
     """How a step is carried out in shards.
 
     Attributes:
@@ -120,7 +120,7 @@ def _gathered_dtype(profile: ModelProfile, parameter: ParameterFact, compute: to
     return compute
 
 
-def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: Sharding) -> Peak:
+def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: ShardedUnits) -> Peak:
     """Units are gathered before they compute, and their gradients scattered after."""
     step = _ShardedStep(units, how)
     for mark in timeline.marks:
@@ -132,7 +132,7 @@ def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: Sharding
 class _ShardedStep:
     """What a rank holds at one moment of a sharded step."""
 
-    def __init__(self, units: Sequence[UnitBytes], how: Sharding) -> None:
+    def __init__(self, units: Sequence[UnitBytes], how: ShardedUnits) -> None:
         self.units = units
         self.how = how
         self.total = self.most = self.shares = 0

@@ -8,7 +8,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.shard import shard_dtypes
 from accel_planner.candidate import Candidate, candidates
 from accel_planner.cost.communication import Traffic, estimate_seconds, traffic_of
-from accel_planner.cost.fsdp import Peak, Sharding, replay_sharded, replay_whole, unit_bytes
+from accel_planner.cost.fsdp import Peak, ShardedUnits, replay_sharded, replay_whole, unit_bytes
 from accel_planner.cost.hardware import Hardware
 from accel_planner.cost.optimizers import OptimizerFacts
 from accel_planner.cost.xla import plan_compiled
@@ -120,7 +120,7 @@ def _plan_sharded(
     units = unit_bytes(
         profile, shards, compute=dtypes.get("param_dtype"), reduce=dtypes.get("reduce_dtype"), offloaded=away
     )
-    how = Sharding(
+    how = ShardedUnits(
         shards,
         keeps=candidate.keeps,
         holds_reduced=replicas > 1,

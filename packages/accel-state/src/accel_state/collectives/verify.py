@@ -44,7 +44,7 @@ class Leaf:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """What one process is about to do."""
 
     operation: str
@@ -64,7 +64,7 @@ class Call:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Call":
+    def from_json(cls, text: str | bytes) -> "CollectiveCall":
         """The inverse of ``to_json``."""
         found = json.loads(text)
         return cls(**{**found, "leaves": [Leaf(**leaf) for leaf in found["leaves"]]})
@@ -102,7 +102,9 @@ def verify_collective(
     number = store.add(f"accel/count/{group.rank()}", 1)
     store.set(_key(number, group.rank()), mine.to_json())
     _wait_for_all(store, mine, number, group, timeout or _timeout(group))
-    calls = [Call.from_json(text) for text in store.multi_get([_key(number, rank) for rank in range(group.size())])]
+    calls = [
+        CollectiveCall.from_json(text) for text in store.multi_get([_key(number, rank) for rank in range(group.size())])
+    ]
     if number > 1:  # all have come here, so all have read the one before
         store.delete_key(_key(number - 1, group.rank()))
     problem = compare(calls, exact_shapes=exact_shapes)
@@ -110,12 +112,12 @@ def verify_collective(
         raise CollectiveMismatchError(problem)
 
 
-def describe(operation: str, data: Any, arguments: Mapping[str, object]) -> Call:
+def describe(operation: str, data: Any, arguments: Mapping[str, object]) -> CollectiveCall:
     """What this process is about to do with ``data``."""
     session = None
     if "accel_state.session" in sys.modules:
         session = sys.modules["accel_state.session"].Session.current()
-    return Call(
+    return CollectiveCall(
         operation=operation,
         arguments=", ".join(f"{name}={value!r}" for name, value in arguments.items()),
         containers=_containers(data),
@@ -153,7 +155,7 @@ def _shapes(data: Any) -> str:
     return "{" + ", ".join(f"{key!r}: {_shapes(value)}" for key, value in parts) + "}"
 
 
-def compare(calls: list[Call], *, exact_shapes: bool = True) -> str | None:
+def compare(calls: list[CollectiveCall], *, exact_shapes: bool = True) -> str | None:
     """What is wrong with these calls of ranks 0, 1, ... taken together, or None when nothing is.
 
     The description that most ranks gave is taken for what was meant; at a tie, that of the lowest rank.
@@ -189,7 +191,7 @@ def compare(calls: list[Call], *, exact_shapes: bool = True) -> str | None:
     )
 
 
-def _fingerprint(call: Call, exact_shapes: bool) -> str:
+def _fingerprint(call: CollectiveCall, exact_shapes: bool) -> str:
     leaves = [(leaf.path, leaf.dtype, _comparable(leaf, exact_shapes)) for leaf in call.leaves]
     return f"{call.containers} {leaves}"
 
@@ -198,7 +200,9 @@ def _comparable(leaf: Leaf, exact_shapes: bool) -> object:
     return leaf.shape if exact_shapes or leaf.shape is None else len(leaf.shape)
 
 
-def _differences(call: Call, reference: Call, rank: int, *, exact_shapes: bool) -> Iterator[tuple[str, str]]:
+def _differences(
+    call: CollectiveCall, reference: CollectiveCall, rank: int, *, exact_shapes: bool
+) -> Iterator[tuple[str, str]]:
     """``(kind, text)`` of each difference to the call of process ``rank``."""
     ours = {leaf.path: leaf for leaf in call.leaves}
     theirs = {leaf.path: leaf for leaf in reference.leaves}
@@ -216,7 +220,7 @@ def _differences(call: Call, reference: Call, rank: int, *, exact_shapes: bool) 
         yield "structure", f"has the containers {call.containers}, where process {rank} has {reference.containers}"
 
 
-def _strangers(call: Call) -> Iterator[tuple[str, str]]:
+def _strangers(call: CollectiveCall) -> Iterator[tuple[str, str]]:
     """Leaves that are not on the kind of device their process is configured for."""
     for leaf in call.leaves:
         if leaf.device is not None and call.device is not None and leaf.device != call.device:
@@ -241,7 +245,7 @@ def _timeout(group: "ProcessGroup") -> timedelta:
     return read_timeout(group) or _DEFAULT_TIMEOUT
 
 
-def _wait_for_all(store: "Store", mine: Call, number: int, group: "ProcessGroup", timeout: timedelta) -> None:
+def _wait_for_all(store: "Store", mine: CollectiveCall, number: int, group: "ProcessGroup", timeout: timedelta) -> None:
     keys = [_key(number, rank) for rank in range(group.size())]
     first = min(_IMPATIENT, timeout)
     if _have_come(store, keys, first):
@@ -277,6 +281,10 @@ def _last_seen(store: "Store", missing: list[int], number: int) -> str:
     for rank in missing:
         count = store.add(f"accel/count/{rank}", 0)
         known = count > 0 and store.check([_key(count, rank)])
-        last = f"last seen in {Call.from_json(store.get(_key(count, rank))).signature}" if known else "never seen"
+        last = (
+            f"last seen in {CollectiveCall.from_json(store.get(_key(count, rank))).signature}"
+            if known
+            else "never seen"
+        )
         told.append(f"process {rank} ({last}; {count} of {number} verified operations)")
     return ", ".join(told)

@@ -23,7 +23,7 @@ Start = Callable[[list[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 @final
-class Piece(NamedTuple):
+class BucketSlot(NamedTuple):
     """The leaves of one dtype in a packed buffer: their places in the list, by shape and as packed, and their bytes."""
 
     dtype: torch.dtype
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
 
 
 @final
-class Packed(NamedTuple):
+class Bucket(NamedTuple):
     """Tensors as one buffer of bytes, and what is where in it."""
 
     buffer: torch.Tensor
-    pieces: list[Piece]
+    pieces: list[BucketSlot]
     leaves: list[torch.Tensor]
 
 
@@ -106,24 +106,24 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
-def pack(leaves: list[torch.Tensor]) -> Packed:
+def pack(leaves: list[torch.Tensor]) -> Bucket:
     """The leaves, all of one device, as one buffer of bytes."""
     pieces, parts = [], []
     for dtype, by_shape in by_dtype(leaves).items():
         part = as_bytes(join([leaves[index] for index in in_packed_order(by_shape)]))
-        pieces.append(Piece(dtype, by_shape, part.numel()))
+        pieces.append(BucketSlot(dtype, by_shape, part.numel()))
         parts.append(part)
     if len(parts) == 1:
-        return Packed(parts[0], pieces, leaves)
+        return Bucket(parts[0], pieces, leaves)
     # A row of this per rank must be as divisible as its widest element, or the rows could not be viewed as such.
     widest = pieces[0].dtype.itemsize
     odd = sum([piece.nbytes for piece in pieces]) % widest
     if odd:
         parts.append(parts[0].new_zeros(widest - odd))
-    return Packed(torch.cat(parts), pieces, leaves)
+    return Bucket(torch.cat(parts), pieces, leaves)
 
 
-def unpack(packed: Packed) -> list[torch.Tensor]:
+def unpack(packed: Bucket) -> list[torch.Tensor]:
     """Views of the leaves inside the packed buffer."""
     results: dict[int, torch.Tensor] = {}
     start = 0
@@ -154,7 +154,7 @@ def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tenso
     return [part if part.numel() else part.view(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
-def unpack_rows(rows: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
+def unpack_rows(rows: torch.Tensor, packed: Bucket) -> list[torch.Tensor]:
     """Each leaf of all ranks, joined along dim 0, from one packed row of bytes per rank; detached as in ``split``.
 
     Per leaf there are as few calls into torch as can be: their latency is what a gather of small tensors costs. The

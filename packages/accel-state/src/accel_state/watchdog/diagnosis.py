@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from accel_state.watchdog.operation_record import Entry, Snapshot
+from accel_state.watchdog.operation_record import RecordedOperation, RecordSnapshot
 
 Life = Literal["alive", "stopped", "silent", "dead", "left"]
 
@@ -28,23 +28,23 @@ class RankState:
     rank: int
     life: Life
     lasting: float
-    snapshot: Snapshot | None
+    snapshot: RecordSnapshot | None
     waiting: float = 0.0
     reason: str = ""
     idle: float = 0.0
 
     @property
-    def current(self) -> Entry | None:
+    def current(self) -> RecordedOperation | None:
         return None if self.snapshot is None else self.snapshot.current
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> RecordedOperation | None:
         return None if self.snapshot is None else self.snapshot.last
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """Where a rank is, as seen by one that waits for it before a common operation.
 
     Attributes:
@@ -127,7 +127,7 @@ def _parted(states: Sequence[RankState]) -> list[RankState]:
     return [state for state, kind in zip(states, kinds, strict=True) if kind != usual]
 
 
-def _kind(entry: Entry | None) -> tuple[str, str, int]:
+def _kind(entry: RecordedOperation | None) -> tuple[str, str, int]:
     return ("", "", 0) if entry is None else (entry.operation, entry.detail, entry.sequence)
 
 
@@ -168,12 +168,12 @@ def question(states: Sequence[RankState]) -> list[str]:
     ]
 
 
-def place(state: RankState, progress: tuple[int, int]) -> Place:
+def place(state: RankState, progress: tuple[int, int]) -> SourcePlace:
     """Where the rank of ``state`` is for one whose own progress is ``progress``."""
     inside_later = state.current is not None and state.current.sequence > progress[0]
     passed = inside_later or state.life in ("dead", "left")
     ahead = state.last is not None and state.last.progress > progress
-    return Place(describe(state), passed, ahead, state.idle)
+    return SourcePlace(describe(state), passed, ahead, state.idle)
 
 
 def describe(state: RankState) -> str:
@@ -215,5 +215,5 @@ def first_difference(states: Sequence[RankState]) -> list[str]:
     return []
 
 
-def _entries(state: RankState) -> tuple[Entry, ...]:
+def _entries(state: RankState) -> tuple[RecordedOperation, ...]:
     return () if state.snapshot is None else state.snapshot.entries

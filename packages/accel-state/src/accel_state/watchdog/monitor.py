@@ -17,8 +17,8 @@ from accel_state.watchdog.diagnosis import (
     REMARKABLE,
     STALLED,
     Diagnosis,
-    Place,
     RankState,
+    SourcePlace,
     diagnose,
     first_difference,
     late,
@@ -28,7 +28,7 @@ from accel_state.watchdog.diagnosis import (
 from accel_state.watchdog.flight_recorder import flight_record
 from accel_state.watchdog.machines import Comparison
 from accel_state.watchdog.operation_record import Record, describe_place, is_library
-from accel_state.watchdog.peer_states import LEFT, Peers
+from accel_state.watchdog.peer_states import LEFT, PeerStates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ class Doctor:
         self._group: ProcessGroup | None = group
         self._rank, self._size = group.rank(), group.size()
         store = PrefixStore("accel/doctor", group.get_group_store().clone())  # type: ignore[attr-defined]
-        self._peers = Peers(store, self._rank, self._size, self.record)
+        self._peers = PeerStates(store, self._rank, self._size, self.record)
         self.main = threading.main_thread().ident or 0
         self._finding: Diagnosis | None = None
         self._remarked: int | None = None
@@ -189,7 +189,7 @@ class Doctor:
         if found is not None:
             raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, SourcePlace]:
         """Where the other ranks are, for this one, which waits for them before a common operation."""
         progress = self.record.progress
         return {state.rank: place(state, progress) for state in self._look() if state.rank != self._rank}

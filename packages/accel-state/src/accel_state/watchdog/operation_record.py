@@ -37,7 +37,7 @@ _SEPARATOR = "\x1f"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecordedOperation:
     """One operation of one rank.
 
     ``sequence`` numbers the operations that all ranks do together, from 1; 0 for those that each does by itself, like
@@ -63,25 +63,25 @@ class Entry:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RecordSnapshot:
     """What a record said at one moment: its entries, oldest first, and the last sign of life."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordedOperation, ...]
     beat: float
     processor: float
     said: str
 
     @property
-    def current(self) -> Entry | None:
+    def current(self) -> RecordedOperation | None:
         """The outermost operation that the rank is inside of."""
         return next((entry for entry in self.entries if entry.ended is None), None)
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> RecordedOperation | None:
         """The operation that it began last."""
         return self.entries[-1] if self.entries else None
 
-    def at(self, sequence: int) -> Entry | None:
+    def at(self, sequence: int) -> RecordedOperation | None:
         """The operation with this number among those that all ranks do together, if it is known."""
         return next((entry for entry in self.entries if entry.sequence == sequence), None)
 
@@ -110,7 +110,7 @@ class Record:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far this rank has come, as ``Entry.progress``."""
+        """How far this rank has come, as ``RecordedOperation.progress``."""
         return self.sequence, self._counted
 
     def enter(self, operation: str, detail: str, *, shared: bool, counted: bool = False) -> bool:
@@ -185,7 +185,7 @@ class Record:
         self._memory[_HEADER.size : _HEADER.size + len(data)] = data
         _HEADER.pack_into(self._memory, 0, self.token, self._number, now, processor, len(data))
 
-    def read(self) -> Snapshot:
+    def read(self) -> RecordSnapshot:
         """What it says now."""
         return decode(self._memory[:])
 
@@ -218,7 +218,7 @@ def _shared_offset(sequence: int) -> int:
     return _SHARED_AT + (sequence % _SHARED_SLOTS) * _SHARED.size
 
 
-def decode(image: bytes) -> Snapshot:
+def decode(image: bytes) -> RecordSnapshot:
     """Reads a record; entries that are being written meanwhile are left out."""
     _, _, beat, processor, length = _HEADER.unpack_from(image, 0)
     said = image[_HEADER.size : _HEADER.size + length].decode(errors="replace")
@@ -229,9 +229,9 @@ def decode(image: bytes) -> Snapshot:
         parts = image[offset + _ENTRY.size : offset + _ENTRY.size + size].decode(errors="replace").split(_SEPARATOR)
         if number and len(parts) == 3:
             times = began / 1e9, ended / 1e9 if ended else None
-            entries.append(Entry(number, sequence, parts[0], parts[1], parts[2], *times, (reached, steps)))
+            entries.append(RecordedOperation(number, sequence, parts[0], parts[1], parts[2], *times, (reached, steps)))
     entries.sort(key=lambda entry: entry.number)
-    return Snapshot(tuple(entries), beat / 1e9, processor / 1e9, said)
+    return RecordSnapshot(tuple(entries), beat / 1e9, processor / 1e9, said)
 
 
 _OURS = frozenset(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_state.process_group.torch_log import no_warnings
 from accel_state.watchdog.diagnosis import STALLED, Life, RankState
-from accel_state.watchdog.operation_record import SIZE, Record, Snapshot, decode
+from accel_state.watchdog.operation_record import SIZE, Record, RecordSnapshot, decode
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -81,7 +81,7 @@ class Watched:
         if self._pidfd >= 0:
             os.close(self._pidfd)
 
-    def _follow(self, snapshot: Snapshot, now: float) -> None:
+    def _follow(self, snapshot: RecordSnapshot, now: float) -> None:
         last = snapshot.last
         number = -1 if last is None else last.number * 2 + (last.ended is not None)
         if snapshot.beat != self._beat:
@@ -95,7 +95,7 @@ class Watched:
             self._still = now
         self._number = number
 
-    def _alive(self, snapshot: Snapshot | None, known_until: float) -> tuple[Life, str]:
+    def _alive(self, snapshot: RecordSnapshot | None, known_until: float) -> tuple[Life, str]:
         if snapshot is not None and snapshot.said.startswith(LEFT):
             return "left", snapshot.said[1:]
         if self._gone:  # before its memory could be mapped
@@ -168,7 +168,7 @@ class Messages:
 
 
 @final
-class Peers:
+class PeerStates:
     """All ranks of a group, this one included."""
 
     def __init__(self, store: "Store", rank: int, world_size: int, record: Record) -> None:

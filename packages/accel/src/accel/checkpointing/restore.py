@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_ckpt import Checkpoint
     from accel_ckpt.loading.cooperative_read import Interest
     from accel_ckpt.loading.fetching import Fetched, PlannedFetch
-    from accel_ckpt.rank_group import Peers, Ranks
+    from accel_ckpt.rank_group import RankGroup, Ranks
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Restoration:
 
     checkpoint: "Checkpoint"
     session: "Session"
-    peers: "Peers"
+    peers: "RankGroup"
     """The session's ranks as they see the checkpoint's files."""
     large: Mapping[str, ModelState | OptimizerState]
     """Models and optimizers."""
@@ -77,10 +77,10 @@ class Restoration:
             CheckpointMismatchError: the checkpoint is another run's.
             CheckpointCorruptError: it is damaged; on all ranks.
         """
-        from accel_ckpt.rank_group import Peers
+        from accel_ckpt.rank_group import RankGroup
         from accel_state.errors import CheckpointError
 
-        peers = Peers.of(ranks)
+        peers = RankGroup.of(ranks)
 
         wanted = {name: part for name, part in parts.items() if name not in ignored and options.wants(name)}
         large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
@@ -174,7 +174,7 @@ class Restoration:
         )
 
 
-def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "Peers") -> "Fetched":
+def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "RankGroup") -> "Fetched":
     """Reads what was planned on all ranks. Collective."""
     found: list[Fetched] = []
     _agreed(lambda: found.append(planned.read(interests)), peers)
@@ -182,7 +182,7 @@ def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "P
     return found[0]
 
 
-def _agreed(work: Callable[[], T], peers: "Peers") -> list[T]:
+def _agreed(work: Callable[[], T], peers: "RankGroup") -> list[T]:
     """What ``work`` gives on each rank; damage that one of them finds is damage on all, any other failure fails all."""
     from accel_state.collectives.objects import agree
     from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from accel_state.session import Session
-    from accel_state.watchdog.diagnosis import Place
+    from accel_state.watchdog.diagnosis import SourcePlace
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "accel/attendance"
@@ -52,7 +52,7 @@ class Attendance:
         self._round = 0
         self._missing: tuple[int, ...] = ()
         self._late = 0
-        self.places: Mapping[int, Place] = {}
+        self.places: Mapping[int, SourcePlace] = {}
         """Where the other ranks are, as far as the hang doctor knows."""
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.loop.accumulation import Weight, forget_dropped, normalise, weighted_scale
-from accel.loop.accumulator import StepClock, Window
+from accel.loop.accumulator import AccumulationWindow, StepClock
 from accel.optimizer import PreparedOptimizer
 from accel_state.errors import BackendError, PrepareError
 from accel_state.watchdog.decorator import recorded
@@ -105,7 +105,7 @@ class GradientFacet(ABC):
             return self._models
         return [self._models[position] for position in (*clock.key, *sorted(clock.window.reached))]
 
-    def _forget_dropped(self, window: Window) -> None:
+    def _forget_dropped(self, window: AccumulationWindow) -> None:
         """See ``accumulation.forget_dropped``, for the models whose window is current."""
         if window.weight is not None:
             parameters = [parameter for model in self._accumulated() for parameter in model.parameters()]

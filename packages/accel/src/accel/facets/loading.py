@@ -75,9 +75,9 @@ class LoadingFacet(CheckpointFacet, ABC):
 
     def _agreed_options(self, strict: bool, parts: str | Iterable[str] | None) -> LoadOptions:
         """The options, the same on all ranks; otherwise they would enter different collectives."""
-        from accel_ckpt.rank_group import Peers
+        from accel_ckpt.rank_group import RankGroup
 
-        told = Peers.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
+        told = RankGroup.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
         if other := [rank for rank, one in enumerate(told) if one != told[0]]:
             raise CheckpointError(
                 f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "

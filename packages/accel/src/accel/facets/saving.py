@@ -202,10 +202,10 @@ class SavingFacet(CheckpointFacet, ABC):
 
         Objects of the user may fail on one rank only, which is an error on all before the next collective.
         """
-        from accel_ckpt.rank_group import Peers
+        from accel_ckpt.rank_group import RankGroup
         from accel_state import rng
 
-        parts, peers = self._train_state(), Peers(None) if alone else Peers.of(self._ranks())
+        parts, peers = self._train_state(), RankGroup(None) if alone else RankGroup.of(self._ranks())
         state: dict[str, Any] = {}
 
         def collect() -> bool:

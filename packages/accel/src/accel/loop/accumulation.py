@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.loop.accumulator import StepClock, Window
+from accel.loop.accumulator import AccumulationWindow, StepClock
 
 Weight = float | int | torch.Tensor
 
@@ -33,7 +33,7 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Av
     clock.correction = 1.0
 
 
-def weighted_scale(window: Window, weight: Weight, over: Averager, device: torch.device) -> torch.Tensor:
+def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, device: torch.device) -> torch.Tensor:
     """What a summed loss is multiplied with before backward, given who averages gradients; adds its weight.
 
     Sums are divided by a power of two near the weight of the window before (of this one's first micro-batches, for the
@@ -55,7 +55,9 @@ def weight_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda", "xla") else torch.float32
 
 
-def forget_dropped(window: Window, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
+def forget_dropped(
+    window: AccumulationWindow, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
+) -> None:
     """Forgets the weights of losses whose gradients were cleared without a step, before the next loss adds its own.
 
     They were cleared if each of the optimizers cleared its own, or if there were gradients and none is left.
@@ -67,7 +69,7 @@ def forget_dropped(window: Window, parameters: Iterable[torch.Tensor], optimizer
     window.cleared.clear()
 
 
-def normalise(window: Window, models: Iterable[nn.Module], over: Averager) -> None:
+def normalise(window: AccumulationWindow, models: Iterable[nn.Module], over: Averager) -> None:
     """Divides the gradients by the weight of the whole window over all ranks; collective if ranks share the work.
 
     It may run several times in one window (a second loss of the last micro-batch): each time it replaces the

@@ -81,7 +81,7 @@ class Scaling(Protocol):
     def overflow_dropped(self) -> bool: ...
 
 
-class Window:
+class AccumulationWindow:
     """One accumulation window of one group of models: its position, and the weights given to ``backward``.
 
     Attributes:
@@ -189,11 +189,11 @@ class StepClock:
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self.unclaimed = False
         self.unstepped = False
-        self._windows: dict[Key, Window] = {}
+        self._windows: dict[Key, AccumulationWindow] = {}
         self.key: Key = ()
         self.num_models = 0
         self.claimed: set[int] = set()
-        self.window = self._windows.setdefault((), Window())
+        self.window = self._windows.setdefault((), AccumulationWindow())
 
     @property
     def step(self) -> int:
@@ -261,7 +261,7 @@ class StepClock:
         """Enters the next micro-batch of the models ``key``; returns whether it ends their window."""
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = self._continued(key) or Window()
+            window = self._windows[key] = self._continued(key) or AccumulationWindow()
             self.claimed.update(key)
         window.rounds = 0
         self.window = window
@@ -287,14 +287,14 @@ class StepClock:
         self.due = due
         return due
 
-    def _continued(self, key: Key) -> Window | None:
+    def _continued(self, key: Key) -> AccumulationWindow | None:
         """The open window of all models, if these were all of them then; it becomes theirs alone."""
         if key != tuple(range(self.num_models)) or not self._windows[()].open:
             return None
-        window, self._windows[()] = self._windows[()], Window()
+        window, self._windows[()] = self._windows[()], AccumulationWindow()
         return window
 
-    def _tick_planned(self, window: Window, planned: WindowFacts) -> bool:
+    def _tick_planned(self, window: AccumulationWindow, planned: WindowFacts) -> bool:
         if planned.index == 0:
             window.restart(planned.size)
         window.position = planned.index + 1
@@ -304,7 +304,7 @@ class StepClock:
         self.correction = 1.0
         return self.due
 
-    def _expected(self, loader: ActiveLoader | None, window: Window) -> int:
+    def _expected(self, loader: ActiveLoader | None, window: AccumulationWindow) -> int:
         """How many micro-batches the window that begins now will hold."""
         full = self.plugin.num_steps - window.step % self.plugin.num_steps
         if loader is None or not self.plugin.sync_with_dataloader:
@@ -353,7 +353,7 @@ class StepClock:
         self._windows.clear()
         self.claimed.clear()
         self.key = ()
-        self.window = self._windows.setdefault((), Window())
+        self.window = self._windows.setdefault((), AccumulationWindow())
         self.due = True
         self.unstepped = False
         self.share = 1.0 / self.plugin.num_steps
@@ -374,7 +374,7 @@ class StepClock:
         self.reset()
         for text, (step, position, size) in steps.items():
             key = tuple(int(part) for part in text.split(",") if part)
-            window = self._windows.setdefault(key, Window())
+            window = self._windows.setdefault(key, AccumulationWindow())
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
         self.window = self._windows[()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelSummary:
     """One prepared model: this rank's parameters by dtype, and all of its own and of its buffers in bytes."""
 
     name: str
@@ -31,7 +31,7 @@ class ModelFacts:
 
 @final
 @dataclass(frozen=True, slots=True)
-class LoaderFacts:
+class LoaderSummary:
     """One prepared loader: what it reads, and how its batches make optimizer steps.
 
     Attributes:
@@ -71,8 +71,8 @@ class Explanation:
     accumulation: int
     timeout_seconds: float | None
     precision: str
-    models: tuple[ModelFacts, ...]
-    loaders: tuple[LoaderFacts, ...]
+    models: tuple[ModelSummary, ...]
+    loaders: tuple[LoaderSummary, ...]
     learning_rates: tuple[float, ...]
     settings: tuple[tuple[str, str, str], ...]
     communication: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def explain(accelerator: "Accelerator") -> Explanation:
     )
 
 
-def _model(model: nn.Module, accelerator: "Accelerator") -> ModelFacts:
+def _model(model: nn.Module, accelerator: "Accelerator") -> ModelSummary:
     own = accelerator.unwrap_model(model)
     parameters = [_local(parameter) for parameter in model.parameters()]
     dtypes: dict[str, int] = {}
@@ -137,7 +137,7 @@ def _model(model: nn.Module, accelerator: "Accelerator") -> ModelFacts:
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
     wrappers = (type(own).__name__,) if own is model else (type(own).__name__, type(model).__name__)
-    return ModelFacts(
+    return ModelSummary(
         name=type(own).__name__,
         wrapped_as=wrappers,
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -153,7 +153,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
-def _loader(loader: Any, accelerator: "Accelerator") -> LoaderFacts:
+def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
     batches = _known(lambda: len(loader))
     samples = _known(lambda: int(loader.total_dataset_length))
     plugin, batch, window = accelerator.clock.plugin, loader.total_batch_size, loader.global_batch_size
@@ -166,7 +166,7 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderFacts:
         whole_only, size = bool(loader.drop_last), window
     readers = 1 if loader.reads_for_all else accelerator.num_processes // accelerator.data_shard.count
     amplification = loader.read_amplification
-    return LoaderFacts(
+    return LoaderSummary(
         dataset=type(loader.dataset).__name__,
         batch_per_step=batch,
         effective_batch=effective,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """What an Accelerator is made of."""
 
     config: AccelConfig
@@ -59,7 +59,7 @@ def open_parts(
     project: ProjectConfiguration | None,
     fsdp: "FSDPConfig | Mapping[str, Any] | None" = None,
     deepspeed: "DeepSpeedConfig | Mapping[str, Any] | None" = None,
-) -> Parts:
+) -> Components:
     """Resolves the configuration, opens the session and the backend; nothing is opened if a setting cannot work.
 
     Raises:
@@ -118,7 +118,7 @@ def open_parts(
 
         alone = session.world_size == 1
         backend = open_backend(choice.name, options_of(asked, sorted_handlers.ddp, backend_type, alone=alone))
-        parts = Parts(
+        parts = Components(
             config=config,
             handlers=sorted_handlers,
             session=session,

@@ -15,7 +15,7 @@ from accel_launch.cli.printing import outlined, print_json, print_table
 from accel_state.sizes import readable_bytes
 
 if TYPE_CHECKING:
-    from accel_ckpt.tools.inspection import Comparison, DescribedState, Listed
+    from accel_ckpt.tools.inspection import Comparison, DescribedState, ListedCheckpoint
 
 
 @click.group()
@@ -136,7 +136,7 @@ def diff(first: str, second: str, *, as_json: bool) -> int:
     return int(bool(found.only_first or found.only_second or found.tensors or found.values))
 
 
-def _listed_as_data(one: "Listed") -> dict[str, object]:
+def _listed_as_data(one: "ListedCheckpoint") -> dict[str, object]:
     return {
         "number": one.number,
         "path": str(one.path),
