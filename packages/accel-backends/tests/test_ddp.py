@@ -399,7 +399,7 @@ def test_buffers_are_settled_before_a_state_is_taken(rank, sync):
     model(data(rank, 2))
     mean = ddp.model_state(model)["1.running_mean"]
     assert not torch.equal(*everywhere(mean))
-    ddp.settle_buffers([model])
+    ddp.sync_buffers([model])
     assert torch.equal(*everywhere(mean)) is sync
 
 

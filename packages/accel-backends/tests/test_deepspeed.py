@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def distance(backend: Any, engine: Any, reference: nn.Module) -> float:
-    state = backend.whole_model_state(engine, main_only=False)
+    state = backend.full_model_state(engine, main_only=False)
     return max((state[name] - value).abs().max().item() for name, value in reference.state_dict().items())
 
 
@@ -177,9 +177,9 @@ def test_discarded_gradients_are_gone(rank: int, world_size: int, stage: int) ->
 def test_held_gradients_go_on_where_they_were(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
         pair.backend.backward(loss_of(pair.engine, rank, 0))
-        held = pair.backend.held_gradients(pair.engine)
+        held = pair.backend.unreduced_gradients(pair.engine)
         pair.backend.zero_grad(pair.optimizer)
-        pair.backend.hold_gradients(pair.engine, held)
+        pair.backend.set_unreduced_gradients(pair.engine, held)
         pair.backend.backward(loss_of(pair.engine, rank, 1))
         pair.mean((1, 0), (1, 1)).backward()
         pair.step()
@@ -228,7 +228,7 @@ def test_a_loss_goes_through_two_engines(rank: int, world_size: int, stage: int)
         head.load_state_dict(theirs.state_dict())
         engine, optimizer, _ = prepared(backend, model, momentum(model))
         top, above, _ = prepared(backend, head, momentum(head))
-        theirs.load_state_dict(backend.whole_model_state(top, main_only=False))
+        theirs.load_state_dict(backend.full_model_state(top, main_only=False))
         steps = [momentum(ours), momentum(theirs)]
         for step in range(2):
             x = [torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)]
@@ -252,11 +252,11 @@ def test_changed_whole_parameters_train_on(rank: int, world_size: int, stage: in
         model = make_net()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         engine, optimizer, _ = prepared(backend, model, momentum(model))
-        with backend.whole_parameters(engine), torch.no_grad():
+        with backend.full_parameters(engine), torch.no_grad():
             engine.module[0].weight.zero_()
-        with backend.whole_parameters(engine, writeback=False), torch.no_grad():
+        with backend.full_parameters(engine, writeback=False), torch.no_grad():
             engine.module[2].weight.zero_()
-        state = backend.whole_model_state(engine, main_only=False)
+        state = backend.full_model_state(engine, main_only=False)
         assert state["0.weight"].abs().max() == 0
         assert torch.equal(state["2.weight"], before["2.weight"])  # fp32, all of its bits
         assert state["2.weight"].dtype == torch.float32
@@ -270,7 +270,7 @@ def test_weights_are_handed_out_as_the_model_computes(rank: int, world_size: int
     with opened("bf16", zero_stage=3, zero3_save_16bit_model=True) as backend:
         model = make_net()
         engine, _, _ = prepared(backend, model, momentum(model))
-        state = backend.whole_model_state(engine)
+        state = backend.full_model_state(engine)
         assert {value.dtype for value in state.values()} == ({torch.bfloat16} if rank == 0 else set())
 
 
@@ -366,13 +366,13 @@ def test_checkpointing_that_would_lose_gradients_is_refused(rank: int, world_siz
 @pytest.mark.ranks(2)
 def test_models_are_partitioned_while_they_are_built(rank: int, world_size: int) -> None:
     with opened(zero_stage=3) as backend:
-        with backend.building():
+        with backend.zero_init():
             model = make_net()
         assert model[0].weight.numel() == 0
         engine, optimizer, _ = prepared(backend, model, momentum(model))
         backend.backward(loss_of(engine, rank, 0))
         assert backend.step(optimizer)
-        assert backend.whole_model_state(engine, main_only=False)["0.weight"].shape == (7, 5)
+        assert backend.full_model_state(engine, main_only=False)["0.weight"].shape == (7, 5)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -80,7 +80,7 @@ def step_plain(model: nn.Module, optimizer: Optimizer, step: int, uses: Sequence
 
 
 def assert_alike(backend: Any, trained: nn.Module, reference: nn.Module) -> None:
-    state = backend.whole_model_state(trained, main_only=False)
+    state = backend.full_model_state(trained, main_only=False)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
@@ -117,7 +117,7 @@ def test_counts_of_steps_that_were_missed_are_saved_and_loaded(rank: int, world_
         for step in range(4):
             backend.backward(loss_of(engine, rank, step, uses[step][rank]))
             backend.step(optimizer)
-        model_state = backend.whole_model_state(engine, main_only=False)
+        model_state = backend.full_model_state(engine, main_only=False)
         state = backend.optimizer_state(optimizer, [engine])
         names = {id(parameter): name for name, parameter in reference.named_parameters()}
         expected = {names[id(parameter)]: float(one["step"]) for parameter, one in plain.state.items()}
@@ -182,7 +182,7 @@ def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size
         for step, uses in enumerate(uses_of(stage)):
             backend.backward(loss_of(engine, rank, step, uses[rank]))
             backend.step(optimizer)
-        after = backend.whole_model_state(engine, main_only=False)
+        after = backend.full_model_state(engine, main_only=False)
         same = {name for name, value in before.items() if torch.equal(after[name], value)}
         assert same == {"parts.2.weight", "parts.2.bias"}
 
@@ -201,9 +201,9 @@ def test_parts_that_no_rank_uses_stay_in_a_window_that_is_resumed(
         for step, use in enumerate(((0, 1), (0,))):
             backend.backward(loss_of(engine, rank, step, use))
             if use == (0,):
-                held = {name: value.clone() for name, value in backend.held_gradients(engine).items()}
+                held = {name: value.clone() for name, value in backend.unreduced_gradients(engine).items()}
                 assert not [name for name in held if name.startswith("parts.1.")]
-                backend.hold_gradients(engine, held)
+                backend.set_unreduced_gradients(engine, held)
             backend.step(optimizer)
             step_plain(reference, plain, step, (use, use))
         assert_alike(backend, engine, reference)

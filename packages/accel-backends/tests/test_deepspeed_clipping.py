@@ -88,7 +88,7 @@ def train_beside(stage: int, device: str, clip: Callable[[Side], Iterable[torch.
             assert backend.step(optimizer)
             plain.step()
             plain.zero_grad()
-        state = backend.whole_model_state(engine, main_only=False)
+        state = backend.full_model_state(engine, main_only=False)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
@@ -156,7 +156,7 @@ def test_gradients_that_are_added_after_a_clip_are_not_clipped(
                 clip_grad_norm_(layers_of(reference)(*layers), 0.1)
         assert backend.step(bundle.optimizers[0])
         plain.step()
-        state = backend.whole_model_state(engine, main_only=False)
+        state = backend.full_model_state(engine, main_only=False)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 

@@ -74,7 +74,7 @@ def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False, steps: int
 
 
 def assert_alike(backend: Any, trained: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    state = backend.whole_model_state(trained, main_only=False)
+    state = backend.full_model_state(trained, main_only=False)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(state[name].float(), value, rtol=0, atol=tolerance)
 
@@ -150,7 +150,7 @@ def test_copies_keep_their_bits_where_a_write_changes_nothing(
 ) -> None:
     def nothing(model: nn.Module) -> None:
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        with backend.whole_parameters(prepared, writeback=False):
+        with backend.full_parameters(prepared, writeback=False):
             state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state)
 
@@ -158,7 +158,7 @@ def test_copies_keep_their_bits_where_a_write_changes_nothing(
     for edit in (nothing, lambda model: None):
         with engine(stage, where, "bf16") as (backend, prepared, optimizer):
             train(backend, prepared, optimizer, rank, edit)
-            ends.append(backend.whole_model_state(prepared, main_only=False))
+            ends.append(backend.full_model_state(prepared, main_only=False))
     for name, value in ends[1].items():
         assert torch.equal(ends[0][name], value)
 
@@ -193,7 +193,7 @@ def test_writing_where_a_parameter_has_no_values_is_refused(rank: int, world_siz
         clamp(model.module)  # type: ignore[arg-type]
         with pytest.raises(BackendError, match=r"0\.weight, 0\.bias, .*full_parameters\(model\)"):
             backend.step(optimizer)
-        with backend.whole_parameters(model):
+        with backend.full_parameters(model):
             clamp(model.module)  # type: ignore[arg-type]
         backend.step(optimizer)
 

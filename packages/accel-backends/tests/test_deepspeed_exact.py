@@ -83,7 +83,7 @@ class Beside:
 
     def check(self) -> None:
         """The weights are those of the one process."""
-        state = self.backend.whole_model_state(self.engine, main_only=False)
+        state = self.backend.full_model_state(self.engine, main_only=False)
         for name, value in self.reference.state_dict().items():
             assert (state[name] - value).norm() <= 1e-5 * value.norm(), name
 
@@ -194,7 +194,7 @@ def test_stage_3_names_the_modules_that_only_some_ranks_gather(how: str, tmp_pat
 ALONE = """
 session.wait_for_everyone()
 if session.rank == 0:
-    print(len(backend.whole_model_state(bundle.models[0])), "weights")
+    print(len(backend.full_model_state(bundle.models[0])), "weights")
 session.wait_for_everyone()
 session.close()
 """
@@ -366,7 +366,7 @@ def test_reduced_gradients_are_read_by_name(rank: int, world_size: int, stage: i
         for step in range(2):
             pair.backward(rank, step, USE, USE)
             pair.backend.clip_grad_norm(pair.engine.parameters(), math.inf)
-            held = pair.backend.held_gradients(pair.engine)
+            held = pair.backend.unreduced_gradients(pair.engine)
             for name, parameter in pair.reference.named_parameters():
                 torch.testing.assert_close(held[name], parameter.grad, rtol=1e-5, atol=1e-7)
             pair.step()

@@ -1,4 +1,4 @@
-"""Optimizers and values in ZeRO's flat pieces: each steps as on whole parameters, or is refused when it is prepared."""
+"""Optimizers and values in ZeRO's flat pieces: each steps as on full parameters, or is refused when it is prepared."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,7 +115,7 @@ def test_an_optimizer_steps_on_pieces_as_on_whole_parameters(rank: int, stage: i
             loss_of(expected, step, slice(None)).backward()
             stepping.step()
             stepping.zero_grad()
-        state = backend.whole_model_state(bundle.models[0], main_only=False)
+        state = backend.full_model_state(bundle.models[0], main_only=False)
     for name, value in expected.named_parameters():
         assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-5), name
 
@@ -125,7 +125,7 @@ def test_an_optimizer_steps_on_pieces_as_on_whole_parameters(rank: int, stage: i
 @pytest.mark.parametrize("kind", BEYOND)
 def test_one_that_looks_at_whole_parameters_is_refused(rank: int, stage: int, kind: str) -> None:
     words = (
-        "closure" if kind == "LBFGS" else f"whole parameters, and ZeRO stage {stage} .*zero_stage=0, or strategy='ddp'"
+        "closure" if kind == "LBFGS" else f"full parameters, and ZeRO stage {stage} .*zero_stage=0, or strategy='ddp'"
     )
     model = matrices()
     with opened(stage) as backend, pytest.raises(PrepareError, match=f"{kind} .*{words}"):
@@ -136,7 +136,7 @@ def test_one_that_looks_at_whole_parameters_is_refused(rank: int, stage: int, ki
 @pytest.mark.parametrize("kind", [ByRows, ByNorm])
 def test_one_of_another_library_that_looks_at_whole_parameters_is_refused(rank: int, kind: type[ByRows]) -> None:
     model = matrices()
-    with opened(2) as backend, pytest.raises(PrepareError, match=f"{kind.__name__} looks at whole parameters"):
+    with opened(2) as backend, pytest.raises(PrepareError, match=f"{kind.__name__} looks at full parameters"):
         backend.prepare(Bundle([model], [kind(model.parameters())]))
     with opened(0) as backend:
         backend.prepare(Bundle([model], [kind(model.parameters())]))

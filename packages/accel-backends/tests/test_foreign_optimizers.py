@@ -1,4 +1,4 @@
-"""Optimizers of other libraries on shards: each steps as on whole parameters, or is refused when it is prepared."""
+"""Optimizers of other libraries on shards: each steps as on full parameters, or is refused when it is prepared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -136,7 +136,7 @@ def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind
     train(expected, stepping, torch.Tensor.backward, lambda one, *closure: one.step(*closure), slice(None))
     backend, model, optimizer = prepared(version, KINDS[kind])
     train(model, optimizer, backend.backward, backend.step, slice(4 * rank, 4 * rank + 4))
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in expected.named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 
@@ -144,7 +144,7 @@ def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", REFUSED.values(), ids=REFUSED)
 def test_version_1_refuses_what_looks_at_whole_parameters(kind: Any) -> None:
-    with pytest.raises(PrepareError, match=r"looks at whole parameters, and fsdp_version=1 .*nearest: AdamW, or fsdp"):
+    with pytest.raises(PrepareError, match=r"looks at full parameters, and fsdp_version=1 .*nearest: AdamW, or fsdp"):
         prepared(1, kind)
 
 

@@ -75,7 +75,7 @@ def train(
 
 
 def assert_trained(backend: FSDPBackend, model: nn.Module, expected: nn.Module, rtol: float = 1e-10) -> None:
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in expected.named_parameters():
         distance = float((state[name] - value.detach()).abs().max())
         assert distance <= rtol * float(value.detach().abs().max()), f"{name} is {distance:.1e} away"
@@ -173,11 +173,11 @@ def test_frozen_parameters_and_several_models_are_fine(rank: int) -> None:
     frozen, other = WithFrozen(), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (frozen, other)]
     backend.prepare(Bundle([frozen, other], optimizers))
-    before = backend.whole_model_state(frozen, main_only=False)
+    before = backend.full_model_state(frozen, main_only=False)
     backend.backward(other(frozen(torch.ones(2, 8))).square().mean())
     for optimizer in optimizers:
         assert backend.step(optimizer)
-    after = backend.whole_model_state(frozen, main_only=False)
+    after = backend.full_model_state(frozen, main_only=False)
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"trained.weight", "trained.bias"}
 
@@ -249,15 +249,15 @@ def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> No
     backend = open_backend(**options)
     model, expected = make_model("transformer"), make_model("transformer")
     backend.prepare(Bundle([model]))
-    with backend.whole_parameters(model):
+    with backend.full_parameters(model):
         assert model.head.weight is model.embedding.weight
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(mine, other)
         with torch.no_grad():
             model.norm.bias.fill_(3.0)
-    with backend.whole_parameters(model, writeback=False), torch.no_grad():
+    with backend.full_parameters(model, writeback=False), torch.no_grad():
         model.norm.bias.fill_(4.0)
-    assert bool((backend.whole_model_state(model, main_only=False)["norm.bias"] == 3.0).all())
+    assert bool((backend.full_model_state(model, main_only=False)["norm.bias"] == 3.0).all())
 
 
 @pytest.mark.ranks(2)
@@ -265,7 +265,7 @@ def test_a_whole_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None
     backend = open_backend()
     model = make_model("transformer", seed=4)
     backend.prepare(Bundle([model]))
-    assert bool(backend.whole_model_state(model)) == (rank == 0)
+    assert bool(backend.full_model_state(model)) == (rank == 0)
     other = make_model("transformer", seed=5)
     backend.load_model_state(model, dict(other.named_parameters()))
     assert_trained(backend, model, other, rtol=0.0)
@@ -452,8 +452,8 @@ def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, 
     backend.prepare(Bundle([model], [optimizer]))
     backend.backward(model(torch.ones(2, 8)).mean())
     backend.step(optimizer)
-    assert bool(backend.whole_model_state(model)) == (everywhere or rank == 0)
-    whole = backend.whole_optimizer_state(optimizer, [model])
+    assert bool(backend.full_model_state(model)) == (everywhere or rank == 0)
+    whole = backend.full_optimizer_state(optimizer, [model])
     assert bool(whole) == (everywhere or rank == 0)
     if whole:
         assert whole["state"]["first.weight"]["exp_avg"].shape == (16, 8)
@@ -468,7 +468,7 @@ def test_nothing_is_reduced_until_the_last_micro_batch() -> None:
     with backend.no_sync(model):
         backend.backward(model(tokens(0)).mean())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert set(backend.held_gradients(model)) == {name for name, _ in model.named_parameters()}
+    assert set(backend.unreduced_gradients(model)) == {name for name, _ in model.named_parameters()}
     backend.backward(model(tokens(1)).mean())
     assert all(type(parameter.grad).__name__ == "DTensor" for parameter in model.parameters())
 

@@ -64,7 +64,7 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
         backend.clip_grad_norm(model.parameters(), 0.5)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in reference().named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
     assert set(backend.optimizer_state(optimizer, [model])["state"]) == set(state)
@@ -78,13 +78,13 @@ def test_states_load_into_another_wrapping(rank: int) -> None:
     model, other = backend.prepare(Bundle([model, other], optimizers)).models
     backend.backward(loss_of(model, tokens(0)))
     backend.step(optimizers[0])
-    backend.load_model_state(other, backend.whole_model_state(model, main_only=False))
+    backend.load_model_state(other, backend.full_model_state(model, main_only=False))
     backend.load_optimizer_state(optimizers[1], [other], backend.optimizer_state(optimizers[0], [model]))
     for one, optimizer in zip((model, other), optimizers, strict=True):
         optimizer.zero_grad()
         backend.backward(loss_of(one, tokens(1)))
         backend.step(optimizer)
-    first, second = (backend.whole_model_state(one, main_only=False) for one in (model, other))
+    first, second = (backend.full_model_state(one, main_only=False) for one in (model, other))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     with pytest.raises(AccelError, match="state of another TinyTransformer"):
         backend.load_model_state(other, {"wrong": torch.zeros(1)})
@@ -97,7 +97,7 @@ def test_mixed_precision_and_whole_parameters() -> None:
     output = model(torch.ones(2, 8))
     backend.backward(output.float().mean())
     assert backend.unwrap(model).first.weight.dtype == torch.float32
-    with backend.whole_parameters(model):
+    with backend.full_parameters(model):
         assert backend.unwrap(model).first.weight.shape == (16, 8)
 
 
@@ -146,12 +146,12 @@ def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> N
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if filled == "on rank 0":
         model = backend.prepare(Bundle([model])).models[0]
-        state = backend.whole_model_state(model, main_only=False)
+        state = backend.full_model_state(model, main_only=False)
         for name, value in make_model("transformer", seed=3).named_parameters():
             assert torch.equal(state[name], value), name
         return
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
-    before = backend.whole_model_state(model, main_only=False)
+    before = backend.full_model_state(model, main_only=False)
     assert 0.8 < float(before["position.weight"].std()) < 1.2
     assert bool((before["norm.weight"] == 1.0).all())
     assert not torch.equal(before["blocks.0.qkv.weight"], before["blocks.1.qkv.weight"])
@@ -160,7 +160,7 @@ def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> N
     assert torch.equal(first[0], before["position.weight"].sum())
     backend.backward(loss_of(model, tokens(0)))
     assert backend.step(optimizer)
-    assert not torch.equal(backend.whole_model_state(model, main_only=False)["norm.weight"], before["norm.weight"])
+    assert not torch.equal(backend.full_model_state(model, main_only=False)["norm.weight"], before["norm.weight"])
 
 
 @pytest.mark.ranks(2)
@@ -178,7 +178,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
         backend.clip_grad_norm(model.parameters(), 0.5)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in reference().named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 
@@ -213,15 +213,15 @@ def test_flat_parameters_of_a_users_wrapper_train_and_have_no_window_to_save() -
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     backend = open_backend()
     model = backend.prepare(Bundle([wrapped], [optimizer])).models[0]
-    before = backend.whole_model_state(model, main_only=False)
+    before = backend.full_model_state(model, main_only=False)
     with backend.no_sync(model):
         backend.backward(model(torch.ones(2, 8)).mean())
     with pytest.raises(BackendError, match="use_orig_params=False; save after a step"):
-        backend.held_gradients(model)
+        backend.unreduced_gradients(model)
     backend.backward(model(torch.ones(2, 8)).mean())
     backend.clip_grad_norm(model.parameters(), 1.0)
     assert backend.step(optimizer)
-    after = backend.whole_model_state(model, main_only=False)
+    after = backend.full_model_state(model, main_only=False)
     assert set(after) == set(make_model("mlp").state_dict())
     assert not torch.equal(after["first.weight"], before["first.weight"])
 
@@ -255,8 +255,8 @@ def test_a_whole_state_goes_where_its_options_say(rank: int) -> None:
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
     backend.backward(model(torch.ones(2, 8)).mean())
     backend.step(optimizer)
-    assert bool(backend.whole_model_state(model)) == (rank == 0)
-    state = backend.whole_optimizer_state(optimizer, [model])
+    assert bool(backend.full_model_state(model)) == (rank == 0)
+    state = backend.full_optimizer_state(optimizer, [model])
     assert state["state"]["first.weight"]["exp_avg"].shape == (16, 8)
 
 

@@ -17,7 +17,7 @@ def open_backend(**options: Any) -> FSDPBackend:
 
 
 def whole(backend: FSDPBackend, model: nn.Module) -> dict[str, torch.Tensor]:
-    return backend.whole_model_state(model, main_only=False)
+    return backend.full_model_state(model, main_only=False)
 
 
 def on_meta() -> nn.Module:

@@ -1,4 +1,4 @@
-"""torch's optimizers on shards: each steps as on whole parameters, or is refused when it is prepared."""
+"""torch's optimizers on shards: each steps as on full parameters, or is refused when it is prepared."""
 
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def test_an_optimizer_steps_on_shards_as_on_whole_parameters(rank: int, version:
     train(expected, stepping, torch.Tensor.backward, lambda one, closure: one.step(closure), part=slice(None))
     backend, model, optimizer = prepared(version, kind)
     train(model, optimizer, backend.backward, backend.step, part=slice(4 * rank, 4 * rank + 4))
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in expected.named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 
@@ -79,7 +79,7 @@ def test_an_optimizer_steps_on_shards_as_on_whole_parameters(rank: int, version:
 def test_one_that_needs_whole_parameters_is_refused(version: int, kind: str, nearest: str) -> None:
     if not hasattr(torch.optim, kind):
         pytest.skip(f"this torch has no {kind}")
-    with pytest.raises(PrepareError, match=rf"{kind} looks at whole parameters, .*fsdp_version={version}.*{nearest}"):
+    with pytest.raises(PrepareError, match=rf"{kind} looks at full parameters, .*fsdp_version={version}.*{nearest}"):
         prepared(version, kind)
 
 
@@ -102,5 +102,5 @@ def test_what_the_user_has_sharded_is_looked_at_as_well() -> None:
     model = matrices()
     fully_shard(model)
     backend = load_backend("fsdp")(Session.open(cpu=True), PrecisionPolicy.parse("no"), FSDPConfig())
-    with pytest.raises(PrepareError, match="Adafactor looks at whole parameters"):
+    with pytest.raises(PrepareError, match="Adafactor looks at full parameters"):
         backend.prepare(Bundle([model], [made("Adafactor", model)]))

@@ -94,7 +94,7 @@ def assert_as_one_process(backend: FSDPBackend, route: Route) -> None:
         stepping.zero_grad()
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     for name, value in expected.named_parameters():
         torch.testing.assert_close(state[name], value.detach(), rtol=1e-10, atol=1e-12)
     backend.close()

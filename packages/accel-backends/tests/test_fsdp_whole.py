@@ -72,7 +72,7 @@ def test_scales_train_as_in_one_process(rank: int, uses: list[tuple[tuple[int, .
         optimizer.zero_grad()
         stepping.step()
         stepping.zero_grad()
-    for name, value in backend.whole_model_state(model, main_only=False).items():
+    for name, value in backend.full_model_state(model, main_only=False).items():
         torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
 
 

@@ -45,7 +45,7 @@ def train(backend: Backend, plugin: TorchDynamoPlugin | None) -> dict[str, torch
         backend.backward(loss)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.whole_model_state(model, main_only=False)
+    state = backend.full_model_state(model, main_only=False)
     return {name: value.detach().clone() for name, value in state.items()}
 
 
@@ -54,7 +54,7 @@ def train(backend: Backend, plugin: TorchDynamoPlugin | None) -> dict[str, torch
 @pytest.mark.ranks(2, timeout=900)
 @pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend], ids=["ddp", "fsdp"])
 def test_inductor_trains_as_eager_does(kind: type[Backend]) -> None:
-    """Whole and by regions: one graph for all blocks, of the whole model more code; names stay the author's."""
+    """Whole and by regions: one graph for all blocks, of the full model more code; names stay the author's."""
     from torch._dynamo.utils import counters
 
     backend = kind(Session.open(cpu=True), PrecisionPolicy())

@@ -27,7 +27,7 @@ def train(backend: Backend, model: nn.Module) -> tuple[dict[str, torch.Tensor], 
         backend.backward(model(batch.to(next(model.parameters()).dtype)).float().square().mean())
         backend.step(optimizer)
         optimizer.zero_grad()
-    state: Any = backend.whole_model_state(model, main_only=False)
+    state: Any = backend.full_model_state(model, main_only=False)
     return {name: value.clone() for name, value in state.items()}, optimizer
 
 

@@ -45,7 +45,7 @@ def prepared(
 
 
 def plain(value: Tensor) -> tuple[str, list[float]]:
-    """A whole tensor's dtype and values."""
+    """A full tensor's dtype and values."""
     wide = value.detach().double()  # gloo does not gather 8 bits
     return str(value.dtype), (wide.full_tensor() if hasattr(wide, "full_tensor") else wide).flatten().tolist()
 

@@ -1,4 +1,4 @@
-"""AutoTP through an Accelerator: ranks that share layers train as one process, and states are those of whole layers."""
+"""AutoTP through an Accelerator: ranks that share layers train as one process, and states are those of full layers."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,7 +109,7 @@ def made(accelerator: Accelerator, plan: Plan) -> tuple[nn.Module, Any, Any]:
     """Prepared; the ranks begin with other weights, and those of rank 0 count."""
     torch.manual_seed(accelerator.process_index if not plan.building else 0)
     if plan.building:
-        with accelerator.backend.building():
+        with accelerator.backend.zero_init():
             model = Net(plan.dropout)
     else:
         model = Net(plan.dropout)
@@ -121,7 +121,7 @@ def made(accelerator: Accelerator, plan: Plan) -> tuple[nn.Module, Any, Any]:
 
 
 def train(plan: Plan) -> dict[str, torch.Tensor]:
-    """An ordinary loop over a part of the micro-batches, and the whole weights after it, and norms."""
+    """An ordinary loop over a part of the micro-batches, and the full weights after it, and norms."""
     accelerator = opened(plan)
     model, optimizer, scheduler = made(accelerator, plan)
     if plan.load:
@@ -149,7 +149,7 @@ def train(plan: Plan) -> dict[str, torch.Tensor]:
 
 def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
     """On every rank."""
-    return accelerator.backend.whole_model_state(model, main_only=False)
+    return accelerator.backend.full_model_state(model, main_only=False)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -226,7 +226,7 @@ def test_parts_are_cut_from_modules_that_stage_3_has_partitioned(rank_pool: Rank
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_whole_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage: int) -> None:
-    """By ``save_model``, within ``whole_parameters``, and with a model that is only evaluated."""
+    """By ``save_model``, within ``full_parameters``, and with a model that is only evaluated."""
     accelerator = opened(Plan(stage, 2))
     model, optimizer, _ = made(accelerator, Plan())
     torch.manual_seed(0)
@@ -234,13 +234,13 @@ def test_whole_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage
     state = whole(accelerator, model)
     assert_close_state(state, {name: reference[name] for name in state}, rtol=0, atol=0)
     assert tuple(accelerator.unwrap_model(model).blocks[0].down.weight.shape)[-1] != INNER
-    with accelerator.backend.whole_parameters(model), torch.no_grad():
+    with accelerator.backend.full_parameters(model), torch.no_grad():
         for name, parameter in accelerator.unwrap_model(model).named_parameters():
             assert torch.equal(parameter, reference[name])
             parameter.add_(1.0)
     changed = {name: reference[name] + (name != "scale") for name in state}
     assert_close_state(whole(accelerator, model), changed, rtol=0, atol=0)
-    with accelerator.backend.whole_parameters(model, writeback=False), torch.no_grad():
+    with accelerator.backend.full_parameters(model, writeback=False), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.0)
     accelerator.save_model(model, str(tmp_path / f"model{rank}"))
@@ -280,7 +280,7 @@ def test_folders_of_deepspeed_hold_parts(rank: int, tmp_path: Path) -> None:
     accelerator.export_deepspeed(box[0])
     before = whole(accelerator, model)
     for read in (model.load_checkpoint, accelerator.import_deepspeed):
-        with accelerator.backend.whole_parameters(model), torch.no_grad():
+        with accelerator.backend.full_parameters(model), torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         assert any(bool((value == 0).all()) for value in whole(accelerator, model).values())
@@ -411,7 +411,7 @@ def test_gradients_that_do_not_lie_in_order_are_summed_as_well(rank: int) -> Non
     ("options", "degrees", "words"),
     [
         ({"tensor_parallel": {"autotp_size": 2}}, {"tp_size": 1}, "has tp_size=1, and .*autotp_size = 2"),
-        ({"zero_stage": "auto"}, {"tp_size": 2}, "the planner looks at whole layers"),
+        ({"zero_stage": "auto"}, {"tp_size": 2}, "the planner looks at full layers"),
         (
             {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}},
             None,
@@ -508,7 +508,7 @@ def test_what_deepspeed_would_do_wrongly_beside_it_is_refused(rank: int) -> None
     accelerator.end_training()
     accelerator = opened(Plan(0, 2))
     model = Net()
-    with pytest.raises(PrepareError, match="Adafactor looks at whole parameters"):
+    with pytest.raises(PrepareError, match="Adafactor looks at full parameters"):
         accelerator.prepare(model, torch.optim.Adafactor(model.parameters(), lr=0.1))
     accelerator.end_training()
 

@@ -73,7 +73,7 @@ class Plan:
 
 
 def train(plan: Plan) -> dict[str, torch.Tensor]:
-    """An ordinary loop, and the whole weights after it."""
+    """An ordinary loop, and the full weights after it."""
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=plan.precision,

@@ -160,7 +160,7 @@ class Tall(nn.Module):
 
 
 def memory_of_loading(folder: str) -> tuple[int, int]:
-    """Bytes of the whole model, and the most that this rank ever held while it was built, sharded and loaded."""
+    """Bytes of the full model, and the most that this rank ever held while it was built, sharded and loaded."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=nothing))
 
     def build() -> nn.Module:

@@ -53,7 +53,7 @@ def train(version: int, taken: tuple[list[int], list[int]], *, apart: bool = Fal
 
 
 def want_state(version: int) -> None:
-    """Rank 0 alone asks for the whole state."""
+    """Rank 0 alone asks for the full state."""
     accelerator = Accelerator(cpu=True, fsdp_plugin={"fsdp_version": version})
     model = accelerator.prepare(nn.Linear(4, 4))
     if accelerator.is_main_process:

@@ -40,7 +40,7 @@ from accel_deepspeed.tensor_parallel.autotp import Layers
 from accel_deepspeed.ulysses.sequence import Sequences
 from accel_deepspeed.zero.clipping import ZeroClipping
 from accel_deepspeed.zero.footprint import held_by
-from accel_deepspeed.zero.gathered_parameters import whole_parameters
+from accel_deepspeed.zero.gathered_parameters import full_parameters
 from accel_precision.options import GradScalerKwargs
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, ConfigError
@@ -225,7 +225,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
 
     # States
 
-    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+    def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
         buffers = [buffer for model in models if self._engines.find(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
@@ -240,7 +240,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             return super().gradient_marks(model)
         return prepared.gradients.backwards
 
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has been accumulated, by name: this rank's share, or the average where ranks have reduced already."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
@@ -256,7 +256,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         scale = prepared.gradients.loss_scale
         return {name: held / scale for name, held in super().full_gradients(model).items()}
 
-    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+    def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Starts a window with these shares; collective."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None:
@@ -276,7 +276,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return states.model_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
+        """Loads sharded or full tensors, the latter given alike on every rank; collective."""
         prepared = self._engines.find_stated(model)
         if prepared is None:
             super().load_model_state(model, state, strict=strict)
@@ -285,22 +285,22 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         states.load_model_state(prepared.engine, prepared.parts, fitted)
         prepared.edits.forget()
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """Whole tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.
+    def full_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """Full tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.
 
         On rank 0 only (elsewhere empty) unless ``main_only`` is False.
         """
         prepared = self._engines.find_stated(model)
         if prepared is None:
-            return super().whole_model_state(model, main_only=main_only)
+            return super().full_model_state(model, main_only=main_only)
         keep = main_only is False or self.session.rank == 0
         parts = None if prepared.saves_16bit else prepared.parts
-        return states.whole_state(prepared.engine, parts, keep=keep)
+        return states.full_state(prepared.engine, parts, keep=keep)
 
-    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters are whole on every rank; changes reach the optimizer unless ``writeback`` is off."""
         prepared = self._engines.find(model)
-        return _NOTHING if prepared is None else whole_parameters(prepared, writeback=writeback)
+        return _NOTHING if prepared is None else full_parameters(prepared, writeback=writeback)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters; collective."""
@@ -310,7 +310,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return states.optimizer_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank; collective."""
+        """Loads sharded or full tensors, the latter given alike on every rank; collective."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             super().load_optimizer_state(optimizer, [prepared.engine], state)
@@ -355,7 +355,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return {name: layout.empty(parameters[name]) for group in prepared.groups for name in group}
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def zero_init(self) -> Iterator[None]:
         """Within it, at stage 3, every module that is built is partitioned at once; collective."""
         if not self._options.zero3_init_flag:
             yield

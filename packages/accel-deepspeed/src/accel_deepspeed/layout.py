@@ -39,7 +39,7 @@ class ZeroSpread(BackendSpread):
         return {"sp": self._sequences.size, "tp": self._layers.size}
 
     @property
-    def random_rank(self) -> int:
+    def rng_seed_rank(self) -> int:
         """The first of those that share layers."""
         return self._layers.first
 

@@ -30,7 +30,7 @@ class GatheredScales:
         return bool(self._weights)
 
     def renew(self) -> None:
-        """Computes the scales of weights that have changed; collective. Whole parameters must be back in shards."""
+        """Computes the scales of weights that have changed; collective. Full parameters must be back in shards."""
         stamps, model = self._now(), self._model()
         if stamps != self._stamps and model is not None:
             import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)

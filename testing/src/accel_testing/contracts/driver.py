@@ -74,7 +74,7 @@ class Driver(ABC):
     def unwrap_model(self, model: nn.Module) -> nn.Module: ...
     @abstractmethod
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        """The model's whole state, on the main process; elsewhere it may be empty."""
+        """The model's full state, on the main process; elsewhere it may be empty."""
 
 
 @final

@@ -55,7 +55,7 @@ adamw_program = partial(language_program, adamw)
 
 @final
 class Trained(dict[str, Tensor]):
-    """Whole weights by name; ``losses`` (micro-batches,) are those on the way there, each the mean over the ranks."""
+    """Full weights by name; ``losses`` (micro-batches,) are those on the way there, each the mean over the ranks."""
 
     losses: Tensor
 
@@ -85,7 +85,7 @@ def train_part(
         optimizer: made of the model.
 
     Returns:
-        The whole weights afterwards, and the losses on the way.
+        The full weights afterwards, and the losses on the way.
     """
     spread = Layout.parse(layout) if isinstance(layout, str) else layout
     trained: Trained = pool.run(

@@ -85,7 +85,7 @@ def _check_devices(model: nn.Module, meta_allowed: bool) -> None:
         elif parameter.device != first[1].device:
             raise PrepareError(
                 f"parameters of {type(model).__name__} lie on several devices: {first[0]} on {first[1].device}, {name} "
-                f"on {parameter.device}; move the whole model to one device before preparing it"
+                f"on {parameter.device}; move the full model to one device before preparing it"
             )
     if first is not None and first[1].is_meta and not meta_allowed:
         raise PrepareError(

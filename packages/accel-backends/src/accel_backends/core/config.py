@@ -21,7 +21,7 @@ class Implied:
 @final
 @dataclass(frozen=True, slots=True)
 class WholeForm:
-    """How a whole state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
+    """How a full state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
 
     offload_to_cpu: bool = True
     rank0_only: bool = True
@@ -71,12 +71,12 @@ class BackendConfig(KwargsHandler):
 
     @property
     def state_form(self) -> WholeForm | None:
-        """How whole states of models are handed out. Default: they are whole everywhere, and every rank has them."""
+        """How full states of models are handed out. Default: they are whole everywhere, and every rank has them."""
         return None
 
     @property
     def optimizer_state_form(self) -> WholeForm | None:
-        """How whole states of optimizers are handed out. Default: as those of models."""
+        """How full states of optimizers are handed out. Default: as those of models."""
         return None
 
     def settled(self, options: Mapping[str, Any]) -> "Self | None":

@@ -84,12 +84,12 @@ class BackendGradients(BackendStates):
     ) -> torch.Tensor:
         """The norm of this rank's gradients in an accumulation window that is still open, without the loss scale.
 
-        Collective; changes no gradient. Default: of what ``held_gradients`` gives for these parameters of the models.
+        Collective; changes no gradient. Default: of what ``unreduced_gradients`` gives for these parameters of the models.
         """
-        if type(self).held_gradients is BackendStates.held_gradients:
+        if type(self).unreduced_gradients is BackendStates.unreduced_gradients:
             norm = self.clip_grad_norm(parameters, math.inf, norm_type)
         else:
-            held = [(named_parameters(model), self.held_gradients(model)) for model in models]
+            held = [(named_parameters(model), self.unreduced_gradients(model)) for model in models]
             norm = norm_of_held(held, parameters, norm_type)
         return norm if self.scaler is None else norm / self.scaler.current
 

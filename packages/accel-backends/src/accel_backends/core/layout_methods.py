@@ -1,4 +1,4 @@
-"""Methods of a backend about the distribution of work; the defaults are those of whole models and whole samples."""
+"""Methods of a backend about the distribution of work; the defaults are those of full models and whole samples."""
 
 from abc import ABC
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class BackendSpread(ABC):
         return {}
 
     @property
-    def random_rank(self) -> int:
+    def rng_seed_rank(self) -> int:
         """The rank whose random numbers this rank draws, because both drop out of the same. Default: its own."""
         return self.session.rank
 
@@ -41,7 +41,7 @@ class BackendSpread(ABC):
         return None
 
     def sequence_attention(self, attention: Attention) -> Attention:
-        """An attention over whole sequences, wherever ranks have a part of each; collective. Default: the same.
+        """An attention over full sequences, wherever ranks have a part of each; collective. Default: the same.
 
         Use it where a model attends: ``attention`` then gets all tokens of some heads, and what is returned takes and
         gives this rank's tokens of all heads.

@@ -64,7 +64,7 @@ DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
 
 
-def whole_form(name: str, value: object) -> WholeForm:
+def full_form(name: str, value: object) -> WholeForm:
     """The form that a mapping, or torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``, describes.
 
     Raises:

@@ -61,4 +61,4 @@ def select_backend(
         return Choice("single", (*reasons, here, f"device {device.type}"))
     if facts is not None and facts.trainable == 0:
         return Choice("ddp", (here, "no parameter is trained, so models stay bare"))
-    return Choice("ddp", (here, f"device {device.type}", "nothing asked for sharding, so each holds the whole model"))
+    return Choice("ddp", (here, f"device {device.type}", "nothing asked for sharding, so each holds the full model"))

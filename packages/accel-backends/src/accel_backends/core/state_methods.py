@@ -1,4 +1,4 @@
-"""Methods of a backend about the states of models and optimizers; the defaults are those of whole, replicated ones."""
+"""Methods of a backend about the states of models and optimizers; the defaults are those of full, replicated ones."""
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.ops.dtensor import whole_optimizer_state, whole_state
+from accel_backends.ops.dtensor import full_optimizer_state, full_state
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import (
     load_model_state,
@@ -33,7 +33,7 @@ class BackendStates(ABC):
     session: "Session"
     config: "BackendConfig"
 
-    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+    def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Makes buffers equal on all ranks before they are saved, where training makes them equal only later.
 
         Collective where it does anything. Default: there is one copy.
@@ -43,7 +43,7 @@ class BackendStates(ABC):
         """What changes when a backward adds to the gradients of a model. Default: the writes to those of parameters."""
         return gradient_marks(model.parameters())
 
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Gradients of an accumulation window that is still open, whole, by parameter name: this rank's share.
 
         Averaged over ``gradient_average`` ranks, shares make the gradient. Collective. Default: what parameters hold.
@@ -53,12 +53,12 @@ class BackendStates(ABC):
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Copies of the next step's gradients, whole, by parameter name, without a loss scale of the backend's own.
 
-        Collective; to be called after the last backward of a window. Default: of what ``held_gradients`` gives.
+        Collective; to be called after the last backward of a window. Default: of what ``unreduced_gradients`` gives.
         """
-        return {name: held.detach().clone() for name, held in self.held_gradients(model).items()}
+        return {name: held.detach().clone() for name, held in self.unreduced_gradients(model).items()}
 
-    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Puts back what ``held_gradients`` gave, or any shares with that average; collective."""
+    def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Puts back what ``unreduced_gradients`` gave, or any shares with that average; collective."""
         for name, parameter in named_parameters(model).items():
             held = gradients.get(name)
             parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
@@ -75,15 +75,15 @@ class BackendStates(ABC):
         """
         load_model_state(model, state, strict=strict)
 
-    def whole_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """The model's state in whole tensors; collective.
+    def full_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
+        """The model's state in full tensors; collective.
 
         ``main_only``: only rank 0 gets it where it has to be put together, and the others get an empty one; None: as
         the backend's options say. Default: in the options' form; where they have none, every rank has it, and gets it.
         """
-        return self._handed_out(whole_state, self.model_state(model), self.config.state_form, main_only)
+        return self._handed_out(full_state, self.model_state(model), self.config.state_form, main_only)
 
-    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters are whole; changes last if ``writeback``. Default: they always are and do."""
         return _NOTHING
 
@@ -91,12 +91,12 @@ class BackendStates(ABC):
         """The optimizer's state by parameter names, see ``states``."""
         return optimizer_state(optimizer, models)
 
-    def whole_optimizer_state(
+    def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state in whole tensors; collective. Default: as ``whole_model_state``."""
+        """The optimizer's state in full tensors; collective. Default: as ``full_model_state``."""
         form = self.config.optimizer_state_form
-        return self._handed_out(whole_optimizer_state, self.optimizer_state(optimizer, models), form, main_only)
+        return self._handed_out(full_optimizer_state, self.optimizer_state(optimizer, models), form, main_only)
 
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """By parameter name, a tensor placed as the optimizer's states of it are. Default: the parameters."""

@@ -1,4 +1,4 @@
-"""A whole model on every rank, gradients averaged over ranks by DistributedDataParallel."""
+"""A full model on every rank, gradients averaged over ranks by DistributedDataParallel."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -130,7 +130,7 @@ class DDPBackend(Backend):
         if given is not None:
             self._reductions.append(Reduction(given, given.process_group, given=True))
             return model
-        _check_whole(model)
+        _check_full(model)
         config = cast(DDPConfig, self.config)
         if config.sync_batch_norm:
             from accel_backends.ddp.sync_batch_norm import convert_sync_batch_norm
@@ -202,7 +202,7 @@ class DDPBackend(Backend):
         tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
         average_tensors(tensors, self.session.group)
 
-    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+    def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Copies rank 0's buffers to every rank, as DDP's next forward would unless ``broadcast_buffers`` is off."""
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         buffers = [buffer for model in wrapped for buffer in model.buffers()]
@@ -252,10 +252,10 @@ def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
         model.require_backward_grad_sync = before
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_full(model: nn.Module) -> None:
     for name, parameter in named_parameters(model).items():
         if hasattr(parameter, "device_mesh"):
             raise PrepareError(
-                f"{name} is a DTensor on {parameter.device_mesh}, and backend 'ddp' keeps whole parameters on every "
+                f"{name} is a DTensor on {parameter.device_mesh}, and backend 'ddp' keeps full parameters on every "
                 "rank; use a backend that composes with sharded ones (fsdp)"
             )

@@ -18,7 +18,7 @@ from accel_backends.core.replaced import replace_parameters
 from accel_backends.fsdp.backward_errors import explained
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.float8 import follow
-from accel_backends.fsdp.full_state_loading import take_whole_tensors
+from accel_backends.fsdp.full_state_loading import take_full_tensors
 from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.outside_forward import outside_units, refuse_outside
 from accel_backends.fsdp.shard import (
@@ -33,7 +33,7 @@ from accel_backends.fsdp.shard import (
     units_of,
 )
 from accel_backends.fsdp.unit_record import watch_units
-from accel_backends.fsdp.unreduced_gradients import held_gradients, hold_gradients
+from accel_backends.fsdp.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
 from accel_backends.fsdp.validate import (
     check_flattened,
     check_gradients,
@@ -47,7 +47,7 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
-from accel_backends.ops.dtensor import is_dtensor, placed_like, sharded_like, whole_parameters
+from accel_backends.ops.dtensor import full_parameters, is_dtensor, placed_like, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
@@ -179,7 +179,7 @@ class FSDPBackend(Backend):
         self._sharded[root] = sharded
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
-        take_whole_tensors(root)
+        take_full_tensors(root)
         self._outside[root] = refuse_outside(
             outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
         )
@@ -197,7 +197,7 @@ class FSDPBackend(Backend):
         return super().compile(model, plugin)
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
-        """This rank's part of a whole state."""
+        """This rank's part of a full state."""
         return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
 
     def release(self, models: Iterable[nn.Module]) -> None:
@@ -254,7 +254,7 @@ class FSDPBackend(Backend):
             usage.end(modules, device=self.device, group=self.session.group)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Whole gradients add up on each rank until a backward outside of it reduces them."""
+        """Full gradients add up on each rank until a backward outside of it reduces them."""
         return self._synchronising(model, enable=False)
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -262,7 +262,7 @@ class FSDPBackend(Backend):
         return self._synchronising(model, enable=True)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps on the shards, after freeing whole parameters that a forward without backward has left.
+        """Steps on the shards, after freeing full parameters that a forward without backward has left.
 
         Scales of weights that are gathered in 8 bits follow.
         """
@@ -282,19 +282,19 @@ class FSDPBackend(Backend):
         return super().model_state(model)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        """Loads sharded or full tensors, the latter given alike on every rank."""
         self._rest([model])
         load_model_state(model, state, strict=strict, place=placed_like)
 
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has added up here unreduced, and what has been reduced already, whole."""
         self._rest([model])
-        return held_gradients(model)
+        return unreduced_gradients(model)
 
-    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+    def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Reduces the shares now; what follows in the window adds to it."""
         self._rest([model])
-        hold_gradients(model, gradients, group=self.session.group)
+        set_unreduced_gradients(model, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters."""
@@ -302,7 +302,7 @@ class FSDPBackend(Backend):
         return super().optimizer_state(optimizer, models)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        """Loads sharded or full tensors, the latter given alike on every rank."""
         self._rest(models)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
@@ -312,12 +312,12 @@ class FSDPBackend(Backend):
         }
         super().load_optimizer_state(optimizer, models, {**state, STATE: values})
 
-    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters are whole on every rank; changes go back unless ``writeback`` is off; collective."""
         self._rest([model])
-        return whole_parameters(model, writeback=writeback)
+        return full_parameters(model, writeback=writeback)
 
-    def settle_buffers(self, models: Iterable[nn.Module]) -> None:
+    def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
         buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:

@@ -19,10 +19,10 @@ from accel_backends.core.option_parsing import (
     as_flag,
     as_member,
     as_number,
+    full_form,
     mixed_dtypes,
     offloads,
     reshard_value,
-    whole_form,
     wrap_value,
 )
 from accel_state.errors import BackendError, ConfigError
@@ -75,9 +75,9 @@ class FSDPConfig(BackendConfig):
             that do not use it, and has no gradient if none does. All ranks call the same units. Version 2.
         use_orig_params: version 1; only True is supported, without which parameters lose their names.
         state_dict_type: taken for compatibility; checkpoints are sharded whatever it says, and load everywhere.
-        state_dict_config: how ``get_state_dict`` hands out whole states: a mapping of ``offload_to_cpu`` and
+        state_dict_config: how ``get_state_dict`` hands out full states: a mapping of ``offload_to_cpu`` and
             ``rank0_only`` (both True), or torch's ``FullStateDictConfig``.
-        optim_state_dict_config: the same for ``Backend.whole_optimizer_state``.
+        optim_state_dict_config: the same for ``Backend.full_optimizer_state``.
 
     Raises:
         ConfigError: a value that is not one of these, with the nearest that is.
@@ -153,12 +153,12 @@ class FSDPConfig(BackendConfig):
             self._given("state_dict_type", "STATE_DICT_TYPE", env, StateDictKind.SHARDED_STATE_DICT),
             StateDictKind,
         )
-        self.state_dict_config = whole_form("state_dict_config", self.state_dict_config)
-        self.optim_state_dict_config = whole_form("optim_state_dict_config", self.optim_state_dict_config)
+        self.state_dict_config = full_form("state_dict_config", self.state_dict_config)
+        self.optim_state_dict_config = full_form("optim_state_dict_config", self.optim_state_dict_config)
         if self.state_dict_type is StateDictKind.FULL_STATE_DICT:
             logging.getLogger(__name__).info(
                 "state_dict_type=FULL_STATE_DICT changes nothing: checkpoints are sharded and load at any number of "
-                "ranks; get_state_dict and save_model give whole weights"
+                "ranks; get_state_dict and save_model give full weights"
             )
         if self.state_dict_type is StateDictKind.LOCAL_STATE_DICT:
             raise ConfigError(
@@ -330,13 +330,13 @@ class FSDPConfig(BackendConfig):
 
     @property
     def state_form(self) -> WholeForm:
-        """How whole states of models are handed out."""
+        """How full states of models are handed out."""
         form: WholeForm = self.state_dict_config
         return form
 
     @property
     def optimizer_state_form(self) -> WholeForm:
-        """How whole states of optimizers are handed out."""
+        """How full states of optimizers are handed out."""
         form: WholeForm = self.optim_state_dict_config
         return form
 

@@ -1,4 +1,4 @@
-"""``load_state_dict`` of a model that is sharded already, called by its user with whole tensors."""
+"""``load_state_dict`` of a model that is sharded already, called by its user with full tensors."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from accel_backends.ops.state_dicts import ONLY_PLACES
 from accel_state.errors import BackendError
 
 
-def take_whole_tensors(model: nn.Module) -> None:
-    """Makes every module of a model with DTensors load whole tensors, given alike on every rank; nothing is sent."""
+def take_full_tensors(model: nn.Module) -> None:
+    """Makes every module of a model with DTensors load full tensors, given alike on every rank; nothing is sent."""
     for module in model.modules():
         if any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None):
             module.register_load_state_dict_pre_hook(_place)
 
 
-def refuse_whole_tensors(wrapped: nn.Module, inner: nn.Module) -> None:
+def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module) -> None:
     """Makes the wrapper of version 1, and the model inside, refuse parameters that are no DTensors."""
     for module in (wrapped, inner):
         handle = module.register_load_state_dict_pre_hook(_refuse)
@@ -43,5 +43,5 @@ def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         raise BackendError(
             f"load_state_dict of a model prepared with fsdp_version=1 was given the whole {whole}, and every rank "
             "holds pieces; load weights before prepare, or copy them within accelerator.full_parameters(model), or use "
-            "fsdp_version=2, which takes whole tensors"
+            "fsdp_version=2, which takes full tensors"
         )

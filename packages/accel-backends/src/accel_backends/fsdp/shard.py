@@ -33,7 +33,7 @@ class Sharder:
     """The inputs of sharding besides the model.
 
     Attributes:
-        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the whole model, see ``shard_dtypes``.
+        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the full model, see ``shard_dtypes``.
         group: the ranks that start from the same values.
         source_filled: rank 0 has values, and ranks whose parameters are on the meta device take them from it;
             otherwise every rank makes its own, and rank 0's count.
@@ -142,7 +142,7 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     """Shards ``model`` in place and returns what steps need; collective.
 
     Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are freed, so
-    that the device never holds more than one whole unit.
+    that the device never holds more than one full unit.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -11,7 +11,7 @@ from accel_backends.ops.fqn import innermost, named_parameters
 from accel_state.collectives.objects import all_gather_object
 
 
-def held_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
 
     torch keeps what was not reduced beside the parameters, where no public name reaches it.
@@ -27,7 +27,7 @@ def held_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def hold_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, group: Any = None) -> None:
+def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, group: Any = None) -> None:
     """Gives every parameter its part of the average over ranks of these shares; collective.
 
     Ranks may have different names; a gradient that a rank lacks counts as zero there. Parameters that are whole keep
@@ -76,7 +76,7 @@ def parameter_groups(state: Any) -> Iterable[Any]:
 
 
 def added_up(entry: Any) -> torch.Tensor | None:
-    """The whole gradient that adds up on this rank for a parameter, given as torch's entry of it."""
+    """The full gradient that adds up on this rank for a parameter, given as torch's entry of it."""
     added: torch.Tensor | None = entry.unsharded_accumulated_grad
     if added is None:
         whole = getattr(entry, "_unsharded_param", None)

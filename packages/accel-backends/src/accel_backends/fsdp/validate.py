@@ -157,7 +157,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
 
     Raises:
         PrepareError: one that steps on a device only, with offloaded parameters; one that cannot step on shards; one
-            with a state that cannot be split as its parameter is; a fused one for sharded and whole parameters in one
+            with a state that cannot be split as its parameter is; a fused one for sharded and full parameters in one
             group, or, with version 2, other than Adam and AdamW.
     """
     for optimizer in optimizers:
@@ -274,7 +274,7 @@ def _check_elementwise(optimizer: Optimizer, version: int, sharded: Mapping[int,
     other = 3 - version
     nearest = f", or fsdp_version={other}" if kind not in BEYOND_ELEMENTS[_OF_VERSION[other]] else ""
     raise PrepareError(
-        f"{kind} looks at whole parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
+        f"{kind} looks at full parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
         f"fsdp_version={version}, which leaves every rank a part of each; nearest: AdamW{nearest}, or strategy='ddp'"
     )
 

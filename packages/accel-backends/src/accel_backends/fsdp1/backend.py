@@ -17,7 +17,7 @@ from accel_backends.core.config import BackendConfig
 from accel_backends.core.option_parsing import ShardingLevel
 from accel_backends.fsdp.backward_errors import explained
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.full_state_loading import refuse_whole_tensors
+from accel_backends.fsdp.full_state_loading import refuse_full_tensors
 from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.outside_forward import refuse_outside
 from accel_backends.fsdp.shard import checkpointed, replace_modules, shard_dtypes, units_of
@@ -32,7 +32,7 @@ from accel_backends.fsdp.validate import (
     compare_ranks,
 )
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
-from accel_backends.fsdp1.unreduced_gradients import held_gradients, hold_gradients
+from accel_backends.fsdp1.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
 from accel_backends.fsdp1.wrap import find_fsdp1, first_names_of, outside_units, wrapper_arguments
 from accel_backends.ops.clip import Pieces
 from accel_backends.ops.compile import TorchDynamoPlugin
@@ -193,7 +193,7 @@ class FSDP1Backend(Backend):
         watched = {
             names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
         }
-        refuse_whole_tensors(wrapped, root)
+        refuse_full_tensors(wrapped, root)
         self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
         refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
         watch_units(wrapped, type(root).__name__, watched, self.session.group, replicas=self.degrees[0])
@@ -259,7 +259,7 @@ class FSDP1Backend(Backend):
         return state
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        """Loads sharded or full tensors, the latter given alike on every rank."""
         wrapped = find_fsdp1(model)
         if wrapped is None:
             super().load_model_state(model, state, strict=strict)
@@ -282,19 +282,19 @@ class FSDP1Backend(Backend):
         }
         wrapped.load_state_dict(own | placed)
 
-    def whole_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """The wrapper's own summoning of whole parameters."""
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """The wrapper's own summoning of full parameters."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         summoned: AbstractContextManager[None] = FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
         return summoned
 
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What has added up here unreduced, and what has been reduced already, whole."""
         wrapped = find_fsdp1(model)
-        return super().held_gradients(model) if wrapped is None else held_gradients(wrapped)
+        return super().unreduced_gradients(model) if wrapped is None else unreduced_gradients(wrapped)
 
-    def hold_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+    def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Reduces the shares now; what follows in the window adds to it.
 
         Raises:
@@ -302,14 +302,14 @@ class FSDP1Backend(Backend):
         """
         wrapped = find_fsdp1(model)
         if wrapped is None:
-            super().hold_gradients(model, gradients)
+            super().set_unreduced_gradients(model, gradients)
             return
         if self._offloads:
             raise BackendError(
                 "this checkpoint was taken within an accumulation window, which cannot go on with cpu_offload=True of "
                 "fsdp_version=1; nearest: fsdp_version=2, or cpu_offload=False"
             )
-        hold_gradients(wrapped, gradients, group=self.session.group)
+        set_unreduced_gradients(wrapped, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """DTensors under the names of the parameters."""
@@ -319,7 +319,7 @@ class FSDP1Backend(Backend):
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or whole tensors, the latter given alike on every rank."""
+        """Loads sharded or full tensors, the latter given alike on every rank."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         model = self._model_of(optimizer, models)
@@ -373,7 +373,7 @@ class FSDP1Backend(Backend):
             StateDictType,
         )
 
-        # Whole states with offload end the process on CPUs; sharded ones do not, and whole ones are gathered from them.
+        # Full states with offload end the process on CPUs; sharded ones do not, and whole ones are gathered from them.
         FullyShardedDataParallel.set_state_dict_type(
             wrapped,
             StateDictType.SHARDED_STATE_DICT,

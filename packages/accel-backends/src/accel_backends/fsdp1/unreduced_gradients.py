@@ -24,7 +24,7 @@ class _Unit(NamedTuple):
         return self.handle.flat_param
 
 
-def held_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]:
+def unreduced_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]:
     """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
 
     torch keeps the sum of what was not reduced as one whole flat gradient, and beside it this rank's piece of what was.
@@ -44,7 +44,7 @@ def held_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]
     return found
 
 
-def hold_gradients(
+def set_unreduced_gradients(
     model: "FullyShardedDataParallel", gradients: Mapping[str, torch.Tensor], *, group: Any = None
 ) -> None:
     """Gives every parameter its part of the average over ranks of these shares; collective.

@@ -28,7 +28,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales gradients down so that their joint norm is at most ``max_norm``, and returns that norm before scaling.
 
-    It is the norm of the model's whole gradient, wherever its parts are: plain tensors count once, since every rank
+    It is the norm of the model's full gradient, wherever its parts are: plain tensors count once, since every rank
     holds the same, and the parts of DTensors are summed over the mesh dimensions that shard them. Norms of several
     meshes and of plain tensors are joined. Nothing is read back from the device.
 

@@ -26,7 +26,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: compile for changing shapes; None: torch decides by the shapes that occur.
         options: passed to the compiler.
         disable: make compiling do nothing, for debugging.
-        use_regional_compilation: compile each of the model's repeated blocks once instead of the whole model: seconds
+        use_regional_compilation: compile each of the model's repeated blocks once instead of the full model: seconds
             instead of minutes for deep models, at nearly the same speed.
     """
 

@@ -78,7 +78,7 @@ def placed_like(value: Any, model: Any) -> Any:
 
 
 @recorded("get_state_dict")
-def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+def full_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
     """A model's state with every tensor whole; collective.
 
     Tensor by tensor, so that with ``host`` (taken to the host) the device holds one of them at a time. With ``keep``
@@ -94,15 +94,15 @@ def whole_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = Tru
     return found
 
 
-@recorded("whole optimizer state")
-def whole_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
-    """An optimizer's state by names (see ``states``) with every tensor whole; as ``whole_state`` otherwise."""
-    values = {name: whole_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}
+@recorded("full optimizer state")
+def full_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
+    """An optimizer's state by names (see ``states``) with every tensor whole; as ``full_state`` otherwise."""
+    values = {name: full_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}
     return {**state, STATE: values} if keep else {}
 
 
 @contextmanager
-def whole_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Within it, the model's parameters are whole, in their own dtype, on every rank; collective at both ends.
 
     Changes are copied into the shards, each rank keeping its part, unless ``writeback`` is off; every

@@ -1,4 +1,4 @@
-"""Gives modules on the meta device their values, part by part, so that no rank ever holds a whole model."""
+"""Gives modules on the meta device their values, part by part, so that no rank ever holds a full model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offload: bool) -> None:
-    """Refuses optimizers that fail on shards, or step otherwise than on whole parameters; collective.
+    """Refuses optimizers that fail on shards, or step otherwise than on full parameters; collective.
 
     torch's own are known (``elementwise``). One that cannot be tried is accepted, because a DTensor either computes an
-    operation as on the whole tensor or raises.
+    operation as on the full tensor or raises.
 
     Raises:
         PrepareError: on every rank the same, with the nearest that works.
@@ -58,7 +58,7 @@ def check_on_pieces(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any],
     for optimizer in optimizers:
         if not holds_any(optimizer, sharded) or (by_element := tried_by_element(optimizer, device)):
             continue
-        reason = "looks at whole parameters" if by_element is False else "could not be tried on pieces of parameters"
+        reason = "looks at full parameters" if by_element is False else "could not be tried on pieces of parameters"
         raise PrepareError(
             f"{type(optimizer).__name__} {reason}, and fsdp_version=1 leaves every rank flat pieces of them, on which "
             "it might train otherwise without a sign; nearest: AdamW, or fsdp_version=2, or strategy='ddp'"

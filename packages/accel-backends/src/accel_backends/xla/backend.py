@@ -181,9 +181,9 @@ class XLABackend(Backend):
                         shard(value)
         self._sync()
 
-    def held_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Copies in the host's memory."""
-        return cast("dict[str, torch.Tensor]", self._on_host(super().held_gradients(model)))
+        return cast("dict[str, torch.Tensor]", self._on_host(super().unreduced_gradients(model)))
 
     def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         """Whether all elements of each are finite; runs what was recorded so far."""

@@ -73,7 +73,7 @@ class ByteSource(Protocol):
         """Closes the file."""
 
 
-def read_whole(source: ByteSource, name: str, limit: int) -> bytes:
+def read_full(source: ByteSource, name: str, limit: int) -> bytes:
     """All bytes of a file, unless it has more than ``limit``; ``name`` is its own, for the message."""
     if source.size > limit:
         raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")

@@ -92,7 +92,7 @@ def local_shape(layout: Layout) -> tuple[int, ...]:
 
 
 def boxes(layout: Layout) -> list[tuple[Box, Box]]:
-    """The parts a rank holds: each as a box of the whole tensor, and where it lies in the rank's own memory."""
+    """The parts a rank holds: each as a box of the full tensor, and where it lies in the rank's own memory."""
     if not prod(local_shape(layout)):
         return []
     found = []

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from accel_ckpt.format.blocks import BLOCK, CheckedFile, read_whole
+from accel_ckpt.format.blocks import BLOCK, CheckedFile, read_full
 from accel_ckpt.format.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
 from accel_ckpt.format.shard_layout import Box
 from accel_ckpt.format.tree import Json, Tree, decode, leaves
@@ -404,7 +404,7 @@ def read_manifest(folder: Location) -> Manifest:
             f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format{advice(names)}"
         )
     with closing(storage.open(folder / MANIFEST)) as source:
-        return unpack(read_whole(source, MANIFEST, MAX_MANIFEST))
+        return unpack(read_full(source, MANIFEST, MAX_MANIFEST))
 
 
 def _near(storage: Storage, folder: Location) -> str:

@@ -316,7 +316,7 @@ def _shift(common: Box, box: Box, here: Box) -> Box:
 
 
 def _batches(wanted: Sequence[Request], size_of: Callable[[str], int]) -> Iterator[list[Request]]:
-    """All at once for the CPU, else groups of bounded size, so that host memory does not hold a whole model."""
+    """All at once for the CPU, else groups of bounded size, so that host memory does not hold a full model."""
     batch: list[Request] = []
     total = 0
     for request in wanted:

@@ -134,7 +134,7 @@ def make_part(
 ) -> RankPart:
     """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.
 
-    ``trees`` are those of all ranks; ``ranks`` says who holds each whole tensor (None: everyone).
+    ``trees`` are those of all ranks; ``ranks`` says who holds each full tensor (None: everyone).
     Of those in ``differing`` the first rank that has them writes its own.
     """
     everyone = tuple(range(peers.size))

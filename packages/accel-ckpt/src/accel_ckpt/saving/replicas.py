@@ -105,7 +105,7 @@ class Differences:
 @final
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One state out of those of all ranks: the trees, who holds each whole tensor, and what differs."""
+    """One state out of those of all ranks: the trees, who holds each full tensor, and what differs."""
 
     trees: dict[str, Json]
     holders: dict[str, tuple[int, ...]]

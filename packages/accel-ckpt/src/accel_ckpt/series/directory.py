@@ -138,7 +138,7 @@ class CheckpointDirectory:
         saved = self.entries()
         if len(saved) < 2:
             return []
-        whole = next((entry.number for entry in reversed(saved) if _is_whole(entry.path, thorough)), None)
+        whole = next((entry.number for entry in reversed(saved) if _is_full(entry.path, thorough)), None)
         try:
             return to_remove(saved, self.retention, frozenset() if whole is None else frozenset({whole}))
         except _UnreadableError as error:
@@ -191,7 +191,7 @@ class CheckpointDirectory:
             return False
 
 
-def _is_whole(place: Location, thorough: bool) -> bool:
+def _is_full(place: Location, thorough: bool) -> bool:
     try:
         if thorough:
             open_checkpoint(place).close()

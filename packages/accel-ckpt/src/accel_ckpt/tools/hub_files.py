@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.format.blocks import ByteSource, read_range, read_whole
+from accel_ckpt.format.blocks import ByteSource, read_full, read_range
 from accel_ckpt.format.safetensors_file import Span, read_header
 from accel_ckpt.format.tensors import CODES, byte_view, dtype_of
 from accel_ckpt.io.huge_pages import new_tensor
@@ -125,7 +125,7 @@ def dtype_of_code(code: str, key: str) -> torch.dtype:
 def _indexed(path: Location) -> list[Location]:
     try:
         with closing(open_plain(path)) as source:
-            content = read_whole(source, path.name, _MAX_INDEX)
+            content = read_full(source, path.name, _MAX_INDEX)
         names = sorted(set(json.loads(content)["weight_map"].values()))
         if not all(isinstance(name, str) and Path(name).name == name and name not in ("", "..") for name in names):
             raise ValueError("a file outside of its folder")

@@ -16,7 +16,7 @@ from accel_backends.ops.dtensor import gathered, is_dtensor
 from accel_backends.ops.fqn import first_names, innermost, named_parameters, places
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_deepspeed.engine.optimizers import is_host
-from accel_deepspeed.tensor_parallel.shards import local_shape_of, part_of_whole, shape_of, whole_of_cut
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
 from accel_deepspeed.zero.partitions import Partition, Partitions
 from accel_state.errors import CheckpointMismatchError
 from accel_state.watchdog.decorator import recorded
@@ -63,7 +63,7 @@ class PartitionLayout:
 # ----------------------------------------------------------------------------------------------------- one tensor
 
 
-def whole_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+def full_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
     """A parameter's weight as the optimizer has it, or one of its optimizer states, whole on every rank; collective."""
     import torch.distributed as dist
 
@@ -75,12 +75,12 @@ def whole_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None)
             whole.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
     if dist.get_world_size(parts.group(parameter)) > 1 and shape.numel() and parts.spread:
         dist.all_reduce(whole, group=parts.group(parameter))
-    return whole_of_cut(parameter, whole.view(shape))
+    return full_of_shard(parameter, whole.view(shape))
 
 
-def put_whole(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+def put_full(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
     """Writes this rank's part of a weight or a state that every rank has whole."""
-    put_part(parts, parameter, part_of_whole(parameter, value), key)
+    put_part(parts, parameter, shard_of_full(parameter, value), key)
 
 
 def put_part(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
@@ -114,7 +114,7 @@ def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) 
     state: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
         if parts is not None and parts.holds(parameter):
-            state[name] = layout.sharded(whole_of(parts, parameter))
+            state[name] = layout.sharded(full_of(parts, parameter))
         else:
             state[name] = layout.sharded(computed_weight(parameter))
     state.update(_buffers(engine))
@@ -124,12 +124,12 @@ def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) 
 def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
     """A parameter whole, in the dtype that the model computes with; collective at stage 3."""
     if not hasattr(parameter, "ds_id"):
-        return whole_of_cut(parameter, parameter.detach())
+        return full_of_shard(parameter, parameter.detach())
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         part = parameter.detach().clone()
-    return whole_of_cut(parameter, part)
+    return full_of_shard(parameter, part)
 
 
 def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, 
             continue
         value = gathered(state[name]).detach().to(engine.device)
         if parts is not None and parts.holds(parameter):
-            put_whole(parts, parameter, value)
+            put_full(parts, parameter, value)
         else:
             _set_computed(parameter, value)
     if parts is not None:
@@ -149,7 +149,7 @@ def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, 
 
 
 def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    value = part_of_whole(parameter, value).view(local_shape_of(parameter))
+    value = shard_of_full(parameter, value).view(local_shape_of(parameter))
     if not hasattr(parameter, "ds_id"):
         with torch.no_grad():
             parameter.copy_(value)
@@ -214,20 +214,20 @@ def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict
     return {name: value for name, value in given.items() if name in wanted}
 
 
-def whole_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
-    """Whole tensors on the host, put together one at a time; empty unless they are to be kept here. Collective.
+def full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
+    """Full tensors on the host, put together one at a time; empty unless they are to be kept here. Collective.
 
     Without ``parts``, weights are those that the model computes with.
     """
-    gather = recorded("get_state_dict")(_whole_state) if engine.zero_optimization() else _whole_state
+    gather = recorded("get_state_dict")(_full_state) if engine.zero_optimization() else _full_state
     return gather(engine, parts, keep=keep)
 
 
-def _whole_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
+def _full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
         held = parts is not None and parts.holds(parameter)
-        whole = whole_of(parts, parameter) if held and parts is not None else computed_weight(parameter)
+        whole = full_of(parts, parameter) if held and parts is not None else computed_weight(parameter)
         if keep:
             found[name] = whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
     if not keep:
@@ -256,7 +256,7 @@ def optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout) -> 
         parameter = parameters[name]
         if not parts.holds(parameter) or not (keys or numbers):
             continue
-        found: dict[str, Any] = {key: layout.sharded(whole_of(parts, parameter, key)) for key in keys}
+        found: dict[str, Any] = {key: layout.sharded(full_of(parts, parameter, key)) for key in keys}
         behind = parts.behind.get(parameter, 0)
         state[name] = {**_copied(numbers.get(_group_of(layout, name), {}), behind=behind), **found}
     return {STATE: state, GROUPS: _options(engine, layout)}
@@ -291,7 +291,7 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
         if not parts.holds(parameter) or name not in saved:
             continue
         for key in tensors:
-            put_whole(parts, parameter, gathered(saved[name][key]).detach().to(engine.device), key)
+            put_full(parts, parameter, gathered(saved[name][key]).detach().to(engine.device), key)
     relink = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if relink is not None:
         engine.optimizer._hp_optimizer_states_linked = False

@@ -81,7 +81,7 @@ def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[
         folder: that ``save_checkpoint`` was given.
         tag: of the checkpoint.
         groups: names of the parameters of each of the optimizer's groups, which a folder of stage 0 does not say;
-            None: those of the whole model in its order.
+            None: those of the full model in its order.
 
     Raises:
         CheckpointError: there is no such checkpoint, a rank's file is missing, it holds objects of other classes, or
@@ -206,7 +206,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]) -> Folder:
-    """Whole tensors, of what each of the ranks has that share layers."""
+    """Full tensors, of what each of the ranks has that share layers."""
     told = facts.get("universal_checkpoint_info") or {}
     maps = told.get("affine_map", {}).get("params", {})
     if told.get("affine_map", {}).get("version") != 1:

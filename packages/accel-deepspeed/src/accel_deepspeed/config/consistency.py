@@ -14,7 +14,7 @@ LAYERS = f"{TENSOR}.autotp_size"
 _UNPLANNED = {
     "sp": "the planner chooses when a model is prepared, and its attention and its loaders need the groups of ranks "
     "that share sequences before",
-    "tp": "the planner looks at whole layers, and only DeepSpeed knows, when it has cut a model, what a rank keeps of "
+    "tp": "the planner looks at full layers, and only DeepSpeed knows, when it has cut a model, what a rank keeps of "
     "them",
 }
 

@@ -30,8 +30,8 @@ from accel_deepspeed.engine.engine import (
 from accel_deepspeed.engine.foreign_steps import GivenSteps
 from accel_deepspeed.engine.moe import check_experts, expert_groups, mark_leaf_modules
 from accel_deepspeed.engine.optimizers import (
+    check_full,
     check_pieces,
-    check_whole,
     group_names,
     on_host,
     point_at,
@@ -87,7 +87,7 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
         check_values(model)
     check_experts(model, stage)
     for optimizer in bundle.optimizers:
-        check_whole(optimizer, stage, cut=options.tensor_parallel_size > 1)
+        check_full(optimizer, stage, cut=options.tensor_parallel_size > 1)
     check_sparse(model)
     scalars = [name for name, parameter in named_parameters(model).items() if parameter.dim() == 0]
     if scalars:

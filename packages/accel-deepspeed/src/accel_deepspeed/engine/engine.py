@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import WRAPS, named_parameters
-from accel_deepspeed.checkpoint.state_dicts import put_whole
+from accel_deepspeed.checkpoint.state_dicts import put_full
 from accel_deepspeed.library import forget_module, library, local_rank
 from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
 from accel_deepspeed.tensor_parallel.shards import shape_of
@@ -49,7 +49,7 @@ class Prepared:
         parts: where weights and states are; None where the optimizer updates the parameters themselves.
         groups: names of each group's parameters.
         clip: the norm that the configuration clips to, 0 for none, and the origin of that value.
-        saves_16bit: whole weights are handed out as the model computes with them.
+        saves_16bit: full weights are handed out as the model computes with them.
         handles: hooks on the model and its optimizer.
         open: there has been a forward with a graph since the last backward.
         first: the comparison of the first backward's gradients; None if there is none, or it has been made.
@@ -189,7 +189,7 @@ def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session:
             value = values[name].to(prepared.engine.device)
             if session.world_size > 1:
                 dist.broadcast(value, 0)
-            put_whole(parts, parameter, value.view(shape_of(parameter)))
+            put_full(parts, parameter, value.view(shape_of(parameter)))
 
 
 def forget_first_step(prepared: Prepared) -> None:

@@ -62,10 +62,10 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
         check_host(config, optimizer)
 
 
-def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
-    """Refuses an optimizer that needs whole parameters where each rank has pieces, or one that needs a closure.
+def check_full(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
+    """Refuses an optimizer that needs full parameters where each rank has pieces, or one that needs a closure.
 
-    ``cut``: ranks share layers, so that no rank has whole parameters at any stage.
+    ``cut``: ranks share layers, so that no rank has full parameters at any stage.
 
     Raises:
         PrepareError: with what works.
@@ -85,11 +85,11 @@ def check_whole(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
         return
     if cut:
         raise PrepareError(
-            f"{kind} looks at whole parameters, and every rank that shares layers has a part of them; nearest: AdamW, "
+            f"{kind} looks at full parameters, and every rank that shares layers has a part of them; nearest: AdamW, "
             "or layers that are not shared"
         )
     raise PrepareError(
-        f"{kind} looks at whole parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
+        f"{kind} looks at full parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
         "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
     )
 

@@ -74,7 +74,7 @@ class Layers:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """Those that share layers with this rank, once it is open; None: each has whole layers."""
+        """Those that share layers with this rank, once it is open; None: each has full layers."""
         return self._group("get_tensor_model_parallel_group")
 
     @property

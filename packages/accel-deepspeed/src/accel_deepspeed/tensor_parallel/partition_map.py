@@ -22,7 +22,7 @@ class ParameterBlock:
     source: tuple[int, tuple[int, ...]]
     dest: tuple[int, tuple[int, ...]]
 
-    def of_whole(self, flat: torch.Tensor) -> torch.Tensor:
+    def of_full(self, flat: torch.Tensor) -> torch.Tensor:
         """The block, as a view of a flat whole that begins its storage."""
         return torch.as_strided(flat, self.shape, self.source[1], self.source[0])
 
@@ -71,14 +71,14 @@ class PartMap:
         """Copies a rank's part to where it is in a flat whole."""
         flat = _flat(part)
         for piece in self.pieces[rank]:
-            piece.of_whole(whole).copy_(piece.of_part(flat))
+            piece.of_full(whole).copy_(piece.of_part(flat))
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of a whole, flat and its own."""
         source = _flat(whole)
         part = torch.empty(self.shapes[rank].numel(), dtype=whole.dtype, device=whole.device)
         for piece in self.pieces[rank]:
-            piece.of_part(part).copy_(piece.of_whole(source))
+            piece.of_part(part).copy_(piece.of_full(source))
         return part
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -96,7 +96,7 @@ class PartMap:
             for rank, part in enumerate(parts):
                 self.put(whole, part, rank)
                 for piece in self.pieces[rank]:
-                    piece.of_whole(covered).fill_(True)
+                    piece.of_full(covered).fill_(True)
         except RuntimeError as error:
             raise ValueError(f"blocks lie outside of it: {error}") from error
         if not covered.all():

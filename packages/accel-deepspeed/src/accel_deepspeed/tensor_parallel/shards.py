@@ -1,4 +1,4 @@
-"""A rank's blocks of each parameter where ranks share layers, and whole parameters made of them."""
+"""A rank's blocks of each parameter where ranks share layers, and full parameters made of them."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -66,13 +66,13 @@ def local_shape_of(parameter: torch.Tensor) -> torch.Size:
     return shape
 
 
-def whole_of_cut(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def full_of_shard(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A value of a parameter, or a state of it, whole on every rank, from this rank's part; collective if it is cut."""
     cut = cut_of(parameter)
     return part if cut is None else cut.whole(part)
 
 
-def part_of_whole(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole value of a parameter, or of a state of it, flat."""
+def shard_of_full(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a full value of a parameter, or of a state of it, flat."""
     cut = cut_of(parameter)
     return whole.reshape(-1) if cut is None else cut.part(whole)

@@ -38,7 +38,7 @@ class Sequences:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """This rank's; None where each has whole sequences. Collective when first read."""
+        """This rank's; None where each has full sequences. Collective when first read."""
         if self.size > 1 and self._group is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -116,7 +116,7 @@ class SequenceAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """What ``attention`` gives for whole sequences, of this rank's tokens; collective.
+        """What ``attention`` gives for full sequences, of this rank's tokens; collective.
 
         Raises:
             BackendError: heads that do not divide among the ranks.

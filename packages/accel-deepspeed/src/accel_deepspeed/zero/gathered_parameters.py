@@ -1,4 +1,4 @@
-"""Whole parameters of an engine, to be read or changed."""
+"""Full parameters of an engine, to be read or changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,11 +8,11 @@ import torch
 from accel_backends.ops.fqn import named_parameters
 from accel_deepspeed.checkpoint.state_dicts import put_part
 from accel_deepspeed.engine.engine import Prepared
-from accel_deepspeed.tensor_parallel.shards import is_cut, part_of_whole, whole_of_cut
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut, shard_of_full
 
 
 @contextmanager
-def whole_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
+def full_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
     """Within it, parameters are whole on every rank, in the dtype that the model computes with; collective.
 
     What is changed reaches the optimizer's fp32 copies; every rank has to make the same changes. What is not changed
@@ -44,12 +44,12 @@ def _put_together(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """Within it, parameters of which each rank computes with a part are whole; each part is written back."""
     cut = [(parameter, parameter.data) for parameter in parameters if is_cut(parameter)]
     for parameter, part in cut:
-        parameter.data = whole_of_cut(parameter, part)
+        parameter.data = full_of_shard(parameter, part)
     try:
         yield
     finally:
         for parameter, part in cut:
-            part.copy_(part_of_whole(parameter, parameter.data).view(part.shape))
+            part.copy_(shard_of_full(parameter, parameter.data).view(part.shape))
             parameter.data = part
 
 

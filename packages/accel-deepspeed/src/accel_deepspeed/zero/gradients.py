@@ -17,7 +17,7 @@ from torch import nn
 from accel_backends.ops.clip import listed
 from accel_backends.ops.gradient_observer import Keep
 from accel_deepspeed.engine.manual_backward import ByHand
-from accel_deepspeed.tensor_parallel.shards import local_shape_of, part_of_whole, shape_of, whole_of_cut
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
 from accel_deepspeed.zero.gradient_reads import Reads
 from accel_deepspeed.zero.missing_gradients import LeftOut, Presence
 from accel_deepspeed.zero.reduction_order import ReductionOrder
@@ -252,7 +252,7 @@ class Gradients(ABC):
         self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Whole gradients by name, of which the average over ranks is the gradient; collective. Default: reduced.
+        """Full gradients by name, of which the average over ranks is the gradient; collective. Default: reduced.
 
         Parameters that no rank has a gradient of are left out.
         """
@@ -280,7 +280,7 @@ class Gradients(ABC):
                 dist.all_reduce(total)
             if name in brought:
                 self.presence.add([parameter])
-            mine = part_of_whole(parameter, total.div_(dist.get_world_size()))
+            mine = shard_of_full(parameter, total.div_(dist.get_world_size()))
             self.begin(parameter, mine.view(local_shape_of(parameter)))
         self.begun()
         self.filled = True
@@ -336,7 +336,7 @@ class Gradients(ABC):
         from deepspeed.utils import safe_get_full_grad
 
         found: torch.Tensor = safe_get_full_grad(parameter)
-        return whole_of_cut(parameter, found.detach().clone())
+        return full_of_shard(parameter, found.detach().clone())
 
     def begun(self) -> None:
         """All parameters have been given to ``begin``. Default: nothing is left to do."""

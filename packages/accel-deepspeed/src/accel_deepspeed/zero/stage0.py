@@ -7,13 +7,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from accel_deepspeed.tensor_parallel.shards import is_cut, whole_of_cut
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut
 from accel_deepspeed.zero.gradients import Gradients
 
 
 @final
 class WholeGradients(Gradients):
-    """Stage 0: whole gradients in the parameters, averaged over ranks by one all-reduce.
+    """Stage 0: full gradients in the parameters, averaged over ranks by one all-reduce.
 
     Averaging an average together with later gradients gives the average of all, so a window needs no reopening.
     """
@@ -77,7 +77,7 @@ class WholeGradients(Gradients):
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Those of the parameters: this rank's share until they are reduced, the average after."""
-        return {name: whole_of_cut(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
+        return {name: full_of_shard(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """The parameter holds it."""

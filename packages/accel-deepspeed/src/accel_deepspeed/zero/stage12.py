@@ -14,7 +14,7 @@ from accel_deepspeed.zero.reduction_order import ReductionOrder, fill
 class PartitionedGradients(Gradients):
     """Stages 1 and 2: each rank gets the part of the gradients that its optimizer updates.
 
-    At stage 1 parameters hold whole gradients until they are reduced; at stage 2 every backward reduces, and parts add
+    At stage 1 parameters hold full gradients until they are reduced; at stage 2 every backward reduces, and parts add
     up. What is settled is replaced by the next reduction, unless it accumulates in a buffer of its own dtype or on the
     host; so it is kept aside when more is added to it.
     """

@@ -65,9 +65,9 @@ def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session)
 def _is_global(value: Any) -> bool:
     import torch
 
-    from accel_state.device.device import is_whole
+    from accel_state.device.device import is_full
 
-    return isinstance(value, torch.Tensor) and is_whole(value)
+    return isinstance(value, torch.Tensor) and is_full(value)
 
 
 def _scalar(value: Any, dtype: Any, device: Any) -> Any:

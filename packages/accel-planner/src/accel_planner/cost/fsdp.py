@@ -28,7 +28,7 @@ class Peak:
     gradients: int
 
 
-def replay_whole(timeline: Timeline, gradients: int, *, buckets: bool) -> Peak:
+def replay_replicated(timeline: Timeline, gradients: int, *, buckets: bool) -> Peak:
     """Every rank has all: gradients add up in backward, beside DDP's buckets if there are any."""
     held = gradients if buckets else 0
     total, made = held, 0

@@ -8,7 +8,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.shard import shard_dtypes
 from accel_planner.candidate import Candidate, candidates
 from accel_planner.cost.communication import Traffic, estimate_seconds, traffic_of
-from accel_planner.cost.fsdp import Peak, ShardedUnits, replay_sharded, replay_whole, unit_bytes
+from accel_planner.cost.fsdp import Peak, ShardedUnits, replay_replicated, replay_sharded, unit_bytes
 from accel_planner.cost.hardware import Hardware
 from accel_planner.cost.optimizers import OptimizerFacts
 from accel_planner.cost.xla import plan_compiled
@@ -103,7 +103,7 @@ def _plan_whole(
     gradients = sum(parameter.nbytes for parameter in profile.trainable)
     states = sum(optimizer.state_bytes(parameter, 1) for parameter in profile.trainable)
     step = optimizer.scratch_bytes((parameter, parameter.numel) for parameter in profile.trainable)
-    moving = replay_whole(timeline, gradients, buckets=hardware.ranks > 1 and gradients > 0)
+    moving = replay_replicated(timeline, gradients, buckets=hardware.ranks > 1 and gradients > 0)
     other = profile.buffers + profile.inputs
     resident = parameters + states + other
     peak = resident + max(moving.total, moving.communication + gradients + step)

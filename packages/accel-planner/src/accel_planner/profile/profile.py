@@ -19,7 +19,7 @@ class ParameterFact:
 
     Attributes:
         name: the first of its names in the model.
-        shape: of the whole parameter.
+        shape: of the full parameter.
         dtype: in which it is stored.
         trainable: whether it gets a gradient.
         unit: index of the unit that it is gathered with.

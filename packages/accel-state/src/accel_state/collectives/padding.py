@@ -7,7 +7,7 @@ import torch
 
 from accel_state.collectives.group_argument import resolve
 from accel_state.collectives.verify import is_verified, verify_collective
-from accel_state.device.device import is_whole
+from accel_state.device.device import is_full
 from accel_state.errors import CollectiveMismatchError
 from accel_state.pytree.operations import recursively_apply, refill, tensor_leaves
 from accel_state.watchdog.decorator import recorded
@@ -49,7 +49,7 @@ def pad_across_processes(
                 f"error: {error}"
             ) from error
     leaves = tensor_leaves(tensor, "pad_across_processes")
-    chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim) and not is_whole(leaf)]
+    chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim) and not is_full(leaf)]
     if world is None or not chosen:
         return tensor
     padded = list(leaves)

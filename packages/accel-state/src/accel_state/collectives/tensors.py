@@ -27,7 +27,7 @@ from accel_state.collectives.padding import CannotPadNestedTensorWarning as Cann
 from accel_state.collectives.padding import pad_across_processes as pad_across_processes
 from accel_state.collectives.padding import pad_input_tensors as pad_input_tensors
 from accel_state.collectives.verify import is_verified, verify_collective
-from accel_state.device.device import is_whole
+from accel_state.device.device import is_full
 from accel_state.errors import CollectiveError
 from accel_state.pytree.bucket import (
     as_bytes,
@@ -78,7 +78,7 @@ def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | N
 
 
 def _start_gather(leaves: list[torch.Tensor], group: "ProcessGroup") -> Callable[[], list[torch.Tensor]]:
-    if is_whole(leaves[0]):
+    if is_full(leaves[0]):
         return lambda: leaves
     world_size = group.size()
     if len(leaves) == 1:
@@ -149,7 +149,7 @@ def _start_broadcast(
     import torch.distributed as dist
 
     # What one process made and sent to its devices may be another's than theirs: the host knows.
-    packed = pack([leaf.cpu() for leaf in leaves] if is_whole(leaves[0]) else leaves)
+    packed = pack([leaf.cpu() for leaf in leaves] if is_full(leaves[0]) else leaves)
     wait: Callable[[], object] = _nothing
     if packed.buffer.numel():
         wait = _wait_of(dist.broadcast(packed.buffer, group=group, group_src=source, async_op=True))
@@ -159,7 +159,7 @@ def _start_broadcast(
         if group.rank() != source:
             for leaf, received in zip(leaves, unpack(packed), strict=True):
                 # A single contiguous leaf is its own buffer.
-                if is_whole(leaf) or received.data_ptr() != leaf.data_ptr():
+                if is_full(leaf) or received.data_ptr() != leaf.data_ptr():
                     leaf.copy_(received)
         return leaves
 
@@ -206,7 +206,7 @@ def _start_reduce(
     import torch.distributed as dist
 
     op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
-    if is_whole(leaves[0]):
+    if is_full(leaves[0]):
         group = None
     running = []
     for dtype, by_shape in by_dtype(leaves).items():

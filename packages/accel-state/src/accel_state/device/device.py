@@ -252,7 +252,7 @@ class Device:
         return _device_module(self.kind)
 
 
-def is_whole(tensor: Tensor) -> bool:
+def is_full(tensor: Tensor) -> bool:
     """Whether a tensor is on devices that compute as one (XLA), so that no process has a part for others to gather."""
     kind = DEVICE_KINDS.get(tensor.device.type)
     return kind is not None and kind.together

@@ -51,7 +51,7 @@ class MeshFacet(ABC):
 
     @property
     def should_save_model(self) -> bool:
-        """This process has a part of the first replica, so all such processes together have the whole model.
+        """This process has a part of the first replica, so all such processes together have the full model.
 
         For files of one's own: ``save_state`` and ``save_model`` are for all processes, and share the work.
         """

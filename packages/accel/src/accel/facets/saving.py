@@ -96,7 +96,7 @@ class SavingFacet(CheckpointFacet, ABC):
 
         series, target = self._place(output_dir, alone=False)
         self.backend.update_scaler(hold=self.clock.open)
-        self.backend.settle_buffers(self._models)
+        self.backend.sync_buffers(self._models)
         state, local = self._collect(notes, alone=False)
         described = self._described(notes)
         # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.

@@ -30,7 +30,7 @@ class WeightsFacet(ABC):
     ) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers under all of their own names. To be called on all processes.
 
-        Of a sharded model the main process gets whole tensors on the host and the others get nothing, unless
+        Of a sharded model the main process gets full tensors on the host and the others get nothing, unless
         ``sharded`` asks for everybody's own part (DTensors). With ``unwrap=False`` the state is what the wrapped
         model's own ``state_dict`` gives.
 
@@ -42,7 +42,7 @@ class WeightsFacet(ABC):
         from accel_backends.ops.state_dicts import with_aliases
 
         self._need_all_parts()
-        state = self.backend.model_state(model) if sharded else self.backend.whole_model_state(model)
+        state = self.backend.model_state(model) if sharded else self.backend.full_model_state(model)
         return with_aliases(model, state)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
@@ -54,7 +54,7 @@ class WeightsFacet(ABC):
             SessionError: the model is sharded, and after ``end_training`` nobody has the other parts.
         """
         self._need_all_parts()
-        return self.backend.whole_parameters(model, writeback=writeback)
+        return self.backend.full_parameters(model, writeback=writeback)
 
     def _need_all_parts(self) -> None:
         """Refuses what takes other processes' parts of a model, where there is no group to get them from any more."""
@@ -105,7 +105,7 @@ class WeightsFacet(ABC):
         ``ProjectConfiguration.save_on_each_node`` decides which. Not a collective: it may be called on any processes.
 
         Raises:
-            CheckpointError: ``obj`` holds something else than whole tensors, or the disk refuses.
+            CheckpointError: ``obj`` holds something else than full tensors, or the disk refuses.
             ConfigError: ``safe_serialization`` is off, or ``obj`` is no mapping: that would take a pickle.
         """
         from accel_ckpt import export_tensors

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from accel_state.device.device import is_whole
+from accel_state.device.device import is_full
 from accel_state.errors import DataError
 from accel_state.pytree import operations as nested
 from accel_state.session import Session
@@ -33,10 +33,10 @@ def gather_for_metrics(
     """
     leaves = nested.flatten(data)[0]
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    if not as_objects and session.world_size > 1 and any(is_whole(leaf) for leaf in leaves):
+    if not as_objects and session.world_size > 1 and any(is_full(leaf) for leaf in leaves):
 
         def kept(leaf: torch.Tensor) -> Any:
-            if not is_whole(leaf):
+            if not is_full(leaf):
                 return gather_for_metrics(session, leaf, real_counts, shard_of=shard_of)
             return leaf if real_counts is None or leaf.ndim == 0 else _keep_rows(leaf, real_counts)
 

@@ -160,10 +160,10 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
     # A window that the epoch's end cuts short is a step, unless windows go on over it.
     if window is None:
         effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
-        whole_only, size = not plugin.sync_with_dataloader, plugin.num_steps
+        full_only, size = not plugin.sync_with_dataloader, plugin.num_steps
     else:
         effective, accumulated, counted = window, -(-window // batch), samples
-        whole_only, size = bool(loader.drop_last), window
+        full_only, size = bool(loader.drop_last), window
     readers = 1 if loader.reads_for_all else accelerator.num_processes // accelerator.data_shard.count
     amplification = loader.read_amplification
     return LoaderSummary(
@@ -172,7 +172,7 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
         effective_batch=effective,
         accumulated=accumulated,
         batches_per_epoch=batches,
-        steps_per_epoch=None if counted is None else (math.floor if whole_only else math.ceil)(counted / size),
+        steps_per_epoch=None if counted is None else (math.floor if full_only else math.ceil)(counted / size),
         samples_per_epoch=samples,
         read_amplification=None if amplification is None else amplification * readers,
     )

@@ -17,7 +17,14 @@ from accel.setup.plugins_from_config import (
     fsdp_options,
     named_backend,
 )
-from accel.setup.resolve_strategy import agreed, asked_auto, asked_deepspeed, asked_strategy, fitting, tell_shares
+from accel.setup.resolve_strategy import (
+    agreed,
+    apply_degrees,
+    fitting,
+    requested_auto,
+    requested_deepspeed,
+    requested_strategy,
+)
 from accel_backends import BackendConfig, Choice, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config
@@ -68,7 +75,7 @@ def open_parts(
     """
     sorted_handlers = sort_handlers(handlers)
     config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
-    engine = asked_deepspeed(
+    engine = requested_deepspeed(
         call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config),
         deepspeed_options(config) if deepspeed is None and fsdp is None and call["backend"] is None else deepspeed,
         fsdp,
@@ -93,16 +100,16 @@ def open_parts(
         )
         given = call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config)
         open_engine = engine if engine is not None and engine.chooses_stage else None
-        auto = AutoStrategy(among=open_engine) if open_engine else asked_auto(given, fsdp, deepspeed, parallelism)
+        auto = AutoStrategy(among=open_engine) if open_engine else requested_auto(given, fsdp, deepspeed, parallelism)
         given = given if auto is None else None
         if fsdp is None and call["backend"] is None:
             fsdp = fsdp_options(config)
         parallelism = parallelism or degrees_of(config)
-        tell_shares(engine, parallelism)
+        apply_degrees(engine, parallelism)
         variables = {**os.environ, **config.variables()}
         asked = (
             (None if open_engine else engine)
-            or asked_strategy(given, fsdp, parallelism, variables)
+            or requested_strategy(given, fsdp, parallelism, variables)
             or sorted_handlers.ddp
         )
         asked = asked.on(session.device.type) if isinstance(asked, BackendConfig) else asked

@@ -23,7 +23,7 @@ _NEAREST: Mapping[tuple[str, ...], str] = {
 }
 
 
-def asked_strategy(
+def requested_strategy(
     strategy: "BackendConfig | str | None",
     plugin: "FSDPConfig | Mapping[str, object] | None",
     parallelism: ParallelismConfig | None,
@@ -58,7 +58,7 @@ def asked_strategy(
     return _with_degrees(config, degrees)
 
 
-def asked_deepspeed(
+def requested_deepspeed(
     strategy: "BackendConfig | str | None", plugin: "DeepSpeedConfig | Mapping[str, Any] | None", others: object
 ) -> "DeepSpeedConfig | None":
     """DeepSpeed's options, where ``strategy`` or ``deepspeed_plugin`` asks for it; ``others`` is another plugin.
@@ -119,7 +119,7 @@ def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
     return dataclasses.replace(config, origins=origins, **values) if values else config
 
 
-def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
+def requested_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
     """The options of ``strategy="auto"``, if that is asked for.
 
     Raises:
@@ -135,7 +135,7 @@ def asked_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoS
     return auto
 
 
-def tell_shares(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
+def apply_degrees(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
     """Tells DeepSpeed's options, where it trains, how many ranks share every sequence, and every layer.
 
     Raises:

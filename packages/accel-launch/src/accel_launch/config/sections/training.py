@@ -113,7 +113,7 @@ class CompilationSettings:
     dynamo_use_regional_compilation: bool = setting(
         False,
         Facts(
-            "Compile each of the repeated blocks once instead of the whole model.",
+            "Compile each of the repeated blocks once instead of the full model.",
             _COMPILE,
             env=("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",),
             section="dynamo_config",
