@@ -9,10 +9,10 @@ import pytest
 
 # They run first: one that began last would keep a worker of xdist busy after all others have ended.
 LONGEST = (
-    "packages/accel/tests/test_preemption.py",
-    "packages/accel/tests/test_launch_elastic.py",
-    "packages/accel/tests/test_launch_clusters.py",
-    "packages/accel/tests/test_planner_measured.py",
+    "packages/accel/tests/resilience/test_preemption.py",
+    "packages/accel-launch/tests/launch/test_elastic.py",
+    "packages/accel-launch/tests/launch/test_clusters.py",
+    "packages/accel-planner/tests/test_measurement.py",
     "benchmarks/",
     "examples/tests/test_demo.py",
 )

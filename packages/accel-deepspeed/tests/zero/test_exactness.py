@@ -156,7 +156,7 @@ from accel_backends import Bundle, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
-from test_deepspeed_exact import Blocks, loss_of, momentum
+from test_exactness import Blocks, loss_of, momentum
 
 session = Session.open(cpu=True)
 plugin = DeepSpeedPlugin.build({"zero_stage": int(sys.argv[1])})

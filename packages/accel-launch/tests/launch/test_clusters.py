@@ -433,7 +433,7 @@ def test_a_job_of_slurm_whose_time_is_over_saves_itself_and_only_then_runs_again
     how: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     """Told by the signal of ``sbatch --signal=USR1``, it goes on when Slurm starts it again; cancelled, it does not."""
-    program = Path(__file__).with_name("preempted_training.py")
+    program = Path(__file__).parents[3] / "accel" / "tests" / "resilience" / "preempted_training.py"
     argv = ["--slurm", "--num_processes", "2", "--grace_period", "60", "--slurm_args", "--output=job.log"]
     done = run(tmp_path, *argv, str(program), ".", env=slurm | {"SLOW": "0.3"})
     job = done.stdout.split()[-1]

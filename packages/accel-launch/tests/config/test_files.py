@@ -275,7 +275,7 @@ def test_special_keys_are_taken_where_they_change_nothing(name: str, tmp_path: P
     assert config == AccelConfig()
 
 
-SCHEMA = Path(__file__).parents[1] / "accel-config.schema.json"
+SCHEMA = Path(__file__).parents[2] / "accel-config.schema.json"
 
 
 def test_the_published_schema_is_that_of_the_table() -> None:
