@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the ranks of tests in processes that this launcher has started; they are forked otherwise",
     )
     parser.addini(
-        "accel_leaks", "leak checks for every test: all, or some of accel_testing.faults.leaks.CHECKS", "args", []
+        "accel_leaks", "leak checks for every test: all, or names from accel_testing.faults.leaks", "args", []
     )
     # Costs nothing where all ends at once.
     parser.addini("accel_leaks_grace", "seconds that what a test started may still take to end", default="30")

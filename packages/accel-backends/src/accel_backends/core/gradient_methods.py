@@ -84,7 +84,7 @@ class BackendGradients(BackendStates):
     ) -> torch.Tensor:
         """The norm of this rank's gradients in an accumulation window that is still open, without the loss scale.
 
-        Collective; changes no gradient. Default: of what ``unreduced_gradients`` gives for these parameters of the models.
+        Collective; changes no gradient. Default: the norm of ``unreduced_gradients`` of these parameters.
         """
         if type(self).unreduced_gradients is BackendStates.unreduced_gradients:
             norm = self.clip_grad_norm(parameters, math.inf, norm_type)

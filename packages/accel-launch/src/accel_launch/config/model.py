@@ -70,8 +70,8 @@ class AccelConfig(
     """One resolved configuration. Made by ``resolve_config``; built directly, every value counts as a default.
 
     Each field is one row of the table from which resolving, flags, their help and ``accel config show`` derive; they
-    stand in ``accel_launch.config.sections``, whose classes are shown in the order in which they are named here. Fields marked
-    ``launch_only`` steer ``accel launch`` and mean nothing to the training script.
+    stand in ``accel_launch.config.sections``, whose classes are shown in the order in which they are named here.
+    Fields marked ``launch_only`` steer ``accel launch`` and mean nothing to the training script.
     """
 
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)

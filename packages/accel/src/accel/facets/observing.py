@@ -108,7 +108,7 @@ class ObservingFacet(ABC):
         Args:
             every: optimizer steps of one reading.
             tokens: how many tokens a batch of this rank holds.
-            flops_per_sample: operations of one sample, forward and backward, as ``accel_observe.meters.count_flops`` counts.
+            flops_per_sample: operations of one sample, forward and backward (``accel_observe.meters.count_flops``).
             peak_flops: operations a second that one device could do; None: looked up by its name.
             watch_loss: what is unusual for a loss; False: losses are not looked at (looking waits for the device).
         """

@@ -1,4 +1,4 @@
-"""``python -m accel.observe.explain_script SCRIPT ...``: runs a script until its steps have been seen, and explains them.
+"""Runs a script until its steps have been seen, and explains them: ``python -m accel.observe.explain_script SCRIPT``.
 
 Files of the project stay unchanged: the Accelerator of an explained script neither tracks, saves nor resumes.
 """
