@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import accel
+import accel_launch
 from accel.setup.plugins_from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_launch.config.setting import Setting
 
-PACKAGE = Path(accel.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (accel, accel_launch)]
 # What a setting becomes where no code reads it by name, by the first words of its name.
 BECOMES: dict[str, Callable[[AccelConfig], object]] = {
     "dynamo_": compilation_of,
@@ -64,7 +65,12 @@ def needed(row: Setting) -> dict[str, object]:
 @cache
 def read_by_name() -> frozenset[str]:
     """Every attribute that code outside of ``accel_launch.config`` reads of something called ``config``."""
-    files = [path for path in PACKAGE.rglob("*.py") if "config" not in path.relative_to(PACKAGE).parts[:-1]]
+    files = [
+        path
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+        if "config" not in path.relative_to(package).parts[:-1]
+    ]
     return frozenset(name for path in files for name in _attributes(ast.parse(path.read_text(encoding="utf-8"))))
 
 

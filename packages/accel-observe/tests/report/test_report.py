@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
-from accel.commands.report import _BROWSERS, _SIZE, screenshot
+from accel.cli.report import _BROWSERS, _SIZE, screenshot
 from accel_observe.report import find_run, page_of, plots_of, read_history
 from accel_observe.report.history import history_of
 from accel_observe.report.plots import curve, number_text, running_median, ticks

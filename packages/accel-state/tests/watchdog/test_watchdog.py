@@ -150,7 +150,7 @@ def test_a_record_keeps_the_newest_operations_with_their_places(record: Record) 
     last = seen.at(SLOTS + 5)
     assert last is not None
     assert last.what == f"gather(float32[{SLOTS + 4}])"
-    assert last.site.endswith(f"test_doctor.py:{line}")
+    assert last.site.endswith(f"test_watchdog.py:{line}")
     record.leave()
     assert record.read().current is None
 

@@ -10,8 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accel.checkpointing.save_quorum import Attendance
-from accel.checkpointing.train_state import Companion, Stateful
+from accel.checkpoints.save_quorum import Attendance
+from accel.checkpoints.train_state import Companion, Stateful
 from accel.facets.checkpoints import LoadHook, SaveHook
 from accel.facets.choosing import ChoosingFacet
 from accel.facets.data import DataFacet

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpointing.load_report import LoadOptions
-from accel.checkpointing.run_facts import RunFacts
-from accel.checkpointing.train_state import (
+from accel.checkpoints.load_report import LoadOptions
+from accel.checkpoints.run_facts import RunFacts
+from accel.checkpoints.train_state import (
     Companion,
     LoaderState,
     ModelState,

@@ -8,13 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from accel.checkpointing.load_report import LoadOptions, LoadReport
-from accel.checkpointing.restore import Restoration, restore_local
-from accel.checkpointing.run_facts import COMPANIONS_KEY
-from accel.checkpointing.train_state import ModelState
+from accel.checkpoints.load_report import LoadOptions, LoadReport
+from accel.checkpoints.restore import Restoration, restore_local
+from accel.checkpoints.run_facts import COMPANIONS_KEY
+from accel.checkpoints.train_state import ModelState
 from accel.facets.checkpoints import CheckpointFacet
 from accel_ckpt.io.storage import Location, Url, locate
-from accel_ckpt.saving.extra_files import download
 from accel_observe.meters.phases import observed
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from accel_state.watchdog.decorator import recorded
@@ -136,6 +135,8 @@ class LoadingFacet(CheckpointFacet, ABC):
         models = list(self._models)
         folder = str(checkpoint.path)
         if self._load_hooks and isinstance(checkpoint.path, Url):
+            from accel_ckpt.saving.extra_files import download
+
             folder = files.enter_context(TemporaryDirectory(prefix="accel-load-"))
             download(checkpoint, Path(folder))
         for hook in list(self._load_hooks.values()):

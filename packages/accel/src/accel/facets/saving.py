@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.checkpointing import partial_accumulation as open_window
-from accel.checkpointing.load_report import RNG
-from accel.checkpointing.metrics_of_saves import Measured
-from accel.checkpointing.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
-from accel.checkpointing.save_quorum import Attendance
-from accel.checkpointing.train_state import LoaderState, ModelState
+from accel.checkpoints import partial_accumulation as open_window
+from accel.checkpoints.load_report import RNG
+from accel.checkpoints.metrics_of_saves import Measured
+from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
+from accel.checkpoints.save_quorum import Attendance
+from accel.checkpoints.train_state import LoaderState, ModelState
 from accel.facets.checkpoints import CheckpointFacet
 from accel_ckpt.io.storage import Location, locate
 from accel_observe.meters.phases import observed

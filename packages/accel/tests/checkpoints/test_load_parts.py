@@ -333,7 +333,7 @@ def differing(folder: str, *, load: bool, fixed: bool, **options: object) -> tup
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("accel.checkpointing.restore")
+    logger = logging.getLogger("accel.checkpoints.restore")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -382,7 +382,7 @@ def test_settings_that_change_the_numbers_are_warnings(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_said_and_no_warning(tmp_path: Path) -> None:
-    from accel.checkpointing.run_facts import differences
+    from accel.checkpoints.run_facts import differences
 
     saved = {"number of processes": 1, "torch": "2.9.0", "accel": "0.1.0"}
     (change,) = differences(saved, {**saved, "torch": "2.13.0"})

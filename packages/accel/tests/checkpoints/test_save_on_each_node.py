@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpointing import save_quorum as attendance
+from accel.checkpoints import save_quorum as attendance
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointError
 

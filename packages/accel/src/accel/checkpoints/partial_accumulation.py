@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.checkpointing.load_report import few
+from accel.checkpoints.load_report import few
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
-from accel.checkpointing.run_facts import Change
+from accel.checkpoints.run_facts import Change
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:

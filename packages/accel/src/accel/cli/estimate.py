@@ -105,7 +105,7 @@ def _sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]
             return path.name, _from_config(path, library, trust)
         raise ConfigError(f"{model} holds neither *.safetensors nor a config.json")
     if ":" in model:
-        from accel.commands.model_loading import load_object
+        from accel.cli.model_loading import load_object
         from accel_planner.profile.models import build
 
         return model, _sizes_of_module(build(load_object(model, "the model")).model)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpointing import save_quorum as attendance
-from accel.checkpointing.save_quorum import Attendance
+from accel.checkpoints import save_quorum as attendance
+from accel.checkpoints.save_quorum import Attendance
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointError
 from accel_testing.pytest.logs import heard

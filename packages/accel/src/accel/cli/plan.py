@@ -50,7 +50,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
 
     Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
     """
-    from accel.commands.model_loading import load_function, load_object
+    from accel.cli.model_loading import load_function, load_object
     from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
     from accel_planner.candidate import candidates, named
     from accel_precision import PrecisionError, PrecisionPolicy

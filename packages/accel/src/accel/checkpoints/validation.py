@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel.checkpointing.load_report import PartReport, few
+from accel.checkpoints.load_report import PartReport, few
 from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE
 from accel_state.errors import CheckpointMismatchError
 

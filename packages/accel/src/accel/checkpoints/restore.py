@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 from torch import nn
 
-from accel.checkpointing import partial_accumulation as open_window
-from accel.checkpointing.load_report import RNG, LoadOptions, LoadReport, PartReport
-from accel.checkpointing.run_facts import SEED_KEY, RunFacts
-from accel.checkpointing.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
-from accel.checkpointing.validation import check_keys, check_parts
+from accel.checkpoints import partial_accumulation as open_window
+from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, PartReport
+from accel.checkpoints.run_facts import SEED_KEY, RunFacts
+from accel.checkpoints.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
+from accel.checkpoints.validation import check_keys, check_parts
 from accel.loop.accumulator import StepClock
 
 if TYPE_CHECKING:

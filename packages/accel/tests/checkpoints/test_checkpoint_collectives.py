@@ -71,8 +71,8 @@ def test_ranks_wait_for_each_other_a_few_times_only(
     # Collecting the state, beginning, writing, committing: four, of which two send more than fits beside its length.
     assert len(saved) <= 6, saved
     loaded = counted(monkeypatch, lambda: accelerator.load_state(tmp_path / "a"))
-    # Opening, comparing and planning, loading what can refuse only then, reading, loading.
-    assert len(loaded) <= 5, loaded
+    # Comparing the options, opening, comparing and planning, loading what can refuse only then, reading, loading.
+    assert len(loaded) <= 6, loaded
 
 
 @pytest.mark.ranks(2)
