@@ -21,7 +21,8 @@ def attach_stub(
     name adds, or an empty text.
     """
     listed = _LISTED.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    origins = {name: (module, original) for module, original, name in listed}
+    # Texts, because a tuple for each name would count towards the next collection of garbage.
+    origins = {name: f"{module} {original}" for module, original, name in listed}
 
     def __getattr__(name: str) -> Any:
         if name not in origins:
@@ -30,10 +31,10 @@ def attach_stub(
             if added and sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise ImportError(f"cannot import name {name!r} from {package!r}{added}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}{added}")
-        module, original = origins[name]
+        module, original = origins[name].split()
         if module == ".":
             return import_module(f".{original}", package)
         return getattr(import_module(module, package), original)
 
-    public = sorted(name for name, (module, _) in origins.items() if module != ".")
+    public = sorted(name for module, _, name in listed if module != ".")
     return __getattr__, lambda: public, public

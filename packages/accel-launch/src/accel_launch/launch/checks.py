@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from accel_launch.config.model import PRECEDENCE, AccelConfig, settings
-from accel_launch.config.parallelism_degrees import degrees
+from accel_launch.launch.parallelism_degrees import degrees
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 

@@ -23,12 +23,12 @@ from accel.loop.accumulator import StepClock
 from accel.optimizer import PreparedOptimizer
 from accel.scheduler import PreparedScheduler
 from accel.setup.kwargs_handlers import ProjectConfiguration
-from accel_ckpt.io.storage import Location, locate
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import AsyncSaver, CheckpointDirectory, PerNode
+    from accel_ckpt.io.storage import Location
     from accel_ckpt.rank_group import Ranks
     from accel_data import LoaderOptions
     from accel_launch.config.model import AccelConfig
@@ -136,6 +136,7 @@ class CheckpointFacet(ABC):
         if project.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir to put the checkpoints in")
         from accel_ckpt import Best, CheckpointDirectory, keep_for_run
+        from accel_ckpt.io.storage import locate
 
         best = None
         if project.keep_best is not None and project.metric is not None:
@@ -157,7 +158,7 @@ class CheckpointFacet(ABC):
             self._machines = PerNode(self.session.live_group(), node=self.session.topology.node_rank)
         return self._machines
 
-    def _continue_numbering(self, path: Location) -> None:
+    def _continue_numbering(self, path: "Location") -> None:
         """The next automatic checkpoint follows the one that was saved or loaded."""
         prefix, _, number = path.name.rpartition("_")
         if self.project_configuration.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():

@@ -13,13 +13,13 @@ from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY
 from accel.checkpoints.train_state import ModelState
 from accel.facets.checkpoints import CheckpointFacet
-from accel_ckpt.io.storage import Location, Url, locate
 from accel_observe.meters.phases import observed
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from accel_ckpt import Checkpoint
+    from accel_ckpt.io.storage import Location
 
 LATEST = "latest"
 
@@ -39,7 +39,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         *,
         strict: bool = True,
         parts: str | Iterable[str] | None = None,
-    ) -> Location:
+    ) -> "Location":
         """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
 
         ``input_dir`` None or ``"latest"`` takes the newest intact checkpoint of the project's automatic ones. Ranks
@@ -111,6 +111,8 @@ class LoadingFacet(CheckpointFacet, ABC):
             return checkpoint, restoration
 
         if input_dir is not None and os.fspath(input_dir) != LATEST:
+            from accel_ckpt.io.storage import locate
+
             return load(open_checkpoint(locate(input_dir), verify=verify, group=self._ranks()))
         series = self._series()
         if series is None:
@@ -134,7 +136,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         """The checkpoint's parts, compared with the run's, after the hooks; ``files`` ends what these have read."""
         models = list(self._models)
         folder = str(checkpoint.path)
-        if self._load_hooks and isinstance(checkpoint.path, Url):
+        if self._load_hooks and not isinstance(checkpoint.path, Path):
             from accel_ckpt.saving.extra_files import download
 
             folder = files.enter_context(TemporaryDirectory(prefix="accel-load-"))

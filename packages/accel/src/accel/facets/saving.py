@@ -17,7 +17,6 @@ from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
 from accel.checkpoints.save_quorum import Attendance
 from accel.checkpoints.train_state import LoaderState, ModelState
 from accel.facets.checkpoints import CheckpointFacet
-from accel_ckpt.io.storage import Location, locate
 from accel_observe.meters.phases import observed
 from accel_state.errors import ConfigError
 from accel_state.watchdog.decorator import recorded
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from weakref import WeakSet
 
     from accel_ckpt import CheckpointDirectory, SaveHandle, Terms
+    from accel_ckpt.io.storage import Location
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SavingFacet(CheckpointFacet, ABC):
         metadata: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
-    ) -> Location:
+    ) -> "Location":
         """Saves everything that must resume, and returns the folder, which exists only once it is complete.
 
         Models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered objects
@@ -84,6 +84,8 @@ class SavingFacet(CheckpointFacet, ABC):
             target = self._save_alone(output_dir, notes)
         else:
             series = self._series()
+            from accel_ckpt.io.storage import locate
+
             return series.path if series is not None else locate(output_dir or "")
         self._continue_numbering(target)
         return target
@@ -91,7 +93,7 @@ class SavingFacet(CheckpointFacet, ABC):
     @recorded("save_state")
     def _save_together(
         self, output_dir: str | os.PathLike[str] | None, notes: Measured, *, asynchronous: bool
-    ) -> Location:
+    ) -> "Location":
         import accel_ckpt
 
         series, target = self._place(output_dir, alone=False)
@@ -128,7 +130,7 @@ class SavingFacet(CheckpointFacet, ABC):
             series.prune()
         return target
 
-    def _save_alone(self, output_dir: str | os.PathLike[str] | None, notes: Measured) -> Location:
+    def _save_alone(self, output_dir: str | os.PathLike[str] | None, notes: Measured) -> "Location":
         """Saves on the main process only, after the others did not come; nothing here waits for them."""
         import accel_ckpt
 
@@ -188,6 +190,8 @@ class SavingFacet(CheckpointFacet, ABC):
         series = self._series()
         if series is None:
             assert output_dir is not None
+            from accel_ckpt.io.storage import locate
+
             return None, locate(output_dir)
         if alone:
             series = series.alone()
@@ -246,7 +250,7 @@ class SavingFacet(CheckpointFacet, ABC):
         fill = partial(self._run_save_hooks, state) if self._save_hooks else None
         return self._train_state().terms(fill, apart=self._trained_apart)
 
-    def _run_save_hooks(self, state: dict[str, Any], target: Location) -> None:
+    def _run_save_hooks(self, state: dict[str, Any], target: "Location") -> None:
         """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
         names = [name for name, part in self._train_state().items() if isinstance(part, ModelState)]
         weights = [state[name] for name in names]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_launch.config import AccelConfig, settings
-from accel_launch.config.parallelism_degrees import degrees
+from accel_launch.launch.parallelism_degrees import degrees
 from accel_state import ParallelismConfig
 
 if TYPE_CHECKING:
