@@ -300,8 +300,9 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
     def full_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
         """Returns full tensors in host memory, in fp32, or in the compute dtype with ``zero3_save_16bit_model``.
 
-        Other ranks than 0 return an empty dict unless ``main_only`` is False. Collective: every rank of the group must
-        call this.
+        Other ranks than 0 return an empty dict unless ``main_only`` is False.
+
+        Collective: every rank of the group must call this.
         """
         prepared = self._engines.find_stated(model)
         if prepared is None:

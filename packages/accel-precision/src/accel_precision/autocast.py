@@ -89,7 +89,7 @@ def call_within(
 
     Args:
         inputs: dtype to which floating-point tensors among the arguments are converted.
-        outputs: applied to what the module returns, outside the context.
+        outputs: applied to the module's outputs, outside the context.
     """
     original = type(model)
     namespace = {

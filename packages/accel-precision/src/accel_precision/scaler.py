@@ -97,8 +97,9 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place; later calls before ``update`` do nothing.
 
-        With ``reduce`` every rank has to unscale its optimizers in the same order. Collective: every rank of the group
-        must call this.
+        With ``reduce`` every rank has to unscale its optimizers in the same order.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             PrecisionError: gradients in half precision, in which the quotient would underflow again.

@@ -90,7 +90,7 @@ class Backend(BackendGradients, BackendSpread):
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Builds options from a mapping of their fields, as given with a backend's name (``strategy="name"``)."""
+        """Builds the backend's options from a mapping of their fields."""
         return cls.Config.build(values)
 
     def reconfigure(self, config: BackendConfig) -> None:
@@ -106,8 +106,9 @@ class Backend(BackendGradients, BackendSpread):
     def prepare(self, bundle: Bundle) -> Bundle:
         """Prepares a bundle: same order and lengths in the result, optimizers bound to the parameters of its models.
 
-        Every rank prepares the same bundle; if one rank fails, all raise. Collective: every rank of the group must call
-        this.
+        Every rank prepares the same bundle; if one rank fails, all raise.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             PrepareError: see ``check_bundle``; ranks prepare models or optimizers that differ.
@@ -320,7 +321,7 @@ class Backend(BackendGradients, BackendSpread):
                 "own; nearest: strategy='ddp'"
             )
 
-    # The rest
+    # Loss scales, counters, export, inspection
 
     @property
     def loss_scales(self) -> Sequence[Any]:

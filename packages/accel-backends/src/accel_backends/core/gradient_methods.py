@@ -84,8 +84,9 @@ class BackendGradients(BackendStates):
     ) -> torch.Tensor:
         """Returns the norm of this rank's unreduced gradients, without the loss scale; changes no gradient.
 
-        Default: the norm of ``unreduced_gradients`` of these parameters. Collective: every rank of the group must call
-        this.
+        Default: the norm of ``unreduced_gradients`` of these parameters.
+
+        Collective: every rank of the group must call this.
         """
         if type(self).unreduced_gradients is BackendStates.unreduced_gradients:
             norm = self.clip_grad_norm(parameters, math.inf, norm_type)

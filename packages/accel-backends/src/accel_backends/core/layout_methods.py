@@ -47,7 +47,8 @@ class BackendSpread(ABC):
         """Wraps an attention function for sequence parallelism: called on parts of sequences, attends over all of them.
 
         The model calls the returned function, which takes and returns this rank's tokens of all heads; within it
-        ``attention`` receives all tokens of some of the heads. Default: ``attention`` itself. Collective: every rank of
-        the group must call this.
+        ``attention`` receives all tokens of some of the heads. Default: ``attention`` itself.
+
+        Collective: every rank of the group must call this.
         """
         return attention

@@ -36,7 +36,9 @@ class BackendStates(ABC):
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Copies rank 0's buffers to all ranks before a save, if training equalises them only later.
 
-        Collective: every rank of the group must call this. Default: nothing, because there is one replica.
+        Default: nothing, because there is one replica.
+
+        Collective: every rank of the group must call this.
         """
 
     def gradient_marks(self, model: nn.Module) -> object:
@@ -49,16 +51,18 @@ class BackendStates(ABC):
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns this rank's unreduced gradients as full tensors, by FQN.
 
-        Their mean over ``gradient_average`` ranks is the gradient. Collective: every rank of the group must call this.
-        Default: ``grad`` of the parameters.
+        Their mean over ``gradient_average`` ranks is the gradient. Default: ``grad`` of the parameters.
+
+        Collective: every rank of the group must call this.
         """
         return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns copies of the next step's gradients as full tensors, by FQN, without the backend's own loss scale.
 
-        To be called after the last backward of an accumulation window. Collective: every rank of the group must call
-        this. Default: copies of ``unreduced_gradients``.
+        To be called after the last backward of an accumulation window. Default: copies of ``unreduced_gradients``.
+
+        Collective: every rank of the group must call this.
         """
         return {name: held.detach().clone() for name, held in self.unreduced_gradients(model).items()}
 

@@ -9,7 +9,9 @@ import torch
 def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
     """Replaces each tensor by its mean over the ranks of ``group``, in place: one all-reduce per dtype and device.
 
-    Integer tensors are left alone. Collective: every rank of the group must call this.
+    Integer tensors are left alone.
+
+    Collective: every rank of the group must call this.
     """
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ _reduce = recorded("reduce gradients", shared=False)(DefaultReduceScatter.__call
 
 @final
 class ExplainedAllGather(DefaultAllGather):
-    """torch's all-gather of a unit; on a broken connection the error says what is known of the other ranks."""
+    """torch's all-gather of a unit; on a broken connection the error reports the other ranks' failures."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Work | None":
         """All-gathers the parameters of one unit.
@@ -44,7 +44,7 @@ class ExplainedReduceScatter(DefaultReduceScatter):
 
 
 def explain_collectives(units: Iterable["FSDPModule"]) -> None:
-    """Makes failing collectives of these units raise CollectiveError, which says what is known of the other ranks."""
+    """Makes failing collectives of these units raise CollectiveError, which reports the other ranks' failures."""
     gather, reduce = ExplainedAllGather(), ExplainedReduceScatter()
     for unit in units:
         unit.set_custom_all_gather(gather)

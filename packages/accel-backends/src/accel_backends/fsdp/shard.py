@@ -143,8 +143,9 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     """Shards ``model`` in place and returns the state that steps use.
 
     For each unit, its parameters are moved to the device, overwritten with rank 0's values and sharded, and the full
-    parameters are freed, so that the device never holds more than one full unit. Collective: every rank of the group
-    must call this.
+    parameters are freed, so that the device never holds more than one full unit.
+
+    Collective: every rank of the group must call this.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -27,7 +27,9 @@ def watch_units(
     All ranks all-gather a unit together. If ranks call different units (skipped layers, experts), an all-gather hangs,
     or fills a unit with another unit's weights. Ranks of one node are compared before each all-gather, ranks of several
     nodes at the end of each forward, provided that all ranks gather together. Nothing is recorded if no watchdog
-    observes ``group``. Collective: every rank of the group must call this.
+    observes ``group``.
+
+    Collective: every rank of the group must call this.
 
     Args:
         model: the module that is called.

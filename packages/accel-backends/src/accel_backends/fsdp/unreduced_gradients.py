@@ -14,7 +14,9 @@ from accel_state.collectives.objects import all_gather_object
 def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns this rank's unreduced gradients as full tensors, by FQN, reduced parts of the window included.
 
-    torch keeps unreduced gradients in private attributes. Collective: every rank of the group must call this.
+    torch keeps unreduced gradients in private attributes.
+
+    Collective: every rank of the group must call this.
     """
     unreduced = {id(entry.sharded_param): added for entry, added in _unreduced(model)}
     found: dict[str, torch.Tensor] = {}
@@ -31,7 +33,9 @@ def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tens
     """Sets every parameter's gradient to this rank's shard of the mean over ranks of the given gradients.
 
     Ranks may have different names; a missing gradient counts as zero. Unsharded parameters keep this rank's gradient,
-    which a later backward averages. Collective: every rank of the group must call this.
+    which a later backward averages.
+
+    Collective: every rank of the group must call this.
     """
     brought = brought_by_any(gradients, group)
     for entry, _ in _unreduced(model):

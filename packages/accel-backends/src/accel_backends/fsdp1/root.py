@@ -18,7 +18,7 @@ def _compiled_within(method: _Method) -> _Method:
 
 @final
 class ExplainedRoot(FullyShardedDataParallel):
-    """torch's wrapper; if the all-gather of a unit fails, the error says what is known of the other ranks."""
+    """torch's wrapper; if the all-gather of a unit fails, the error reports the other ranks' failures."""
 
     @_compiled_within
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,9 @@ def unreduced_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Te
     """Returns this rank's unreduced gradients as full tensors, by FQN, reduced parts of the window included.
 
     torch keeps the sum of unreduced gradients as one full flat gradient, and this rank's shard of the reduced ones
-    beside it. Collective: every rank of the group must call this.
+    beside it.
+
+    Collective: every rank of the group must call this.
 
     Raises:
         BackendError: the user has wrapped the model with ``use_orig_params=False``.

@@ -23,8 +23,9 @@ def is_dtensor(tensor: object) -> bool:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """All-gathers a DTensor to a full tensor on every rank; other tensors are returned unchanged.
 
-    A shard in host memory (offload) is copied to its mesh's device first. Collective: every rank of the group must call
-    this.
+    A shard in host memory (offload) is copied to its mesh's device first.
+
+    Collective: every rank of the group must call this.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -108,7 +109,9 @@ def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[Non
 
     On exit each rank copies its shard of the changed parameters back, unless ``writeback`` is off; every rank has to
     make the same changes. The full parameters are for reading and editing only: the model's forward all-gathers for
-    itself. Entry and exit are collectives. Collective: every rank of the group must call this.
+    itself. Entry and exit are collectives.
+
+    Collective: every rank of the group must call this.
     """
     sharded: dict[int, nn.Parameter] = {}
     whole: dict[int, nn.Parameter] = {}

@@ -25,8 +25,9 @@ def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offl
     """Refuses optimizers that fail on DTensor shards, or update them otherwise than full parameters.
 
     torch's own optimizers are looked up (``optimizer_support``). An optimizer that cannot be tried is accepted, because
-    a DTensor operation either computes as on the full tensor or raises. Collective: every rank of the group must call
-    this.
+    a DTensor operation either computes as on the full tensor or raises.
+
+    Collective: every rank of the group must call this.
 
     Raises:
         PrepareError: the same on every rank, with the nearest alternative.

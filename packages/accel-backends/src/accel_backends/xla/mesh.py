@@ -22,6 +22,7 @@ def open_mesh(group: "ProcessGroup | None" = None) -> "Mesh":
     The first call turns SPMD mode on, which torch_xla requires before any tensor is on the devices. torch_xla remembers
     the mode in an environment variable, which may be gone. With several hosts the first call is a collective over
     ``group``, the processes of the hosts: devices are ordered by process, and rows of batches therefore too.
+
     Collective: every rank of the group must call this.
 
     Raises:

@@ -229,7 +229,9 @@ def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict
 def full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
     """Returns full tensors in host memory, assembled one at a time; an empty dict without ``keep``.
 
-    Without ``parts``, weights have the compute dtype. Collective: every rank of the group must call this.
+    Without ``parts``, weights have the compute dtype.
+
+    Collective: every rank of the group must call this.
     """
     gather = recorded("get_state_dict")(_full_state) if engine.zero_optimization() else _full_state
     return gather(engine, parts, keep=keep)

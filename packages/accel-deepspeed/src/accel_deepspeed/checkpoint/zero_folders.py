@@ -202,7 +202,7 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- shared layers
+# --------------------------------------------------------------------------------------------- tensor parallelism
 
 
 def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]) -> Folder:

@@ -250,7 +250,7 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
 
 
 def _through(others: list[Prepared], run: Callable[[], None]) -> None:
-    """Runs the first engine's backward within the backward prologue and epilogue of each other engine."""
+    """Runs the first engine's backward within the backward bookkeeping of each other engine."""
     if not others:
         run()
         return

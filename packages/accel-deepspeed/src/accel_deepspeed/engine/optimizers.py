@@ -22,7 +22,7 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
     """Refuses optimizers and schedulers that contradict the configuration or each other.
 
     Raises:
-        PrepareError: with the contradiction, and what to leave out.
+        PrepareError: with the contradiction, and the setting to leave out.
     """
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)

@@ -127,7 +127,9 @@ class Layers:
         """Broadcasts parameters and buffers of one rank to all ranks, each of which keeps a shard later.
 
         Also synchronises the random generators of a tensor-parallel group, whose ranks have to draw the same dropout
-        masks for replicated activations. Collective: every rank of the group must call this.
+        masks for replicated activations.
+
+        Collective: every rank of the group must call this.
         """
         if self.size == 1:
             return
@@ -146,7 +148,7 @@ def kinds_of(model: nn.Module) -> dict[str, type[nn.Module]]:
 
 
 def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[RemovableHandle]:
-    """Validates the layers that AutoTP created, adds hooks that correct them, and marks what norms count.
+    """Validates the layers that AutoTP created, adds hooks that correct them, and marks parameters for norms.
 
     Args:
         engine: engine that has just been started.

@@ -42,7 +42,9 @@ class ZeroClipping(BackendGradients):
         """Clips to ``max_norm`` and returns the norm over all ranks before clipping.
 
         The 2-norm of all parameters is clipped in the engine's next step, other norms and subsets of parameters at
-        once. Collective: every rank of the group must call this.
+        once.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             BackendError: a norm that is not positive; parameters of no engine or of several; a clip that conflicts with

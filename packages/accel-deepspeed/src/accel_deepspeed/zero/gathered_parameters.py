@@ -16,8 +16,9 @@ def full_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
     """Context in which parameters are full on every rank, in the compute dtype.
 
     Changes reach the optimizer's master weights; every rank has to make the same changes. Unmodified parameters keep
-    the precision of their master weights instead of being rounded through the compute dtype. Collective: every rank of
-    the group must call this.
+    the precision of their master weights instead of being rounded through the compute dtype.
+
+    Collective: every rank of the group must call this.
     """
     prepared.edits.carry()
     parameters = list(named_parameters(prepared.engine).values())

@@ -262,7 +262,9 @@ class Gradients(ABC):
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Returns full gradients by FQN, whose mean over ranks is the gradient. Default: reduced gradients.
 
-        Parameters without a gradient on any rank are left out. Collective: every rank of the group must call this.
+        Parameters without a gradient on any rank are left out.
+
+        Collective: every rank of the group must call this.
         """
         self.settle()
         absent = set(map(id, self.absent()))
