@@ -168,7 +168,9 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
     def gradient_group(self) -> "ProcessGroup | None":
         """Data-parallel group: all ranks of the session, or with AutoTP those with the same shards of the layers.
 
-        The first read is a collective: every rank of the group must call this.
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
         """
         if self._layers.size == 1:
             return super().gradient_group

@@ -40,7 +40,7 @@ class ZeroSpread(BackendSpread):
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Sequence-parallel size ("sp") and tensor-parallel size ("tp")."""
+        """Sequence-parallel ("sp", ``sequence_parallel_size``) and tensor-parallel size ("tp", ``autotp_size``)."""
         return {"sp": self._sequences.size, "tp": self._layers.size}
 
     @property

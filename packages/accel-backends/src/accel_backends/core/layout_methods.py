@@ -39,7 +39,9 @@ class BackendSpread(ABC):
     def sequence_group(self) -> "ProcessGroup | None":
         """Sequence-parallel group of this rank, in the order of the sequence; None: full sequences. Default: None.
 
-        The first read is a collective: every rank of the group must call this.
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
         """
         return None
 

@@ -1,7 +1,7 @@
 """State dicts of models and optimizers by FQN, independent of wrappers, world size and backend.
 
-A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's state is ``{"state":
-{name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
+A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's state is
+``{"state": {name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +53,9 @@ def load_model_state(
 ) -> tuple[list[str], list[str]]:
     """Loads a ``model_state`` into this or any other wrapping of the same model.
 
-    Nothing is loaded unless all names and shapes fit. A tied tensor may be given under any of its names. ``place(value,
-    own)`` converts a given value to the form of the model's own tensor (for example to a shard). Values that already
-    are the model's own memory are skipped.
+    Nothing is loaded unless all names and shapes fit. A tied tensor may be given under any of its names.
+    ``place(value, own)`` converts a given value to the form of the model's own tensor (for example to a shard). Values
+    that already are the model's own memory are skipped.
 
     Returns:
         The missing names and the unknown names; both empty if ``strict``.

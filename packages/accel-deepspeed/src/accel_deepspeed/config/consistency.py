@@ -100,7 +100,7 @@ def largest_divisor(total: int, most: int) -> int:
 
 
 def share_sequences(options: Options, size: int) -> None:
-    """Sets the sequence-parallel size.
+    """Sets the sequence-parallel size to ``size``.
 
     Raises:
         ConfigError: the options have another value, or leave the stage to the planner.
@@ -109,7 +109,7 @@ def share_sequences(options: Options, size: int) -> None:
 
 
 def share_layers(options: Options, size: int) -> None:
-    """Sets the tensor-parallel size.
+    """Sets the tensor-parallel size to ``size``.
 
     Raises:
         ConfigError: the options have another value, or leave the stage to the planner.

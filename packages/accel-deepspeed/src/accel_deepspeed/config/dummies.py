@@ -35,7 +35,7 @@ class DummyOptim(Optimizer):
         super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Raises PrepareError: only the optimizer that ``prepare`` returns can step.
+        """Refuses to step: only the optimizer that ``prepare`` returns can step.
 
         Raises:
             PrepareError: always.
@@ -77,7 +77,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raises PrepareError: only the scheduler that ``prepare`` returns can step.
+        """Refuses to step: only the scheduler that ``prepare`` returns can step.
 
         Raises:
             PrepareError: always.
