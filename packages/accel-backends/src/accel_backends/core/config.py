@@ -1,4 +1,4 @@
-"""Base of the options of a backend; the class of the options selects the backend."""
+"""Options of a backend, whose class selects the backend, and the settings that they imply."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

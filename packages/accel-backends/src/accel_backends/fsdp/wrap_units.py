@@ -216,7 +216,7 @@ def _tied_outside(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
 def _embeddings(modules: dict[str, nn.Module], blocks: Collection[str], leaking: Collection[str]) -> tuple[str, ...]:
     """Returns embeddings outside of the blocks that are at least as large as the smallest block.
 
-    They are units of their own, because as part of the root they would stay gathered for the whole step.
+    They are units of their own, because as part of the root they would stay gathered during the full step.
     """
     least = min(sum(p.numel() for p in modules[name].parameters()) for name in blocks)
     return tuple(

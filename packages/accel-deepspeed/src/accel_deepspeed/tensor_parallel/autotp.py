@@ -124,7 +124,7 @@ class Layers:
             )
 
     def gather_in(self, model: nn.Module) -> None:
-        """Broadcasts parameters and buffers of one rank to all ranks, each of which keeps a shard later.
+        """Broadcasts rank 0's parameters and buffers to all ranks, each of which keeps a shard later.
 
         Also synchronises the random generators of a tensor-parallel group, whose ranks have to draw the same dropout
         masks for replicated activations.
