@@ -31,9 +31,7 @@ class ZeroSpread(BackendSpread):
     def degrees(self) -> tuple[int, int]:
         """Replicas and shard degree: one sharded replica from stage 1 on, or with AutoTP.
 
-        Otherwise one replica per rank.
-
-        Ranks of one sequence-parallel or tensor-parallel group count once.
+        Otherwise one replica per rank. Ranks of one sequence-parallel or tensor-parallel group count once.
         """
         world = self.session.world_size // (self._sequences.size * self._layers.size)
         return (world, 1) if self._options.zero_stage == 0 and self._layers.size == 1 else (1, world)

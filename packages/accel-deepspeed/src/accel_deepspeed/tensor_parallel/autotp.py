@@ -85,7 +85,7 @@ class Layers:
     def data_group(self) -> "ProcessGroup | None":
         """Data-parallel group: ranks with the same shards of layers and other samples.
 
-        None without tensor parallelism.
+        None: no tensor parallelism, all ranks of the session.
         """
         return self._group("get_data_parallel_group")
 
@@ -175,7 +175,7 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
 
 
 def _in_order(module: nn.Module, inputs: Any) -> Any:
-    """Makes inputs contiguous: of a non-contiguous gradient AutoTP 0.19.8 reduces a copy, and uses the original."""
+    """Makes inputs contiguous: of a non-contiguous gradient AutoTP 0.19.8 reduces a copy, but uses the original."""
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 

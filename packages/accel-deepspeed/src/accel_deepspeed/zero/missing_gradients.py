@@ -58,7 +58,7 @@ class Presence:
 class FlatSlice(NamedTuple):
     """A parameter's partition on this rank, and the number of steps that it has missed.
 
-    None: it misses this one too.
+    ``behind`` is None if the parameter misses this step too.
     """
 
     part: Partition
