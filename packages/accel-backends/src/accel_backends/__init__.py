@@ -1,4 +1,4 @@
-"""Placing, synchronising and stepping of models."""
+"""Backends: placement, synchronisation and optimizer steps of models on one device or many."""
 
 from accel_state.lazy import attach_stub
 

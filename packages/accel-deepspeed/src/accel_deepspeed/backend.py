@@ -1,4 +1,4 @@
-"""Optimizer states, gradients and parameters spread over ranks by DeepSpeed's ZeRO."""
+"""Backend that shards optimizer states, gradients and parameters with DeepSpeed's ZeRO."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
-    """Trains through DeepSpeed's engines: one for each model with its optimizer, any number side by side.
+    """Trains with DeepSpeed engines: one for each model with its optimizer, any number in one process.
 
-    A prepared model is the engine, which looks like the model that it wraps. Backward adds to what the engine has
-    accumulated and the optimizer's step reduces, clips and updates; nothing else about a loop changes. Works on CPUs
-    over gloo as on accelerators, and with one process, too.
+    A prepared model is the engine, which has the interface of the wrapped model. Backward adds to the engine's
+    accumulated gradients, and the optimizer's step reduces, clips and updates; a training loop needs no other change.
+    Works on CPUs over gloo as on accelerators, also with one process.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -86,17 +86,17 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         self._owns_group = False
 
     def make_scaler(self, options: GradScalerKwargs | None) -> LossScaler | None:
-        """None: DeepSpeed scales the loss itself."""
+        """Returns None: DeepSpeed scales the loss itself."""
         return None
 
     def reconfigure(self, config: BackendConfig) -> None:
-        """Other options for engines that are made from now on; existing ones keep theirs."""
+        """Replaces the options for engines that are created from now on; existing engines keep theirs."""
         self.config = self._options = cast(DeepSpeedConfig, config)
 
     # Preparing
 
     def check(self, bundle: Bundle) -> None:
-        """Refuses pieces that contradict each other or the configuration, see ``deepspeed_optimizers``."""
+        """Refuses models and optimizers that contradict each other or the configuration, see ``engine.optimizers``."""
         for model in bundle.models:
             self._sequences.check(model)
             self._layers.check(innermost(model))
@@ -104,7 +104,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             check_bundle_pieces(self._options, bundle)
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """One engine for the model and its optimizer; schedulers drive the optimizer that is inside."""
+        """Creates one engine for the model and its optimizer; schedulers drive the optimizer inside."""
         if not bundle.models:
             return bundle
         model = bundle.models[0]
@@ -121,11 +121,11 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return replace(bundle, models=[prepared.engine], optimizers=result.optimizers, schedulers=result.schedulers)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model itself: without an optimizer there is nothing to shard below stage 3."""
+        """Returns the model itself: without an optimizer, nothing is sharded below stage 3."""
         return model
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """The engine's own compilation, or its model's repeated blocks in place."""
+        """Compiles the engine with its own method, or the repeated blocks of its model in place."""
         prepared = self._engines.find(model)
         if prepared is None:
             return super().compile(model, plugin)
@@ -161,22 +161,27 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
 
     @property
     def gradient_average(self) -> int:
-        """All ranks of the session; of those that share layers one counts."""
+        """Data-parallel size: world size divided by the size of a tensor-parallel group."""
         return self.session.world_size // self._layers.size
 
     @property
     def gradient_group(self) -> "ProcessGroup | None":
-        """All ranks of the session; where layers are shared, those with the same parts. Collective when first read."""
+        """Data-parallel group: all ranks of the session, or with AutoTP those with the same shards of the layers.
+
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         if self._layers.size == 1:
             return super().gradient_group
         self._open_communication()
         return self._layers.data_group
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
-        """Backward of the engines that the loss went through; of ``kwargs`` they take ``retain_graph``.
+        """Runs backward of the engines that the loss depends on; of ``kwargs`` they accept ``retain_graph``.
 
         Raises:
-            BackendError: a loss that is no scalar, has no graph, or has none of an engine.
+            BackendError: a loss that is no scalar, has no graph, or depends on no engine.
         """
         retain_graph = bool(kwargs) and bool(kwargs.pop("retain_graph", False))
         if kwargs:
@@ -190,12 +195,12 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
                 prepared.open = False
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """The engine's step; False if it was left out on all ranks because gradients overflowed.
+        """Runs the engine's step; returns False if all ranks skipped it because gradients overflowed.
 
-        Without a backward since the last one there is nothing to step with, and nothing happens.
+        Does nothing if there was no backward since the last step.
 
         Raises:
-            BackendError: a closure, an optimizer of no engine, or gradients that it would leave out.
+            BackendError: a closure, an optimizer of no engine, or gradients that the step would ignore.
         """
         if closure is not None:
             raise BackendError("DeepSpeed's optimizers take no closure; compute the loss before step()")
@@ -209,7 +214,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return True
 
     def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
-        """Calls ``keep`` with this rank's parts, reduced and not yet clipped, before each step of the engine."""
+        """Calls ``keep`` with this rank's gradient shards, reduced and unclipped, before each step of the engine."""
         gradients = self._engines.of_optimizer(optimizer).gradients
         assert gradients is not None
         handle = RemovableHandle(gradients.watchers)
@@ -226,7 +231,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
     # States
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
+        """Broadcasts rank 0's buffers, because forwards since ``prepare`` have updated each rank's separately."""
         buffers = [buffer for model in models if self._engines.find(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
             from accel_state.collectives.tensors import broadcast
@@ -234,21 +239,21 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             broadcast(buffers, group=self.session.group)
 
     def gradient_marks(self, model: nn.Module) -> object:
-        """How many backwards the engine has had."""
+        """Returns the number of the engine's backwards."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None:
             return super().gradient_marks(model)
         return prepared.gradients.backwards
 
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What has been accumulated, by name: this rank's share, or the average where ranks have reduced already."""
+        """Returns accumulated gradients by FQN: this rank's unreduced ones, or the mean if reduced already."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
             return {}
         return prepared.gradients.held(named_parameters(prepared.engine))
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """As every backend; the loss scale is the engine's own. Reduces what has not been reduced."""
+        """As every backend; reduces unreduced gradients, and divides by the engine's own loss scale."""
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
             return super().full_gradients(model)
@@ -257,7 +262,10 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return {name: held / scale for name, held in super().full_gradients(model).items()}
 
     def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Starts a window with these shares; collective."""
+        """Starts an accumulation window with the mean of the given gradients.
+
+        Collective: every rank of the group must call this.
+        """
         prepared = self._engines.find(model)
         if prepared is None or prepared.gradients is None:
             return
@@ -269,14 +277,20 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             prepared.gradients.hold(named_parameters(prepared.engine), gradients, brought)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """DTensors under the model's own names, in fp32 where the optimizer keeps them so; collective."""
+        """Returns DTensors by FQN, in fp32 if the optimizer has master weights.
+
+        Collective: every rank of the group must call this.
+        """
         prepared = self._engines.find_stated(model)
         if prepared is None:
             return super().model_state(model)
         return states.model_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank; collective."""
+        """Loads DTensors, or full tensors that are equal on every rank.
+
+        Collective: every rank of the group must call this.
+        """
         prepared = self._engines.find_stated(model)
         if prepared is None:
             super().load_model_state(model, state, strict=strict)
@@ -286,9 +300,11 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         prepared.edits.forget()
 
     def full_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """Full tensors on the host, in fp32, or as the model computes with ``zero3_save_16bit_model``; collective.
+        """Returns full tensors in host memory, in fp32, or in the compute dtype with ``zero3_save_16bit_model``.
 
-        On rank 0 only (elsewhere empty) unless ``main_only`` is False.
+        Other ranks than 0 return an empty dict unless ``main_only`` is False.
+
+        Collective: every rank of the group must call this.
         """
         prepared = self._engines.find_stated(model)
         if prepared is None:
@@ -298,19 +314,25 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return states.full_state(prepared.engine, parts, keep=keep)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within it, parameters are whole on every rank; changes reach the optimizer unless ``writeback`` is off."""
+        """Context in which parameters are full on every rank.
+
+        Changes reach the optimizer unless ``writeback`` is off.
+        """
         prepared = self._engines.find(model)
         return _NOTHING if prepared is None else full_parameters(prepared, writeback=writeback)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """DTensors under the names of the parameters; collective."""
+        """Returns optimizer states as DTensors, by FQN. Collective: every rank of the group must call this."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().optimizer_state(optimizer, [prepared.engine])
         return states.optimizer_state(prepared.engine, prepared.parts, self._layout(prepared))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank; collective."""
+        """Loads DTensors, or full tensors that are equal on every rank.
+
+        Collective: every rank of the group must call this.
+        """
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             super().load_optimizer_state(optimizer, [prepared.engine], state)
@@ -318,7 +340,10 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             states.load_optimizer_state(prepared.engine, prepared.parts, self._layout(prepared), state)
 
     def export_native(self, model: nn.Module, folder: str, tag: str) -> None:
-        """As the engine's own ``save_checkpoint`` writes; collective."""
+        """Writes the model with the engine's own ``save_checkpoint``.
+
+        Collective: every rank of the group must call this.
+        """
         prepared = self._engines.find(model)
         if prepared is None:
             super().export_native(model, folder, tag)
@@ -327,26 +352,26 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
             prepared.engine.save_checkpoint(folder, tag=tag)
 
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
-        """The engine's own, see ``deepspeed_held``."""
+        """Returns the engine's tensors, see ``zero.footprint``."""
         prepared = self._engines.find(model)
         return super().held(model, optimizer) if prepared is None else held_by(prepared)
 
     @property
     def loss_scales(self) -> Sequence[EngineScale]:
-        """One for each engine in fp16."""
+        """One loss scale for each engine in fp16."""
         return [EngineScale(one.engine) for one in self._engines if one.gradients and one.engine.fp16_enabled()]
 
     def counts(self) -> list[dict[str, int]]:
-        """Steps of each engine, taken and left out."""
+        """Returns the step counters of each engine: taken and skipped steps."""
         return [EngineCounts(one.engine).state_dict() for one in self._engines]
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Sets them, engine by engine in the order of preparation."""
+        """Restores the step counters, engine by engine in the order of preparation."""
         for one, state in zip(self._engines, counts, strict=False):
             EngineCounts(one.engine).load_state_dict(state)
 
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """Empty tensors, sharded as states are handed out."""
+        """Returns uninitialised tensors by FQN, sharded like the states of ``optimizer_state``."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().state_templates(optimizer, [prepared.engine])
@@ -356,7 +381,10 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
 
     @contextmanager
     def zero_init(self) -> Iterator[None]:
-        """Within it, at stage 3, every module that is built is partitioned at once; collective."""
+        """Context in which, at stage 3, every module is partitioned as soon as it is built.
+
+        Collective: every rank of the group must call this.
+        """
         if not self._options.zero3_init_flag:
             yield
             return
@@ -372,7 +400,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         return states.PartitionLayout(self.mesh, prepared.groups)
 
     def _open_communication(self) -> None:
-        """Gives DeepSpeed the process group; a single process that has none gets one of its own."""
+        """Passes the process group to DeepSpeed; opens a group of one process if there is none."""
         self._owns_group |= open_group_of_one(self.session)
         use_device(self.session)
         open_communication(self.session, self)

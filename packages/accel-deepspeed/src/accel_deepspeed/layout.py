@@ -1,4 +1,4 @@
-"""Distribution of a model and of samples over ranks under DeepSpeed."""
+"""Parallel layout of models and samples under DeepSpeed."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ZeroSpread(BackendSpread):
-    """How the backend spreads them: ZeRO over all ranks, and sequences or layers over neighbours."""
+    """Parallel layout of the backend: ZeRO over all ranks, sequence or tensor parallelism over neighbouring ranks."""
 
     _options: "DeepSpeedConfig"
     _sequences: Sequences
@@ -25,39 +25,53 @@ class ZeroSpread(BackendSpread):
 
     @abstractmethod
     def _open_communication(self) -> None:
-        """Gives DeepSpeed the process group."""
+        """Passes the process group to DeepSpeed."""
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """One replica over all ranks from stage 1 on, or where layers are shared; those that share anything are one."""
+        """Replicas and shard degree: one sharded replica from stage 1 on, or with AutoTP.
+
+        Otherwise one replica per rank. Ranks of one sequence-parallel or tensor-parallel group count once.
+        """
         world = self.session.world_size // (self._sequences.size * self._layers.size)
         return (world, 1) if self._options.zero_stage == 0 and self._layers.size == 1 else (1, world)
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Sequences, with ``sequence_parallel_size``, and layers, with ``autotp_size``."""
+        """Sequence-parallel ("sp", ``sequence_parallel_size``) and tensor-parallel size ("tp", ``autotp_size``)."""
         return {"sp": self._sequences.size, "tp": self._layers.size}
 
     @property
     def rng_seed_rank(self) -> int:
-        """The first of those that share layers."""
+        """First rank of this rank's tensor-parallel group."""
         return self._layers.first
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":
-        """The neighbours that share this rank's sequences; collective when first read."""
+        """Sequence-parallel group of this rank. The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         if self._sequences.size > 1:
             self._open_communication()
         return self._sequences.group
 
     def sequence_attention(self, attention: Attention) -> Attention:
-        """Within DeepSpeed's ``DistributedAttention``; collective."""
+        """Wraps an attention function in DeepSpeed's ``DistributedAttention``.
+
+        Collective: every rank of the group must call this.
+        """
         group = self.sequence_group
         return attention if group is None else SequenceAttention(attention, group)
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """All ranks in one dimension, over which states are handed out; None for one. Collective when first read."""
+        """One-dimensional mesh of all ranks, over which states are sharded; None for one rank.
+
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         if self._mesh is None and self.session.world_size > 1:
             from torch.distributed.device_mesh import init_device_mesh
 

@@ -1,4 +1,4 @@
-"""DeepSpeed itself: whether it is installed, which device it uses, its process groups, and its compiled operations."""
+"""The DeepSpeed library: import, device type, process groups, and compiled ops."""
 
 import logging
 import os
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 EXTRA = "accel-backends[deepspeed]"
-# A kernel for inference that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
+# Inference op that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
 _SHM = "deepspeed_shm_comm"
 _STALE_AFTER = 600.0
 _COMPARES = "assert_ints_same_as_other_ranks"
-# What DeepSpeed sets in the environment when it is imported.
+# Environment variables that DeepSpeed sets when it is imported.
 _SETS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _DEVICES = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu")
 
 
 def installed() -> bool:
-    """Whether DeepSpeed can be imported, without importing it."""
+    """Whether DeepSpeed is installed; does not import it."""
     return find_spec("deepspeed") is not None
 
 
 def library(device_type: str = "") -> ModuleType:
-    """The package ``deepspeed``, imported now and not before, for devices of a type.
+    """Imports and returns the package ``deepspeed`` for a device type.
 
-    Left to look for itself, it changes the environment of the process.
+    The device type is preset during the import, because DeepSpeed's own detection changes the process's environment.
 
     Raises:
-        BackendError: it is not installed, or cannot be imported.
+        BackendError: DeepSpeed is not installed, or cannot be imported.
     """
     if not installed():
         raise BackendError(
@@ -64,10 +64,10 @@ def library(device_type: str = "") -> ModuleType:
 
 
 def use_device(session: "Session") -> None:
-    """Makes DeepSpeed use the session's type of device.
+    """Makes DeepSpeed use the session's device type.
 
     Raises:
-        BackendError: DeepSpeed is set to use another.
+        BackendError: DeepSpeed has chosen another device type.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -87,7 +87,7 @@ def use_device(session: "Session") -> None:
 
 
 def open_group_of_one(session: "Session") -> bool:
-    """A process group for a single process that has none, which DeepSpeed needs; whether it was opened now."""
+    """Opens a process group of one process if there is none; returns whether it was opened."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
@@ -98,7 +98,7 @@ def open_group_of_one(session: "Session") -> bool:
 
 
 def open_communication(session: "Session", user: object) -> None:
-    """Gives DeepSpeed the default process group for ``user``; what it kept of an earlier one is dropped first."""
+    """Passes the default process group to DeepSpeed for ``user``; drops DeepSpeed's state of an earlier group first."""
     import torch.distributed as dist
     from deepspeed import comm, ops
     from deepspeed.comm import comm as state
@@ -119,9 +119,9 @@ def open_communication(session: "Session", user: object) -> None:
 
 
 def _with_local_rank(session: "Session") -> ExitStack:
-    """Sets the variable of the local rank while stage 3 compares its first forwards between ranks.
+    """Sets LOCAL_RANK while stage 3 compares its first forwards between ranks.
 
-    Only some launchers set it, and nothing does in a program without a launcher. Closing the result undoes all changes.
+    Only some launchers set the variable. Closing the result undoes all changes.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.runtime.zero import utils
@@ -131,8 +131,8 @@ def _with_local_rank(session: "Session") -> ExitStack:
         compare = getattr(utils, name)
         undo.callback(setattr, utils, name, compare)
         setattr(utils, name, local_rank(session)(compare))
-    # It compares the modules of a forward on those ranks only that computed others than before: they would wait for
-    # the rest, and rank 0 would continue without an error. ``deepspeed_gathers`` compares on all of them.
+    # DeepSpeed compares the modules of a forward only on ranks whose modules changed since the last one: they would
+    # wait for the other ranks, and rank 0 would continue without an error. ``zero.gather_order`` compares on all ranks.
     undo.callback(setattr, coordinator, _COMPARES, getattr(coordinator, _COMPARES))
     setattr(coordinator, _COMPARES, lambda numbers: None)
     return undo
@@ -151,9 +151,10 @@ def close_communication(user: object) -> None:
 
 
 def forget_module(module: object) -> None:
-    """Drops DeepSpeed's references to a model of stage 3, which would keep its engine until the process ends.
+    """Drops DeepSpeed's references to a stage 3 model, which otherwise keep its engine alive until the process ends.
 
-    A list of DeepSpeed holds each model and is never shortened, and a cache holds what its layers release in a step.
+    A list of DeepSpeed's holds every model and is never shortened, and a cache holds the parameters that layers
+    release.
     """
     stage3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if stage3 is None:
@@ -164,7 +165,7 @@ def forget_module(module: object) -> None:
 
 
 def _forget_communication() -> None:
-    """Drops the process group, the groups that DeepSpeed made of it, and what stage 3 left in torch."""
+    """Drops the process group, the groups that DeepSpeed derived from it, and stage 3's patches of torch."""
     from deepspeed.comm import comm as state
     from deepspeed.runtime.zero import partition_parameters as stage3
     from deepspeed.utils import groups
@@ -173,14 +174,15 @@ def _forget_communication() -> None:
     groups._release_process_group_references(None)
     getattr(state.cdb, "accel_undo", ExitStack()).close()
     state.cdb = None
-    # Graphs of ranks that had an engine of stage 3, and of those that had none, would be reduced in another order.
+    # Otherwise ranks with and without an earlier stage 3 engine would have different graphs, and other reduction
+    # orders.
     if functional.linear is stage3.zero3_linear_wrap:
         functional.linear = stage3.InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 @contextmanager
 def local_rank(session: "Session") -> Iterator[None]:
-    """Within it, the variable from which DeepSpeed reads the local rank is set."""
+    """Context in which LOCAL_RANK is set, from which DeepSpeed reads the local rank."""
     with patch_environment(LOCAL_RANK=str(session.local_rank)):
         yield
 
@@ -189,7 +191,7 @@ def local_rank(session: "Session") -> Iterator[None]:
 
 
 def compiler_problem() -> str | None:
-    """Why DeepSpeed's operations cannot be compiled here; None if they can."""
+    """Returns why DeepSpeed's ops cannot be compiled here; None if they can."""
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         return "there is no C++ compiler on PATH"
     from torch.utils.cpp_extension import is_ninja_available
@@ -198,7 +200,7 @@ def compiler_problem() -> str | None:
 
 
 def extensions_folder() -> Path:
-    """Where compiled operations are kept: ``TORCH_EXTENSIONS_DIR``, or torch's default."""
+    """Returns the folder of compiled ops: ``TORCH_EXTENSIONS_DIR``, or torch's default."""
     from torch.utils.cpp_extension import _get_build_directory
 
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -206,9 +208,9 @@ def extensions_folder() -> Path:
 
 
 def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:
-    """Removes the lock that a killed build left in ``folder``, for which every later build would wait without end.
+    """Removes the lock that a killed build left in ``folder``, for which every later build would wait forever.
 
-    Returns whether there was one older than ``older_than`` seconds.
+    Returns whether there was a lock older than ``older_than`` seconds.
     """
     lock = folder / "lock"
     try:
@@ -220,7 +222,7 @@ def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:
     return stale
 
 
-# What to do where an operation cannot be compiled; DISK is the one for states on NVMe, which takes libaio besides.
+# Advice for ops that cannot be compiled; DISK is the op for states on NVMe, which also needs libaio.
 DISK = "AsyncIOBuilder"
 _INSTEAD = {DISK: "libaio-dev, a compiler and ninja, or offload to 'cpu'"}
 _INSTEAD_OF_OPTIMIZER = (
@@ -230,18 +232,18 @@ _INSTEAD_OF_OPTIMIZER = (
 
 @contextmanager
 def own_ninja() -> Iterator[None]:
-    """Within it, programs beside this Python are found first: another version of ninja would build everything anew."""
+    """Context with this Python's folder first in PATH, because another version of ninja would rebuild every op."""
     with patch_environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"):
         yield
 
 
 def build_operation(name: str) -> Any:
-    """Compiles and loads one operation (``CPUAdamBuilder``, say), or loads it where that was done before.
+    """Compiles and loads an op (``CPUAdamBuilder``, for example), or loads it if it was compiled before.
 
-    A minute of one core's time the first time, ten for states on a disk.
+    Compilation takes a minute of one core, ten minutes for the op for states on disk.
 
     Raises:
-        BackendError: it cannot be compiled here.
+        BackendError: the op cannot be compiled here.
     """
     library("cpu")
     from deepspeed.accelerator import get_accelerator

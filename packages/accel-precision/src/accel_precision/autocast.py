@@ -1,9 +1,8 @@
-"""Runs a module's calls in a context, by changing the class of the instance and nothing else.
+"""Autocast and dtype conversion around a module's calls, by changing the class of the instance and nothing else.
 
 The user's ``forward`` is not touched: the instance gets a subclass of its class, of the same name, whose ``__call__``
-enters the context. So ``isinstance``, attributes, hooks, ``state_dict`` and signatures stay what they were, wrappers
-such as DDP call the module as always, and a copy or a pickle is of the original class. Nothing is stored on the
-instance.
+enters the context. ``isinstance``, attributes, hooks, ``state_dict`` and signatures are therefore unchanged, wrappers
+such as DDP call the module as before, and a copy or a pickle has the original class. Nothing is stored on the instance.
 """
 
 import copy
@@ -25,12 +24,15 @@ Converter = Callable[[Any], Any]
 
 
 class _Swapped:
-    """First base of every class made here; without ``__slots__``, which would change the layout of instances."""
+    """First base of every class made by ``call_within``.
+
+    Has no ``__slots__``, which would change the layout of instances.
+    """
 
     _accel_original: ClassVar[type[nn.Module]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps the original's hook from running: registries of user classes must not see these."""
+        """Suppresses the original class's hook, so that registries of user classes do not list these subclasses."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         swapped = type(self)
@@ -49,11 +51,13 @@ class _Swapped:
 def autocast_module(
     model: nn.Module, policy: PrecisionPolicy, device_type: str, options: AutocastKwargs | None = None
 ) -> nn.Module:
-    """The same module, whose calls from now on compute as ``policy`` says; ``restore_module`` undoes it.
+    """Makes calls of the module compute as ``policy`` says; returns the same module.
 
-    Under autocast, outputs are converted to ``policy.output`` in whatever containers they come. For a true policy
-    floating-point inputs are converted to the parameters' dtype, as nothing else would. A policy without a compute
-    dtype leaves the module alone. Parameters are not converted here (``cast_parameters``).
+    ``restore_module`` undoes the change.
+
+    Under autocast, floating-point outputs are converted to ``policy.output``, in nested containers too. For a true
+    policy floating-point inputs are converted to the parameters' dtype, because autocast does not do so. A policy
+    without a compute dtype leaves the module alone. Parameters are not converted here (see ``cast_parameters``).
 
     Raises:
         PrecisionError: the class of the module does not let instances change it (its ``__slots__`` or metaclass).
@@ -79,11 +83,13 @@ def call_within(
     inputs: torch.dtype | None = None,
     outputs: Converter | None = None,
 ) -> nn.Module:
-    """The same module, each call of which runs in a context from ``context(module)``; several nest, the last outermost.
+    """Runs each call of the module in ``context(module)``; returns the same module.
+
+    Several contexts nest, the last outermost.
 
     Args:
         inputs: dtype to which floating-point tensors among the arguments are converted.
-        outputs: applied to what the module returns, outside the context.
+        outputs: applied to the module's outputs, outside the context.
     """
     original = type(model)
     namespace = {
@@ -107,7 +113,7 @@ def call_within(
 
 
 def restore_module(model: nn.Module) -> nn.Module:
-    """Gives a module its own class back, and so its own way of being called; does nothing to others."""
+    """Restores a module's original class, and with it the original ``__call__``; does nothing to other modules."""
     original = _original(type(model))
     if original is not type(model):
         model.__class__ = original
@@ -115,15 +121,15 @@ def restore_module(model: nn.Module) -> nn.Module:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """A module of the original class that shares parameters, buffers and children with this one, which stays as it is.
+    """Returns a module of the original class that shares parameters, buffers and children with ``model``.
 
-    The module itself if its calls run in no context of ours.
+    ``model`` itself is unchanged, and is returned if its calls run in no context of ``call_within``.
     """
     return copy.copy(model) if isinstance(model, _Swapped) else model
 
 
 def is_swapped(model: nn.Module) -> bool:
-    """Whether calls of this module run in a context of ours."""
+    """Whether calls of this module run in a context of ``call_within``."""
     return isinstance(model, _Swapped)
 
 
@@ -152,7 +158,7 @@ def _make_call(
     inputs: torch.dtype | None,
     outputs: Converter | None,
 ) -> Callable[..., Any]:
-    """The shortest ``__call__`` for what has to be done, because it runs in every step."""
+    """Returns the shortest ``__call__`` for the given context and conversions, because it runs in every step."""
     if inputs is not None:
 
         def converting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

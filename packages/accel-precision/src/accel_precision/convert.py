@@ -1,6 +1,6 @@
-"""Changes the dtype of floating-point tensors inside nested containers.
+"""Conversion of floating-point tensors inside nested containers to another dtype.
 
-Containers are rebuilt only where a tensor in them changed; what is no known container passes through.
+A container is rebuilt only if a tensor in it changed. Objects that are no known container are returned unchanged.
 """
 
 import copy
@@ -12,9 +12,10 @@ import torch
 
 
 def converter(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that gives outputs in ``dtype``.
+    """Returns a function that converts the tensors of a model's outputs to ``dtype``.
 
-    To fp32 and wider it only widens (a float64 output stays); to a half dtype it converts every float.
+    If ``dtype`` is fp32 or wider, only narrower tensors are converted (a float64 output stays float64). If ``dtype`` is
+    fp16 or bf16, every floating-point tensor of more than 8 bits is converted.
     """
     if dtype.itemsize <= 2:
 
@@ -38,7 +39,7 @@ def converter(dtype: torch.dtype) -> Callable[[Any], Any]:
 def converted_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with every floating-point tensor in ``dtype``; 8-bit floats are left alone."""
+    """Returns the arguments of a call with every floating-point tensor in ``dtype``; 8-bit floats are left alone."""
 
     def convert(data: Any) -> Any:
         if isinstance(data, torch.Tensor):
@@ -50,7 +51,7 @@ def converted_inputs(
 
 
 def _rebuilt(data: Any, convert: Callable[[Any], Any]) -> Any:
-    """``data`` with its leaves converted, as the same kind of container; ``data`` itself if none changed."""
+    """Returns ``data`` with converted leaves, in a container of the same type; ``data`` itself if no leaf changed."""
     if isinstance(data, tuple):
         items = [convert(item) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):

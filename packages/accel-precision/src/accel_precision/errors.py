@@ -1,4 +1,4 @@
-"""Errors of precisions."""
+"""Exceptions of this package."""
 
 
 class PrecisionError(ValueError):

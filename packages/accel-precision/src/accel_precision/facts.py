@@ -1,4 +1,4 @@
-"""Dtypes that a device computes, found by computing in them."""
+"""Dtypes that a device supports, found by computing in each of them."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ FP8_LIBRARIES = ("torchao", "transformer_engine")
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a kind of device computes; plain data, so that decisions about precision are tested without the device.
+    """Precision facts of a device type. Plain data, so that decisions about precision are tested without the device.
 
     Attributes:
         type: torch's name of the device type ("cpu", "cuda", ...).
-        computes: dtypes in which it multiplies matrices.
-        autocasts: dtypes to which ``torch.autocast`` really casts on it.
-        fp8: whether it multiplies 8-bit floats itself; elsewhere fp8 is emulated (same rounding, no speed).
+        computes: dtypes in which the device multiplies matrices.
+        autocasts: dtypes to which ``torch.autocast`` casts on the device.
+        fp8: whether the device multiplies 8-bit floats in hardware; otherwise fp8 is emulated (same rounding, no
+            speed).
         fp8_libraries: the libraries for fp8 training that are installed.
     """
 
@@ -32,10 +33,10 @@ class DeviceFacts:
 
     @classmethod
     def probe(cls, device_type: str) -> "DeviceFacts":
-        """Multiplies 2x2 matrices in every dtype on the device, plainly and under autocast.
+        """Multiplies 2x2 matrices in every dtype on the device, with and without autocast.
 
-        XLA and meta devices are described instead: on the one each probe would be a compilation, the other computes
-        nothing. Costs less than a millisecond on a CPU.
+        XLA and meta devices are not probed, their facts are constants: on XLA each probe would be a compilation, and
+        the meta device computes nothing. Costs less than a millisecond on a CPU.
         """
         if device_type == "xla":
             return cls("xla", frozenset(FLOATS), frozenset({torch.bfloat16}), False, _installed_libraries())
@@ -54,7 +55,7 @@ def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(2, 2, dtype=dtype, device=device_type)
         return (ones @ ones).dtype == dtype
-    except (RuntimeError, TypeError):  # how torch says that a kernel or a dtype is missing
+    except (RuntimeError, TypeError):  # torch raises these if a kernel or a dtype is missing
         return False
 
 
@@ -62,7 +63,7 @@ def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(2, 2, device=device_type)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns and then computes in fp32, which the dtype below shows
+            warnings.simplefilter("ignore")  # torch warns and then computes in fp32, which the dtype shows
             with torch.autocast(device_type, dtype=dtype):
                 return (ones @ ones).dtype == dtype
     except (RuntimeError, TypeError):
@@ -70,7 +71,7 @@ def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _has_fp8(device_type: str) -> bool:
-    """NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94 (MI300)."""
+    """Whether the device has fp8 units: NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94 (MI300)."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip:

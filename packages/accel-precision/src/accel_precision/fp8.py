@@ -13,52 +13,52 @@ GROUP = "accel.fp8"
 
 
 class ModuleConverter(Protocol):
-    """Replaces modules of a model before it is wrapped; made as ``Converter(recipe, facts, sharded=...)``."""
+    """Replaces modules of a model before wrapping; constructed as ``Converter(recipe, facts, sharded=...)``."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model with modules replaced, in place where it can; parameters stay the same objects."""
+        """Returns the model with modules replaced, in place if possible; parameters stay the same objects."""
         ...
 
 
 class Follower(Protocol):
-    """Keeps something beside sharded weights that depends on their values."""
+    """State beside sharded weights that depends on their values (for example fp8 scales)."""
 
     def renew(self) -> None:
-        """The weights were stepped: what depends on them is computed anew; collective."""
+        """Recomputes the state after an optimizer step. Collective: every rank of the group must call this."""
         ...
 
     def check(self) -> None:
-        """A forward begins: what no longer fits the weights is dropped."""
+        """Drops state that no longer fits the weights; called before a forward."""
         ...
 
 
 @runtime_checkable
 class FollowingConverter(ModuleConverter, Protocol):
-    """A converter whose modules, once sharded, are to be followed from step to step."""
+    """A converter that needs a ``Follower`` once the converted model is sharded."""
 
     def follow(self, model: nn.Module) -> Follower | None:
-        """What follows a model that it has converted and a backend has sharded; None: there is nothing to follow."""
+        """Returns the follower of a converted and sharded model; None if the model needs none."""
         ...
 
 
 class ConverterFactory(Protocol):
-    """What an entry point of the group names: a class that makes a converter for a recipe on a device."""
+    """Type of an entry point of the group: a class that makes a converter for a recipe on a device."""
 
     def __call__(self, recipe: Fp8Recipe, facts: DeviceFacts, *, sharded: bool) -> ModuleConverter: ...
 
 
 def installed_converters() -> tuple[str, ...]:
-    """The names in the group: what can carry out a recipe in this environment."""
+    """Returns the names in the entry-point group: the fp8 libraries that have a converter in this environment."""
     from importlib.metadata import entry_points
 
     return tuple(sorted(point.name for point in entry_points(group=GROUP)))
 
 
 def load_converter(recipe: Fp8Recipe, facts: DeviceFacts, *, sharded: bool = False) -> ModuleConverter:
-    """The converter for the recipe's library; ``sharded`` says that weights will be sharded and gathered (FSDP).
+    """Returns the converter of the recipe's library. ``sharded``: FSDP will shard and all-gather the weights.
 
     Raises:
-        PrecisionError: no package here offers the library, or the library itself is missing.
+        PrecisionError: no installed package has an entry point for the library, or the library itself is missing.
     """
     from importlib.metadata import entry_points
 

@@ -1,4 +1,4 @@
-"""Scales of weights that FSDP gathers in 8 bits, found for all of them at once when an optimizer has stepped."""
+"""Scales of weights that FSDP all-gathers in 8 bits, computed for all weights together after an optimizer step."""
 
 from importlib import import_module
 from typing import Any, final
@@ -9,10 +9,11 @@ from torch import nn
 
 @final
 class GatheredScales:
-    """One all-reduce after a step instead of one for each weight in each forward.
+    """Float8 scales of all sharded weights, computed in one all-reduce per step, not in one per weight and forward.
 
-    A scale belongs to the values that it was computed from. Weights that were changed since by something else (a loaded
-    state, a hand) get theirs when they are gathered, until the next ``renew``. It does not keep the model alive.
+    A scale is valid only for the values from which it was computed. Weights that were changed in another way since (a
+    loaded state, an edit by the user) get a scale at each all-gather, until the next ``renew``. The model is held
+    weakly.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,18 +31,21 @@ class GatheredScales:
         return bool(self._weights)
 
     def renew(self) -> None:
-        """Computes the scales of weights that have changed; collective. Full parameters must be back in shards."""
+        """Computes the scales of weights that have changed. Full parameters must have been resharded.
+
+        Collective: every rank of the group must call this.
+        """
         stamps, model = self._now(), self._model()
         if stamps != self._stamps and model is not None:
             import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
             self._stamps = stamps
 
     def check(self) -> None:
-        """Drops scales of other values than the weights have now; to be called before a forward."""
+        """Drops the scales if weights have changed since the scales were computed; to be called before a forward."""
         if self._stamps != self._now():
             for weight in self._weights:
                 weight._local_tensor._precomputed_scale = None
 
     def _now(self) -> list[int]:
-        """How often each weight was changed, as itself and as the part of it that is here."""
+        """Returns for each weight how often the DTensor and its local shard were changed in place."""
         return [weight._version + weight._local_tensor._version for weight in self._weights]

@@ -1,4 +1,4 @@
-"""Linear layers that train in float8, by torchao."""
+"""Linear layers that train in float8 with torchao."""
 
 import warnings
 from dataclasses import replace
@@ -12,7 +12,7 @@ from accel_precision.facts import DeviceFacts
 from accel_precision.fp8_gather import GatheredScales
 from accel_precision.recipes import AORecipeKwargs, Fp8Recipe
 
-MULTIPLE = 16  # what the matrix units want both dimensions of a weight to divide by
+MULTIPLE = 16  # 8-bit matrix units need both dimensions of a weight to be divisible by this
 
 
 @final
@@ -21,8 +21,8 @@ class TorchAOConverter:
 
     Args:
         recipe: ``AORecipeKwargs``.
-        facts: without fp8 in hardware, the layers are emulated: same rounding, more time.
-        sharded: FSDP will gather the weights, which torchao can do in 8 bits for the tensorwise recipe.
+        facts: facts of the device; without fp8 in hardware the layers are emulated (same rounding, slower).
+        sharded: FSDP will all-gather the weights, in 8 bits with the tensorwise recipe.
 
     Raises:
         PrecisionError: a recipe of another library, or torchao is missing.
@@ -40,7 +40,7 @@ class TorchAOConverter:
         self._sharded = sharded
 
     def config(self) -> Any:
-        """The recipe in torchao's own terms, a ``torchao.float8.Float8LinearConfig``."""
+        """Returns the recipe as a ``torchao.float8.Float8LinearConfig``."""
         recipe = self._recipe
         emulate = not self._facts.fp8 if recipe.emulate is None else recipe.emulate
         gather = self._sharded and recipe.recipe == "tensorwise"
@@ -59,9 +59,9 @@ class TorchAOConverter:
         )
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model with its eligible linear layers replaced, in place unless it is itself one.
+        """Replaces the eligible linear layers in place and returns the model, a new module if the model itself is one.
 
-        Warns if none was eligible.
+        Warns if no layer is eligible.
         """
         float8 = import_module("torchao.float8")
         done = import_module("torchao.float8.float8_linear").Float8Linear
@@ -85,7 +85,7 @@ class TorchAOConverter:
         return converted
 
     def follow(self, model: nn.Module) -> GatheredScales | None:
-        """The scales of the sharded weights that are gathered in 8 bits; None if none are."""
+        """Returns the scales of the sharded weights that are all-gathered in 8 bits; None if there are none."""
         scales = GatheredScales(model)
         return scales if scales else None
 
@@ -96,5 +96,5 @@ class TorchAOConverter:
 
 
 def divides(module: nn.Linear) -> bool:
-    """Whether both dimensions of the weight suit 8-bit matrix units."""
+    """Whether both dimensions of the weight are divisible by ``MULTIPLE``."""
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0

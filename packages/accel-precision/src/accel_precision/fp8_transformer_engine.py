@@ -1,4 +1,4 @@
-"""Linear and normalisation layers that train in float8, by NVIDIA TransformerEngine."""
+"""Linear and normalisation layers that train in float8 with NVIDIA TransformerEngine."""
 
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -17,9 +17,9 @@ MULTIPLE = 16
 
 @final
 class TransformerEngineConverter:
-    """Replaces ``Linear`` and ``LayerNorm`` by TransformerEngine's and runs calls in its fp8 context.
+    """Replaces ``Linear`` and ``LayerNorm`` by TransformerEngine's and runs the model's calls in its fp8 context.
 
-    Parameters stay the same objects. Layers whose dimensions do not divide by 16 are left, their neighbours are not.
+    Parameters stay the same objects. A linear layer whose dimensions are not both divisible by 16 stays as it is.
 
     Raises:
         PrecisionError: a recipe of another library, no TransformerEngine, or a device without fp8.
@@ -41,7 +41,7 @@ class TransformerEngineConverter:
         self._recipe = recipe
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model with layers replaced in place, whose calls run in TransformerEngine's fp8 context."""
+        """Replaces layers in place and returns the model, whose calls run in TransformerEngine's fp8 context."""
         te = import_module("transformer_engine.pytorch")
         recipe, in_eval = self.recipe(te), self._recipe.use_autocast_during_eval
         _replace_children(model, te)
@@ -55,7 +55,7 @@ class TransformerEngineConverter:
         return call_within(model, context)
 
     def recipe(self, te: Any) -> Any:
-        """The recipe in TransformerEngine's own terms; fields that the installed version no longer has are left out.
+        """Returns TransformerEngine's recipe object, without fields that the installed version no longer has.
 
         Raises:
             PrecisionError: MXFP8 on a device that lacks it.

@@ -1,4 +1,4 @@
-"""Options of autocast and of loss scaling, as users pass them in ``kwargs_handlers``."""
+"""Options of autocast and of loss scaling, as passed in ``kwargs_handlers``."""
 
 import copy
 from dataclasses import MISSING, Field, dataclass, fields
@@ -8,16 +8,16 @@ from accel_precision.errors import PrecisionError
 
 
 class KwargsHandler:
-    """What the option dataclasses share: their values as keyword arguments of what they configure."""
+    """Base of the option dataclasses: conversion of their fields to keyword arguments."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field with a deep copy of its value."""
+        """Returns every field with a deep copy of its value."""
         return {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields whose values differ from the class's defaults."""
+        """Returns the fields whose values differ from the defaults of the class."""
         given = self.to_dict()
         return {f.name: given[f.name] for f in fields(self) if given[f.name] != _default(f)}  # type: ignore[arg-type]
 
@@ -28,7 +28,7 @@ def _default(given: Field[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AutocastKwargs(KwargsHandler):
-    """Options of ``torch.autocast``: whether it is on, and whether it caches the weights that it casts.
+    """Options of ``torch.autocast``: whether autocast is enabled, and whether it caches the weights that it casts.
 
     ``cache_enabled=None`` leaves torch's own default (on).
     """
@@ -39,11 +39,11 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(frozen=True, slots=True)
 class GradScalerKwargs(KwargsHandler):
-    """Options of the loss scaling of fp16.
+    """Options of the fp16 loss scale.
 
-    The scale starts at ``init_scale``, is multiplied by ``backoff_factor`` after a step whose gradients overflowed
-    and by ``growth_factor`` after ``growth_interval`` steps in a row that did not. ``growth_factor=1.0`` together with
-    ``backoff_factor=1.0`` is a static scale. ``enabled=False`` turns scaling off.
+    The scale starts at ``init_scale``. It is multiplied by ``backoff_factor`` after a step whose gradients overflowed,
+    and by ``growth_factor`` after ``growth_interval`` consecutive steps without overflow. ``growth_factor=1.0``
+    together with ``backoff_factor=1.0`` is a static scale. ``enabled=False`` turns scaling off.
 
     Raises:
         PrecisionError: a scale that is not positive, factors on the wrong side of one, an interval below one.

@@ -39,22 +39,22 @@ SCALINGS: tuple[Scaling, ...] = ("none", "dynamic", "static")
 @final
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """The dtype of each role; ``None`` leaves a role as it is found.
+    """Dtype of each role; ``None`` leaves a role as it is.
 
     Attributes:
-        name: what the user asked for, and what a table or an error calls it.
-        params: parameters are kept in this dtype; None: as the model was built.
-        compute: matrix products run in it, by autocast or because the parameters have it.
-        reduce: gradients are summed over ranks in it; None: in the dtype of the parameters.
-        buffers: floating-point buffers are kept in it; None: as the model was built.
-        output: floating-point outputs of the model are given to the user in it (fp32 and wider only ever widen).
-        autocast: whether ``compute`` comes about by ``torch.autocast``.
+        name: name that the user gave, which tables and error messages show.
+        params: dtype in which parameters are kept; None: as the model was built.
+        compute: dtype of matrix products, by autocast or because the parameters have that dtype.
+        reduce: dtype in which gradients are summed over ranks; None: the dtype of the parameters.
+        buffers: dtype in which floating-point buffers are kept; None: as the model was built.
+        output: dtype of the model's floating-point outputs (fp32 and wider only ever widen).
+        autocast: whether ``torch.autocast`` casts to ``compute``.
         scaling: how the loss is scaled against underflow of fp16 gradients.
-        fp8: the recipe by which linear layers compute in 8 bits, within ``compute``.
+        fp8: recipe by which linear layers compute in 8 bits, within ``compute``.
 
-    Mixed policies (fp16, bf16, fp8) keep parameters that train in fp32 at least (a model built in bf16 or fp16 is
-    widened when it is prepared), leave others alone, compute by autocast and hand out fp32; true ones
-    (fp16-true, bf16-true, fp64) convert parameters, buffers and floating-point inputs and hand out what comes out.
+    Mixed policies (fp16, bf16, fp8) keep trainable parameters in fp32 at least (a model built in bf16 or fp16 is
+    widened by ``prepare``), leave frozen parameters alone, compute by autocast and return fp32 outputs. True policies
+    (fp16-true, bf16-true, fp64) convert parameters, buffers and floating-point inputs, and leave outputs as computed.
     """
 
     Named: ClassVar[Mapping[str, "PrecisionPolicy"]]
@@ -78,13 +78,14 @@ class PrecisionPolicy:
         facts: DeviceFacts | None = None,
         fp8: Fp8Recipe | FP8RecipeKwargs | None = None,
     ) -> "PrecisionPolicy":
-        """Reads a name ("bf16"), roles ("params=fp32,compute=bf16,reduce=fp32"), or both ("bf16,output=none").
+        """Parses a name ("bf16"), roles ("params=fp32,compute=bf16,reduce=fp32"), or both ("bf16,output=none").
 
-        Besides the roles, ``scaling=none|dynamic|static`` is taken. With ``facts``, or a ``device_type`` to find them
-        on, the policy is checked against the device and its fp8 recipe completed.
+        ``scaling=none|dynamic|static`` is accepted beside the roles. With ``facts``, or with a ``device_type`` to
+        probe, the policy is checked against the device and its fp8 recipe is completed.
 
         Raises:
-            PrecisionError: an unknown name, role or dtype; or a device that cannot do it, with the nearest that it can.
+            PrecisionError: an unknown name, role or dtype; or a device that does not support the policy, with the
+                nearest policy that the device supports.
         """
         policy = spec if isinstance(spec, PrecisionPolicy) else _read(spec or "no")
         if isinstance(fp8, FP8RecipeKwargs):
@@ -106,7 +107,7 @@ class PrecisionPolicy:
         return self.compute is not None and not self.autocast
 
     def autocast_context(self, device_type: str, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Autocast as this policy has it, for computations outside the model's forward; nothing if it has none."""
+        """Returns the policy's autocast context for computations outside forward; a null context without autocast."""
         if not self.autocast:
             return nullcontext()
         options = options or AutocastKwargs()
@@ -115,7 +116,7 @@ class PrecisionPolicy:
         )
 
     def table(self) -> str:
-        """The policy as a text table, one line for each role."""
+        """Returns the policy as a text table, one line for each role."""
         left_alone = {"params": "as built", "compute": "as params", "reduce": "as params", "buffers": "as built"}
         lines = [f"precision {self.name}"]
         for role in ROLES:
@@ -171,7 +172,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """The short name of a dtype ("bf16"), or torch's for one without."""
+    """Returns the short name of a dtype ("bf16"), or torch's name if there is no short one."""
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
@@ -181,7 +182,7 @@ def _near(given: str, known: list[str]) -> str:
 
 
 def _read(text: str) -> PrecisionPolicy:
-    """The policy that a text describes, whether or not any device can do it."""
+    """Parses a text to a policy, whether or not any device supports it."""
     tokens = [token.strip().lower() for token in str(text).split(",") if token.strip()]
     name = tokens[0] if tokens and "=" not in tokens[0] else "no"
     base = PrecisionPolicy.Named.get(ALIASES.get(name, name))
@@ -210,7 +211,7 @@ def _read(text: str) -> PrecisionPolicy:
 
 
 def _complete(base: PrecisionPolicy, given: Mapping[str, Any]) -> PrecisionPolicy:
-    """Fills what follows from the roles that were given: autocast, scaling, output and the name."""
+    """Completes a policy with the fields that follow from the given roles: autocast, scaling, output and name."""
     policy = replace(base, **given)
     mixed = policy.compute in HALVES and policy.compute != policy.params
     if policy.compute is not None and not mixed and policy.params is None:
@@ -239,13 +240,14 @@ def _complete(base: PrecisionPolicy, given: Mapping[str, Any]) -> PrecisionPolic
 
 
 def resolve(policy: PrecisionPolicy, facts: DeviceFacts, *, recipe_given: bool = True) -> PrecisionPolicy:
-    """The policy as this device carries it out; pure.
+    """Returns the policy as this device executes it; pure.
 
     Raises:
-        PrecisionError: the device or the installed libraries cannot, with the reason and the nearest policy that works.
+        PrecisionError: the device or the installed libraries do not support the policy; with the reason and the nearest
+            policy that works.
     """
     only_te = facts.fp8 and facts.fp8_libraries == (TERecipeKwargs.library,)
-    if policy.fp8 is not None and not recipe_given and only_te:  # a recipe that nobody chose, and cannot be carried out
+    if policy.fp8 is not None and not recipe_given and only_te:  # the default recipe, which does not run here
         policy = replace(policy, fp8=TERecipeKwargs())
     reason = unsupported(policy, facts)
     if reason is None:
@@ -257,7 +259,7 @@ def resolve(policy: PrecisionPolicy, facts: DeviceFacts, *, recipe_given: bool =
 
 
 def unsupported(policy: PrecisionPolicy, facts: DeviceFacts) -> str | None:
-    """Why a device with these facts cannot carry the policy out; None if it can."""
+    """Returns the reason why a device with these facts does not support the policy; None if it does."""
     if policy.fp8 is not None:
         known = policy.fp8.library
         if known in ("torchao", "transformer_engine") and known not in facts.fp8_libraries:

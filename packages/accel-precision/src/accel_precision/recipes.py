@@ -1,4 +1,4 @@
-"""Recipes for training a model in 8-bit floats: one dataclass for each library that does it."""
+"""Recipes for training in 8-bit floats: one dataclass for each library."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,25 +17,26 @@ TE_ALGORITHMS = ("most_recent", "max")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe(KwargsHandler):
-    """Base of the recipes; ``library`` is the entry point of group ``accel.fp8`` that carries one out."""
+    """Base of the recipes; ``library`` is the entry point (group ``accel.fp8``) of the converter for the recipe."""
 
     library: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AORecipeKwargs(Fp8Recipe):
-    """Linear layers in float8 by torchao.
+    """Recipe of linear layers in float8 with torchao.
 
     Attributes:
-        config: a ``torchao.float8.Float8LinearConfig`` that replaces all fields below but the filter's.
-        module_filter_func: ``(module, name) -> bool``, which linear layers to convert; None: all but the first and the
-            last (they carry the embedding and the logits, where 8 bits cost most) whose dimensions divide by 16.
-        pad_inner_dim: pad inner dimensions that do not divide by 16; None: yes.
-        enable_fsdp_float8_all_gather: let FSDP2 gather weights in 8 bits, where it is what trains; None: yes, for the
-            tensorwise recipe.
+        config: a ``torchao.float8.Float8LinearConfig``, which replaces all fields below except ``module_filter_func``.
+        module_filter_func: ``(module, name) -> bool``, selects the linear layers to convert; None: those whose
+            dimensions are divisible by 16, without the first and the last (embedding and logits, where 8 bits cost most
+            accuracy).
+        pad_inner_dim: pad inner dimensions that are not divisible by 16; None: yes.
+        enable_fsdp_float8_all_gather: FSDP2, if used, all-gathers weights in 8 bits; None: yes for the tensorwise
+            recipe.
         recipe: granularity of the scales: "tensorwise", "rowwise", or "rowwise_with_gw_hp" (weight gradients in high
             precision).
-        emulate: compute in high precision with 8-bit rounding; None: where the device lacks fp8.
+        emulate: compute in high precision with 8-bit rounding; None: on devices without fp8.
     """
 
     library: ClassVar[str] = "torchao"
@@ -58,10 +59,10 @@ class AORecipeKwargs(Fp8Recipe):
 
 @dataclass(frozen=True, slots=True)
 class TERecipeKwargs(Fp8Recipe):
-    """Linear and normalisation layers in float8 by NVIDIA TransformerEngine; the fields are those of its recipes.
+    """Recipe of float8 linear and normalisation layers with NVIDIA TransformerEngine; fields as in its recipes.
 
     ``use_mxfp8_block_scaling`` selects MXFP8 (Blackwell), which has no amax history: the ``amax_*`` fields, ``margin``
-    and ``interval`` belong to the delayed scaling of the other.
+    and ``interval`` configure delayed scaling, which is used otherwise.
     """
 
     library: ClassVar[str] = "transformer_engine"
@@ -88,13 +89,14 @@ class TERecipeKwargs(Fp8Recipe):
 
 @dataclass(frozen=True, slots=True)
 class FP8RecipeKwargs(KwargsHandler):
-    """One handler for any library: ``backend`` ("AO" or "TE") names it; without, a field of TransformerEngine's does.
+    """Recipe of either library: ``backend`` is "AO" or "TE"; None: TE if any field is given, AO otherwise.
 
-    The other fields are those of ``TERecipeKwargs``, None where not given; prefer that class and ``AORecipeKwargs``.
+    The other fields are those of ``TERecipeKwargs``, None if not given. Prefer ``TERecipeKwargs`` and
+    ``AORecipeKwargs``.
 
     Raises:
         PrecisionError: MS-AMP (``backend`` or ``opt_level``), which is no longer maintained; an unknown backend; a
-            field of TransformerEngine's for torchao.
+            field of TransformerEngine's together with torchao.
     """
 
     opt_level: str | None = None
@@ -112,7 +114,7 @@ class FP8RecipeKwargs(KwargsHandler):
         self.recipe()
 
     def recipe(self) -> Fp8Recipe:
-        """The recipe of the library that is meant."""
+        """Returns the recipe of the selected library."""
         given = self.to_kwargs()
         name = str(given.pop("backend", "TE" if given else "AO")).upper()
         if name == "MSAMP" or "opt_level" in given:
@@ -128,12 +130,12 @@ class FP8RecipeKwargs(KwargsHandler):
 
 
 def recipe_from_env(env: Mapping[str, str], prefix: str = "ACCELERATE_FP8_") -> Fp8Recipe | None:
-    """The recipe that a launcher's variables describe (``<prefix>BACKEND=AO|TE``, ``<prefix>FORMAT``, ...); pure.
+    """Reads a recipe from a launcher's variables (``<prefix>BACKEND=AO|TE``, ``<prefix>FORMAT``, ...); pure.
 
-    None if ``<prefix>BACKEND`` is missing or "NO".
+    Returns None if ``<prefix>BACKEND`` is missing or "NO".
 
     Raises:
-        PrecisionError: a value that the recipe does not take.
+        PrecisionError: a value that the recipe does not accept.
     """
     given = {name.removeprefix(prefix): value for name, value in env.items() if name.startswith(prefix) and value}
     backend = given.pop("BACKEND", "NO").upper()

@@ -1,4 +1,4 @@
-"""Scales the loss so that fp16 gradients do not underflow, and leaves out steps whose gradients overflowed."""
+"""Loss scale against underflow of fp16 gradients; skips steps whose gradients overflowed."""
 
 import inspect
 import math
@@ -16,26 +16,26 @@ from accel_precision.policy import PrecisionPolicy
 
 MAX_SCALE, MIN_SCALE = 2.0**120, 2.0**-64
 
-#: For each parameter of an optimizer, the identity and the version of its gradient; None without one.
+#: For each parameter of an optimizer, id and version of its gradient; None if the parameter has no gradient.
 GradientMarks = tuple[tuple[int, int] | None, ...]
 
 
 @final
 class LossScaler:
-    """One loss scale for all optimizers of a run, the same on every rank.
+    """One loss scale for all optimizers of a run, equal on every rank.
 
-    The order in a step: ``scale`` the loss and go backward; ``unscale`` (optional: before clipping); ``step`` each
-    optimizer; ``update`` once. Whether gradients overflowed is decided by all ranks together, so that no rank steps
-    alone. It is written out instead of wrapping ``torch.amp.GradScaler``, which keeps what it found where only
-    private names reach it, so that ranks cannot agree on it before the step, and which holds the scale on the device,
-    where each read of it waits for the device once more.
+    Order of calls in a step: ``scale`` the loss and call backward; ``unscale`` (optional, before clipping); ``step``
+    each optimizer; ``update`` once. All ranks decide together whether gradients overflowed, so that either every rank
+    steps or none. This class does not wrap ``torch.amp.GradScaler``, which keeps the overflow flags in private
+    attributes, so that ranks could not agree on them before the step, and which keeps the scale on the device, so that
+    each read of the scale is one more device synchronisation.
 
     Args:
-        options: start, growth and backoff of the scale.
-        reduce: sums the tensor it is given, shape ``(1,)`` and float32, over all ranks in place; None: one rank.
+        options: initial value, growth and backoff of the scale.
+        reduce: sums a float32 tensor of shape ``(1,)`` over all ranks in place; None: one rank.
 
     Attributes:
-        reduce: as given; may be exchanged between steps.
+        reduce: as given; may be replaced between steps.
     """
 
     SCALE, TRACKER, FACTORS = "scale", "growth_tracker", ("growth_factor", "backoff_factor", "growth_interval")
@@ -50,44 +50,44 @@ class LossScaler:
         # Whether the gradients of an optimizer overflowed, from unscale() to update().
         self._overflowed: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._cleared: WeakSet[Optimizer] = WeakSet()  # of those that stepped
+        self._cleared: WeakSet[Optimizer] = WeakSet()  # subset of _stepped whose gradients were cleared since
         self._had_gradients: WeakSet[Optimizer] = WeakSet()
         self._dropped = False  # gradients that overflowed were cleared without a step
         self._skipped = False
-        self._scaled = 0  # losses so far
-        self._losses: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # until an optimizer was unscaled last
-        self._held = False  # an overflow that the scale has not followed yet
+        self._scaled = 0  # number of losses scaled so far
+        self._losses: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # value of _scaled at the last unscale
+        self._held = False  # an overflow that has not lowered the scale yet
         self._known: set[type[Optimizer]] = set()
 
     @property
     def current(self) -> float:
-        """The scale that the next loss is multiplied by."""
+        """Scale by which the next loss is multiplied."""
         return self._scale
 
     def get_scale(self) -> float:
-        """The same, by the name that torch has for it."""
+        """Returns ``current``; torch's name for it."""
         return self._scale
 
     def is_enabled(self) -> bool:
-        """Always, as where nothing is scaled there is no scaler."""
+        """Returns True: without scaling there is no ``LossScaler``."""
         return True
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the step that the last ``update`` closed was left out by any optimizer."""
+        """Whether any optimizer skipped the step that the last ``update`` closed."""
         return self._skipped
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale; a loss in half precision is widened first, for the product would overflow."""
+        """Returns the loss times the scale; widens a half-precision loss first, because the product would overflow."""
         return (loss.float() if loss.dtype.itemsize < 4 else loss) * self.for_loss()
 
     def for_loss(self) -> float:
-        """The scale, for a loss that is multiplied by it elsewhere."""
+        """Counts a scaled loss and returns the scale, for callers that multiply the loss themselves."""
         self._scaled += 1
         return self._scale
 
     def lacks_scale(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has gradients, but no loss was scaled since they were last unscaled."""
+        """Whether the optimizer has gradients although no loss was scaled since they were last unscaled."""
         return (
             self._losses.get(optimizer, 0) == self._scaled
             and (optimizer not in self._overflowed or optimizer in self._cleared)
@@ -95,9 +95,11 @@ class LossScaler:
         )
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale, in place; once, however often it is called before ``update``.
+        """Divides the optimizer's gradients by the scale, in place; later calls before ``update`` do nothing.
 
-        Collective where a ``reduce`` was given: every rank has to call it for its optimizers in the same order.
+        With ``reduce`` every rank has to unscale its optimizers in the same order.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             PrecisionError: gradients in half precision, in which the quotient would underflow again.
@@ -124,14 +126,15 @@ class LossScaler:
         self._overflowed[optimizer] = self._agreed(found, optimizer)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """``unscale``, by the name that torch has for it; an optimizer that was prepared stands for its own."""
+        """``unscale`` by torch's name; accepts a prepared optimizer in place of the user's own."""
         own = getattr(optimizer, "unprepared", None)
         self.unscale(own if isinstance(own, Optimizer) else optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Notes that its gradients were cleared: if they were unscaled without a step, the next ones are scaled again.
+        """Records that the optimizer's gradients were cleared.
 
-        An overflow that was found in them still lowers the scale at the next ``update``.
+        If they had been unscaled without a step, the next gradients are unscaled again; an overflow that was found in
+        the cleared ones still lowers the scale at the next ``update``.
         """
         if optimizer in self._stepped:
             self._cleared.add(optimizer)
@@ -139,9 +142,9 @@ class LossScaler:
             self._dropped |= self._overflowed.pop(optimizer)
 
     def overflow_dropped(self) -> bool:
-        """Whether gradients that overflowed were cleared without a step since ``update``, which is due then.
+        """Whether gradients that overflowed were cleared without a step since ``update``, which is then due.
 
-        Optimizers whose parameters hold no unscaled gradients any more are forgotten.
+        Calls ``forget`` for optimizers whose unscaled gradients are all gone.
         """
         if self._overflowed:
             for optimizer in [one for one in self._unscaled() if one in self._had_gradients]:
@@ -150,16 +153,16 @@ class LossScaler:
         return self._dropped
 
     def unscaled_gradients(self) -> Mapping[Optimizer, GradientMarks]:
-        """Marks of the gradients that were unscaled and wait for their step, for ``check_unscaled``."""
+        """Marks of the gradients that are unscaled and not stepped yet, for ``check_unscaled``."""
         if not self._overflowed:
             return {}
         return {optimizer: gradient_marks(_parameters(optimizer)) for optimizer in self._unscaled()}
 
     def check_unscaled(self, before: Mapping[Optimizer, GradientMarks]) -> None:
-        """Makes sure that a backward has added no scaled gradients to ones that were unscaled.
+        """Verifies that a backward did not add scaled gradients to unscaled ones.
 
         Raises:
-            PrecisionError: it has, so that the sum is neither.
+            PrecisionError: scaled gradients were added, so that the sum is neither scaled nor unscaled.
         """
         for optimizer, marks in before.items():
             if gradient_marks(_parameters(optimizer)) == marks:
@@ -173,17 +176,17 @@ class LossScaler:
             self.forget(optimizer)
 
     def _unscaled(self) -> list[Optimizer]:
-        """The optimizers whose gradients were unscaled and that have not stepped since."""
+        """Optimizers whose gradients were unscaled and that have not stepped since."""
         return [optimizer for optimizer in self._overflowed if optimizer not in self._stepped]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps the optimizer unless its gradients overflowed on any rank; whether it did step.
+        """Steps the optimizer unless its gradients overflowed on any rank; returns whether the optimizer stepped.
 
-        A closure is called once, before the gradients are looked at; an optimizer that calls it several times itself
+        A closure is called once, before the check of the gradients; an optimizer that calls its closure several times
         (LBFGS) cannot work with scaled gradients.
 
         Raises:
-            PrecisionError: an optimizer that needs its closure; a second step before ``update``.
+            PrecisionError: an optimizer that requires a closure; a second step before ``update``.
         """
         if optimizer in self._stepped:
             raise PrecisionError(
@@ -202,14 +205,14 @@ class LossScaler:
         return True
 
     def update(self, *, hold: bool = False) -> None:
-        """Adapts the scale to what the step found, once for all optimizers; does nothing if none was unscaled.
+        """Adapts the scale once per step, for all optimizers; does nothing if no gradients were unscaled or dropped.
 
         Args:
-            hold: the step is over, but gradients that carry the scale are still waiting for one of their own: it
-                changes at the next update that does not hold it.
+            hold: the step is over, but gradients that carry the scale still wait for their own step: the scale changes
+                at the next ``update`` without ``hold``.
 
         Raises:
-            PrecisionError: the scale has fallen so far that it cannot be what makes gradients overflow.
+            PrecisionError: the scale has fallen so far that it cannot be the reason why gradients overflow.
         """
         if not self._overflowed and not self._dropped:
             return
@@ -239,15 +242,15 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers; to be taken between ``update`` and the next ``unscale``."""
+        """Returns plain numbers; to be called between ``update`` and the next ``unscale``."""
         factors = {name: getattr(self._options, name) for name in self.FACTORS}
         return {self.SCALE: self._scale, self.TRACKER: self._tracker, **factors}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Takes over the scale and the growth count; the factors stay as configured.
+        """Loads the scale and the growth count; the factors stay as configured.
 
         Raises:
-            PrecisionError: a value is missing or is no usable scale.
+            PrecisionError: a value is missing or is not a valid scale.
         """
         missing = {self.SCALE, self.TRACKER} - set(state)
         if missing:
@@ -259,10 +262,10 @@ class LossScaler:
             raise PrecisionError(f"the state of the loss scale holds scale={scale}; expected a positive finite number")
         self._scale, self._tracker, self._held, self._dropped = scale, int(state[self.TRACKER]), False, False
         self._begin()
-        self._scaled += 1  # gradients of an open window may carry the scale
+        self._scaled += 1  # gradients of an open accumulation window may carry the scale
 
     def _begin(self) -> None:
-        """Begins a step in which no optimizer has been unscaled yet."""
+        """Starts a step: no optimizer is unscaled yet."""
         self._overflowed.clear()
         self._stepped.clear()
         self._cleared.clear()
@@ -292,7 +295,7 @@ def make_scaler(
     *,
     reduce: Callable[[torch.Tensor], object] | None = None,
 ) -> LossScaler | None:
-    """The scaler that a policy asks for; None if it asks for none or the options turn scaling off."""
+    """Returns the scaler of a policy; None if the policy has no scaling or the options turn scaling off."""
     options = options or GradScalerKwargs()
     if policy.scaling == "none" or not options.enabled:
         return None
@@ -306,7 +309,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _gradients(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    """The gradients in memory here: of a DTensor its local part, of a sparse one its values, each index once."""
+    """Yields this rank's gradients: the local shard of a DTensor, the coalesced values of a sparse tensor."""
     for parameter in _parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
@@ -321,7 +324,7 @@ def _gradients(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> GradientMarks:
-    """What changes for each parameter when something is added to its gradient; None where it has none."""
+    """Returns id and version of each gradient, which change when a backward adds to it; None without gradient."""
     found: list[tuple[int, int] | None] = []
     for parameter in parameters:
         gradient = parameter.grad

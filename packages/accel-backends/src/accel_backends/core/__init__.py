@@ -1,1 +1,1 @@
-"""Interface of a backend, and the selection of one."""
+"""Interface of a backend, and selection of the backend of a run."""

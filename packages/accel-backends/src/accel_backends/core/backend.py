@@ -1,4 +1,4 @@
-"""The base class of backends: everything that differs between one device and many."""
+"""Base class of backends: everything that differs between one device and many."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,16 +40,17 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Backend(BackendGradients, BackendSpread):
-    """How models are placed, synchronised and stepped.
+    """Placement, synchronisation and optimizer steps of models.
 
-    The defaults mean "as on one device", so a backend overrides what it does otherwise and a method added here breaks
-    none. Concrete backends are final, one level deep, and found by entry points (group ``accel.backends``).
+    The defaults are those of training on one device, so a backend overrides only the methods in which it differs, and a
+    method added here breaks no backend. Concrete backends are final, one level deep, and found by entry points (group
+    ``accel.backends``).
 
     Attributes:
-        name: its entry point's name.
-        Config: the class of its options.
-        capabilities: what it can do.
-        scaler: the loss scale of fp16; None where there is none or the backend has its own.
+        name: name of the backend's entry point.
+        Config: class of the backend's options.
+        capabilities: features that the backend supports.
+        scaler: loss scale of fp16; None without one, or if the backend has its own.
     """
 
     name: ClassVar[str]
@@ -68,8 +69,8 @@ class Backend(BackendGradients, BackendSpread):
         """Opens the backend on a session.
 
         Raises:
-            BackendError: a device, precision or number of processes that the backend cannot do, with the nearest that
-                it can; or options of another backend.
+            BackendError: a device, precision or number of processes that the backend does not support, with the nearest
+                that it does; or options of another backend.
         """
         config = self.options({}) if config is None else config
         if not isinstance(config, self.Config):
@@ -89,11 +90,11 @@ class Backend(BackendGradients, BackendSpread):
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Options made of a plain mapping of their fields, as a text that names this backend gives them."""
+        """Builds the backend's options from a mapping of their fields."""
         return cls.Config.build(values)
 
     def reconfigure(self, config: BackendConfig) -> None:
-        """Other options for what is prepared from now on. Default: those that it was opened with stay.
+        """Replaces the options for models that are prepared from now on. Default: options cannot be changed.
 
         Raises:
             BackendError: the backend cannot change them.
@@ -103,9 +104,11 @@ class Backend(BackendGradients, BackendSpread):
     # Preparing
 
     def prepare(self, bundle: Bundle) -> Bundle:
-        """Makes a bundle ready for training: same order and lengths, optimizers bound to the parameters that result.
+        """Prepares a bundle: same order and lengths in the result, optimizers bound to the parameters of its models.
 
-        Collective: every rank prepares the same, and if one cannot, all raise.
+        Every rank prepares the same bundle; if one rank fails, all raise.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             PrepareError: see ``check_bundle``; ranks prepare models or optimizers that differ.
@@ -134,10 +137,16 @@ class Backend(BackendGradients, BackendSpread):
         return self.bind(bundle)
 
     def check(self, bundle: Bundle) -> None:
-        """Raises PrepareError for what this backend cannot prepare, before anything is changed. Default: nothing."""
+        """Raises PrepareError for a bundle that this backend cannot prepare, before any change.
+
+        Default: accepts all.
+        """
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """Prepares a checked bundle. Default: each model placed, given its precision and wrapped, then one rebind."""
+        """Prepares a checked bundle.
+
+        Default: ``ready`` for each model, then optimizers are rebound to the new parameters.
+        """
         originals = [innermost(model) for model in bundle.models]
         before = [named_parameters(model) for model in bundle.models]
         models = [
@@ -158,28 +167,28 @@ class Backend(BackendGradients, BackendSpread):
         return replace(bundle, models=models)
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
-        """One model of a bundle, prepared. Default: placed, given its precision, and wrapped if it trains."""
+        """Prepares one model of a bundle. Default: places it, applies the precision, and wraps it if it trains."""
         if training:
             upcast_parameters(model, self.policy)
         model = self.apply_precision(self.place(model) if placed else model)
         return self.prepare_model(model) if training else model
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Moves a model to where it trains. Default: the session's device."""
+        """Moves a model to the device that it trains on. Default: the session's device."""
         return model.to(self.device)
 
     def apply_precision(self, model: nn.Module) -> nn.Module:
-        """Gives a model the dtypes of the policy. Default: parameters, buffers, fp8 layers, autocast around calls."""
+        """Applies the policy's dtypes to a model. Default: parameters, buffers, fp8 layers, autocast around calls."""
         model = self.convert_layers(cast_parameters(model, self.policy))
         return autocast_module(model, self.policy, self.device.type, self.autocast_options)
 
     def convert_layers(self, model: nn.Module) -> nn.Module:
-        """Replaces layers by ones that compute in 8 bits, if the policy has them."""
+        """Replaces layers by fp8 ones, if the policy has an fp8 recipe."""
         converter = self.converter()
         return model if converter is None else converter.convert(model)
 
     def converter(self) -> "ModuleConverter | None":
-        """What replaces layers by ones that compute in 8 bits; None if the policy has none do so."""
+        """Returns the converter that replaces layers by fp8 ones; None if the policy has no fp8 recipe."""
         if self.policy.fp8 is None:
             return None
         from accel_precision.facts import DeviceFacts
@@ -190,45 +199,48 @@ class Backend(BackendGradients, BackendSpread):
 
     @property
     def gathers_fp8(self) -> bool:
-        """Whether weights can be gathered in 8 bits, as the options are. Default: as ``capabilities`` say."""
+        """Whether sharded weights are all-gathered in 8 bits with these options. Default: from ``capabilities``."""
         return self.capabilities.gathers_fp8
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Wraps one placed model for training, or returns it as it is."""
+        """Wraps one placed model for training, or returns it unwrapped."""
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
-        """A value of the optimizer's state, made fit for a parameter that replaces its old one. Default: as is."""
+        """Converts a value of optimizer state for the parameter that replaces the old one. Default: unchanged."""
         return value
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compiles a prepared model. Default: repeated blocks in place, or the whole behind torch's wrapper."""
+        """Compiles a prepared model. Default: repeated blocks in place, or the full model in torch's wrapper."""
         return compile_model(model, plugin)
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Drops prepared models and restores their own class, so that they can be prepared again."""
+        """Drops prepared models and restores their original class, so that they can be prepared again."""
         for model in models:
             restore_module(innermost(model))
             self._owned.drop(model)
         self._backward.clear()
 
     def close(self) -> None:
-        """Drops everything that the backend holds. Default: what ``release`` drops."""
+        """Releases everything that the backend holds. Default: all prepared models."""
         self.release(list(self._owned.models))
         self._owned.clear()
 
     # A step
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The policy's autocast for computations outside a model's forward."""
+        """Returns the policy's autocast context, for computations outside a model's forward."""
         return self.policy.autocast_context(self.device.type, options or self.autocast_options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Within it, backward leaves gradients of ``model`` unsynchronised. Default: nothing to leave out."""
+        """Context in which backward does not reduce the gradients of ``model``.
+
+        Default: there is no reduction to skip.
+        """
         return _NOTHING
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Within it, backward synchronises although forward ran under ``no_sync``. Default: nothing to synchronise."""
+        """Context in which backward reduces gradients although forward ran under ``no_sync``. Default: no reduction."""
         return _NOTHING
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
@@ -246,10 +258,10 @@ class Backend(BackendGradients, BackendSpread):
             scaled_backward(self.scaler, lambda factor: self._backward(loss, scale * factor, kwargs))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Updates parameters; False if the step was left out on all ranks because gradients overflowed.
+        """Steps the optimizer; returns False if all ranks skipped the step because gradients overflowed.
 
         Raises:
-            BackendError: gradients of a loss that was not scaled, where there is a loss scale.
+            BackendError: there is a loss scale, and the gradients are of a loss that was not scaled.
         """
         if self.scaler is not None:
             return scaled_step(self.scaler, optimizer, closure, names=self._owned.names)
@@ -265,15 +277,15 @@ class Backend(BackendGradients, BackendSpread):
             self._owned.check_added(group["params"])
 
     def update_scaler(self, *, hold: bool = False) -> None:
-        """Adapts the loss scale; once per optimizer step, after all optimizers. Default: if there is a scaler.
+        """Adapts the loss scale, once per optimizer step, after all optimizers. Default: if there is a scaler.
 
-        ``hold``: the step is over, but gradients multiplied by the scale remain, so it changes next time.
+        ``hold``: the step is over, but gradients that carry the scale remain, so the scale changes at the next update.
         """
         if self.scaler is not None:
             self.scaler.update(hold=hold)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clears gradients. Default: the optimizer does."""
+        """Clears gradients. Default: calls the optimizer's ``zero_grad``."""
         optimizer.zero_grad(set_to_none=set_to_none)
         if self.scaler is not None:
             self.scaler.forget(optimizer)
@@ -283,10 +295,11 @@ class Backend(BackendGradients, BackendSpread):
         return self.scaler is not None and self.scaler.overflow_dropped()
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """Within it, ranks may run out of batches at different times. Default: as on one device, no rank waits.
+        """Context in which ranks may have different numbers of batches. Default: a null context, for one replica.
 
         Raises:
-            BackendError: several ranks, of which a backend without ``uneven_inputs`` would leave some waiting for ever.
+            BackendError: several ranks and a backend without ``uneven_inputs``, with which some ranks would wait
+                forever.
         """
         if enable and models and self.gradient_average > 1 and not self.capabilities.uneven_inputs:
             raise BackendError(
@@ -297,10 +310,10 @@ class Backend(BackendGradients, BackendSpread):
         return _NOTHING
 
     def average_parameters(self, model: nn.Module) -> None:
-        """Makes parameters the mean over ranks (local SGD). Default: there is one copy.
+        """Replaces parameters by their mean over ranks (local SGD). Default: nothing, because there is one replica.
 
         Raises:
-            BackendError: each rank holds a part of them, so that none can train alone.
+            BackendError: parameters are sharded, so that no rank can train alone.
         """
         if self.capabilities.sharded and self.gradient_average > 1:
             raise BackendError(
@@ -308,25 +321,28 @@ class Backend(BackendGradients, BackendSpread):
                 "own; nearest: strategy='ddp'"
             )
 
-    # The rest
+    # Loss scales, counters, export, inspection
 
     @property
     def loss_scales(self) -> Sequence[Any]:
-        """What scales losses, as objects with ``state_dict`` and ``load_state_dict``. Default: the scaler, if any."""
+        """Loss scales, as objects with ``state_dict`` and ``load_state_dict``. Default: the scaler, if any."""
         return [] if self.scaler is None else [self.scaler]
 
     def counts(self) -> list[dict[str, int]]:
-        """JSON that is saved with a checkpoint and not needed to load it. Default: nothing is counted."""
+        """Returns JSON that is saved with a checkpoint and not needed to load it (step counts).
+
+        Default: an empty list.
+        """
         return []
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Restores what ``counts`` returned, as far as it is of this backend. Default: nothing is counted."""
+        """Restores the step counts that ``counts`` returned, if they are of this backend. Default: does nothing."""
 
     def export_native(self, model: nn.Module, folder: str, tag: str) -> None:
-        """Writes a prepared model as the library behind this backend saves it. Default: there is none.
+        """Writes a prepared model in the checkpoint format of the library behind this backend. Default: there is none.
 
         Raises:
-            BackendError: the backend has no form of its own.
+            BackendError: the backend has no checkpoint format of its own.
         """
         raise BackendError(
             f"backend {self.name!r} has no checkpoints of its own form; nearest: save_state here, and load_state and "
@@ -334,15 +350,21 @@ class Backend(BackendGradients, BackendSpread):
         )
 
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
-        """The tensors in which this rank keeps what it trains. Default: those of the model and the optimizer."""
+        """Returns this rank's tensors of parameters, gradients and optimizer state.
+
+        Default: those of the two objects.
+        """
         return Held.of(model, optimizer)
 
     def unwrap(self, model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
-        """The user's own module, still compiled if it was and ``keep_torch_compile``; idempotent."""
+        """Returns the user's own module, still compiled if it was and ``keep_torch_compile``; idempotent."""
         return unwrap(model, keep_torch_compile=keep_torch_compile)
 
     def make_scaler(self, options: GradScalerKwargs | None) -> LossScaler | None:
-        """The loss scaler of the policy. Default: overflow on any rank of the session counts for all."""
+        """Returns the loss scaler of the policy.
+
+        Default: an overflow on any rank of the session counts on all ranks.
+        """
         return make_scaler(self.policy, options, reduce=self._sum_over_ranks if self.session.world_size > 1 else None)
 
     # Helpers of the above

@@ -1,4 +1,4 @@
-"""The models, optimizers and schedulers of one prepare, and its checks."""
+"""Arguments of one ``prepare`` (models, optimizers, schedulers), and their checks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ from accel_state.errors import PrepareError
 @final
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The models, optimizers and schedulers of one ``prepare``, for backends that need them together.
+    """Models, optimizers and schedulers of one ``prepare``, for backends that need them together.
 
     Attributes:
-        models: given as the user built them, returned as they are to be called.
+        models: as the user built them; in the result of ``prepare``, the modules to call.
         optimizers: the user's own, whose parameters are those of the models.
-        schedulers: of those optimizers; a backend with an engine of its own may replace them.
+        schedulers: of those optimizers; a backend with its own engine may replace them.
         place: for each model, whether it is moved to the session's device; empty: all are.
-        training: False for models that are only evaluated, which no backend has to synchronise.
-        batch_sizes: samples of a micro-batch of each loader that is prepared with them, where it has that number.
+        training: False for models that are only evaluated, which need no synchronisation.
+        batch_sizes: micro-batch size of each loader that is prepared in the same call and has one.
     """
 
     models: list[nn.Module]
@@ -46,15 +46,15 @@ class Bundle:
 def check_bundle(
     bundle: Bundle, *, prepared: Collection[nn.Module], owned: Collection[int], meta_allowed: bool = False
 ) -> None:
-    """Refuses what cannot be prepared.
+    """Validates a bundle before it is prepared.
 
     Args:
-        prepared: the innermost modules of the models that this backend prepared before.
-        owned: ids of their parameters, which optimizers may hold, too.
-        meta_allowed: whether the backend gives parameters on the meta device their values.
+        prepared: innermost modules of the models that this backend prepared before.
+        owned: ids of the parameters of those models, which optimizers may hold too.
+        meta_allowed: whether the backend initialises parameters on the meta device.
 
     Raises:
-        PrepareError: a model given twice or prepared before, one whose parameters lie on several devices, or an
+        PrepareError: a model given twice or prepared before, a model whose parameters are on several devices, or an
             optimizer with parameters of no prepared model.
     """
     seen: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Capabilities of a backend, as data that selection, checks and documentation share."""
+"""Capabilities of a backend, as data for selection, checks and documentation."""
 
 from dataclasses import dataclass
 from typing import final
@@ -6,7 +6,7 @@ from typing import final
 from accel_precision.policy import PrecisionPolicy, dtype_name
 
 RECORDING = frozenset({"xla"})
-"""Types of devices that record computations and run them on a call that the backend has to make."""
+"""Device types with lazy execution: computations are recorded and run at a call that the backend has to make."""
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "fp32-true", "fp64-true")
 
@@ -14,21 +14,21 @@ PRECISIONS = ("no", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "fp32-true"
 @final
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do.
+    """Features of a backend.
 
     Attributes:
-        device_types: types of devices it runs on; None: any but those of ``RECORDING``.
-        precisions: names of precisions it carries out, from ``PRECISIONS``.
+        device_types: supported device types; None: any except those of ``RECORDING``.
+        precisions: supported precisions, names from ``PRECISIONS``.
         ranks: smallest and largest number of processes; None: no upper limit.
         several_models: whether several models can be prepared in one call.
-        uneven_inputs: whether ``join`` lets ranks have different numbers of batches.
-        sharded: whether parameters end up sharded (as DTensors or otherwise), so that a rank holds only its part.
-        gathers_fp8: whether sharded weights can be gathered in 8 bits.
-        offload: whether parameters or optimizer states can be kept on the host.
-        meta_device: whether it takes models without values and gives them theirs.
-        loads_in_place: whether a state may be loaded whose tensors are, in part, those of ``model_state`` and
-            ``optimizer_state`` themselves, with new values in them.
-        optimizer_states_of_some: whether an optimizer may be given states of only some of its parameters.
+        uneven_inputs: whether ranks may have different numbers of batches within ``join``.
+        sharded: whether parameters are sharded (as DTensors or otherwise).
+        gathers_fp8: whether sharded weights can be all-gathered in 8 bits.
+        offload: whether parameters or optimizer states can be kept in host memory.
+        meta_device: whether models on the meta device can be prepared, and are initialised then.
+        loads_in_place: whether a state to load may contain the tensors of ``model_state`` and ``optimizer_state``
+            themselves, with new values in them.
+        optimizer_states_of_some: whether an optimizer state may lack some of the optimizer's parameters.
     """
 
     device_types: frozenset[str] | None = None
@@ -44,7 +44,7 @@ class Capabilities:
     optimizer_states_of_some: bool = True
 
     def refusal(self, backend: str, policy: PrecisionPolicy, device_type: str, world_size: int) -> str | None:
-        """Why the combination is not possible, with the nearest that is; None if it is."""
+        """Returns why the combination is not supported, and the nearest supported one; None if it is supported."""
         if self.device_types is not None and device_type not in self.device_types:
             able = ", ".join(sorted(self.device_types))
             return f"backend {backend!r} does not run on device type {device_type!r}, only on {able}"
@@ -69,7 +69,7 @@ class Capabilities:
 
 
 def precision_of(policy: PrecisionPolicy) -> str:
-    """The entry of ``PRECISIONS`` that a policy, named or made of roles, comes under."""
+    """Returns the entry of ``PRECISIONS`` for a policy, named or made of roles."""
     if policy.fp8 is not None:
         return "fp8"
     if policy.autocast:

@@ -1,4 +1,4 @@
-"""Options of one backend; their class names the backend."""
+"""Options of a backend, whose class selects the backend, and the settings that they imply."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from accel_state.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True)
 class Implied:
-    """The value that options of a backend give a setting of the Accelerator, and where it is written."""
+    """Value that a backend's options imply for a setting of the Accelerator, and where the value is written."""
 
     value: object
     origin: str
@@ -21,7 +21,7 @@ class Implied:
 @final
 @dataclass(frozen=True, slots=True)
 class WholeForm:
-    """How a full state is handed out: on the host or where it was gathered, to rank 0 or to every rank."""
+    """Form of a full state dict: on the host or on the device, on rank 0 or on every rank."""
 
     offload_to_cpu: bool = True
     rank0_only: bool = True
@@ -31,8 +31,8 @@ class WholeForm:
 class BackendConfig(KwargsHandler):
     """Base of the options of a backend.
 
-    ``backend`` is the backend's entry-point name. ``needs_ranks`` says that one process has no use for the backend, so
-    that a script which passes such options runs on a single one all the same.
+    ``backend`` is the backend's entry-point name. ``needs_ranks``: the backend is of no use with one process, so that a
+    script that passes these options runs in a single process without the backend.
     """
 
     backend: ClassVar[str] = ""
@@ -40,10 +40,10 @@ class BackendConfig(KwargsHandler):
 
     @classmethod
     def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
-        """The options themselves, or made of a plain mapping, as a file or a command line gives them.
+        """Returns ``values`` if they are such options already; otherwise builds the options from a mapping.
 
         Raises:
-            ConfigError: options of another backend, or a name that is no field, with the nearest that is.
+            ConfigError: options of another backend, or an unknown field, with the nearest known one.
         """
         if values is None:
             return cls()
@@ -62,34 +62,37 @@ class BackendConfig(KwargsHandler):
         return cls(**values)
 
     def on(self, device_type: str) -> "BackendConfig":
-        """The options that mean the same for devices of this type. Default: these.
+        """Returns the equivalent options for devices of this type. Default: these options.
 
         Raises:
-            ConfigError: something in them cannot be had there.
+            ConfigError: an option has no equivalent there.
         """
         return self
 
     @property
     def state_form(self) -> WholeForm | None:
-        """How full states of models are handed out. Default: they are whole everywhere, and every rank has them."""
+        """Form of full model state dicts. Default: None, every rank has full tensors already."""
         return None
 
     @property
     def optimizer_state_form(self) -> WholeForm | None:
-        """How full states of optimizers are handed out. Default: as those of models."""
+        """Form of full optimizer state dicts. Default: None, every rank has full tensors already."""
         return None
 
     def settled(self, options: Mapping[str, Any]) -> "Self | None":
-        """These options with the planner's choice; None where they have another value. Default: nothing is open."""
+        """Returns these options with the planner's choice; None if the user set another value.
+
+        Default: nothing to plan.
+        """
         return None
 
     def implied(self) -> Mapping[str, Implied]:
-        """The values that these options give the Accelerator's own settings, by their names. Default: none."""
+        """Returns the values that these options imply for the Accelerator's own settings, by name. Default: none."""
         return {}
 
 
 @dataclass(slots=True)
 class SingleConfig(BackendConfig):
-    """Training on one device has no options."""
+    """Options of training on one device: none."""
 
     backend: ClassVar[str] = "single"

@@ -1,4 +1,4 @@
-"""Methods of a backend about gradients: which ranks they are averaged over, clipping, scaling and watching them."""
+"""Methods of a backend about gradients: averaging group, clipping, scaling, observation."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class BackendGradients(BackendStates):
-    """The part of ``Backend`` that measures and changes gradients between backward and step.
+    """Base of ``Backend`` that measures and changes gradients between backward and step.
 
     Attributes:
-        scaler: the loss scale of fp16; None where there is none or the backend has its own.
+        scaler: loss scale of fp16; None without one, or if the backend has its own.
     """
 
     scaler: LossScaler | None
@@ -33,21 +33,21 @@ class BackendGradients(BackendStates):
 
     @property
     def gradient_average(self) -> int:
-        """Over how many ranks gradients are averaged. Default: 1."""
+        """Number of ranks over which gradients are averaged. Default: 1."""
         return 1
 
     @property
     def gradient_group(self) -> "ProcessGroup | None":
-        """The ranks that gradients are averaged over; None: torch's default group. Default: the session's."""
+        """Process group over which gradients are averaged; None: torch's default group. Default: the session's."""
         return self.session.group
 
     @property
     def gradient_pieces(self) -> Pieces | None:
-        """What plain gradients are spread over where every rank holds other pieces. Default: they are whole."""
+        """Mesh and mesh dimensions over which plain gradients are sharded. Default: None, gradients are full."""
         return None
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divides gradients by the loss scale, once for each optimizer in a step. Default: if there is a scaler.
+        """Divides gradients by the loss scale, once per optimizer and step. Default: if there is a scaler.
 
         Raises:
             BackendError: gradients of a loss that was not scaled.
@@ -82,9 +82,11 @@ class BackendGradients(BackendStates):
     def norm_so_far(
         self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
     ) -> torch.Tensor:
-        """The norm of this rank's gradients in an accumulation window that is still open, without the loss scale.
+        """Returns the norm of this rank's unreduced gradients, without the loss scale; changes no gradient.
 
-        Collective; changes no gradient. Default: the norm of ``unreduced_gradients`` of these parameters.
+        Default: the norm of ``unreduced_gradients`` of these parameters.
+
+        Collective: every rank of the group must call this.
         """
         if type(self).unreduced_gradients is BackendStates.unreduced_gradients:
             norm = self.clip_grad_norm(parameters, math.inf, norm_type)
@@ -94,7 +96,7 @@ class BackendGradients(BackendStates):
         return norm if self.scaler is None else norm / self.scaler.current
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limits unscaled gradients element by element.
+        """Clamps unscaled gradients to ``[-clip_value, clip_value]``.
 
         Raises:
             BackendError: parameters of no prepared model.
@@ -102,13 +104,13 @@ class BackendGradients(BackendStates):
         clip_grad_value(self._owned.checked(parameters), clip_value)
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-        """Multiplies what the models have accumulated, a tied parameter's once. Default: what parameters hold."""
+        """Multiplies the accumulated gradients, those of tied parameters once. Default: ``grad`` of the parameters."""
         scale_gradients(models, factor)
 
     def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
-        """Calls ``keep`` before each step with this rank's parts of the gradients. Default: as parameters hold them."""
+        """Calls ``keep`` with this rank's gradients before each step. Default: ``grad`` of the parameters."""
         return watch_steps(optimizer, keep)
 
     def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether all elements of each that are here are finite; waits for the device."""
+        """Whether all of this rank's elements of each gradient are finite; synchronises with the device."""
         return finite(gradients)

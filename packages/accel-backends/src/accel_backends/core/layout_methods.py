@@ -1,4 +1,4 @@
-"""Methods of a backend about the distribution of work; the defaults are those of full models and whole samples."""
+"""Methods of a backend about its parallel layout; the defaults are those of full models and full samples."""
 
 from abc import ABC
 from collections.abc import Callable, Mapping
@@ -12,38 +12,45 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 Attention = Callable[..., torch.Tensor]
-"""Queries, keys and values (samples, tokens, heads, size), and what else it takes, to the same shape."""
+"""Function of queries, keys and values (samples, tokens, heads, head size) and further arguments, to the same shape."""
 
 
 class BackendSpread(ABC):
-    """The part of ``Backend`` that states which ranks hold what of a model, and work on what of a sample."""
+    """Base of ``Backend`` that describes how models and samples are split over ranks."""
 
     session: "Session"
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """How many replicas of a model there are, and over how many ranks each is sharded. Default: all replicas."""
+        """Number of replicas of a model, and shard degree of each replica. Default: one replica per rank, unsharded."""
         return self.session.world_size, 1
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Over how many ranks every sample is spread, by axis of ``ParallelismConfig``. Default: over none."""
+        """Number of ranks over which each sample is split, by axis of ``ParallelismConfig``. Default: no axis."""
         return {}
 
     @property
     def rng_seed_rank(self) -> int:
-        """The rank whose random numbers this rank draws, because both drop out of the same. Default: its own."""
+        """Rank whose random seed this rank uses, so that both draw the same dropout masks. Default: this rank."""
         return self.session.rank
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":
-        """The ranks that share this rank's sequences, in their order; collective when first read. Default: none do."""
+        """Sequence-parallel group of this rank, in the order of the sequence; None: full sequences. Default: None.
+
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         return None
 
     def sequence_attention(self, attention: Attention) -> Attention:
-        """An attention over full sequences, wherever ranks have a part of each; collective. Default: the same.
+        """Wraps an attention function for sequence parallelism: called on parts of sequences, attends over all of them.
 
-        Use it where a model attends: ``attention`` then gets all tokens of some heads, and what is returned takes and
-        gives this rank's tokens of all heads.
+        The model calls the returned function, which takes and returns this rank's tokens of all heads; within it
+        ``attention`` receives all tokens of some of the heads. Default: ``attention`` itself.
+
+        Collective: every rank of the group must call this.
         """
         return attention

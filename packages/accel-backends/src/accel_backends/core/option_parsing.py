@@ -1,4 +1,4 @@
-"""Reads values of sharding options from what users write: names in any case, numbers, torch's enums and objects."""
+"""Parsing of sharding options: names in any case, numbers, torch's enums and objects."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -19,7 +19,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class ShardingLevel(BaseEnum):
-    """What is sharded, and how long parameters stay whole; numbered from 1 as torch numbers them."""
+    """What is sharded, and when parameters are freed; numbered from 1 as torch numbers its strategies."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -29,7 +29,7 @@ class ShardingLevel(BaseEnum):
 
 
 class BackwardPrefetch(BaseEnum):
-    """When backward gathers the next unit's parameters."""
+    """Time at which backward all-gathers the next unit's parameters."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     BACKWARD_POST = "BACKWARD_POST"
@@ -37,7 +37,7 @@ class BackwardPrefetch(BaseEnum):
 
 
 class StateDictKind(BaseEnum):
-    """Forms of a sharded model's state."""
+    """Forms of a sharded model's state dict."""
 
     FULL_STATE_DICT = "FULL_STATE_DICT"
     LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
@@ -45,14 +45,14 @@ class StateDictKind(BaseEnum):
 
 
 class AutoWrap(BaseEnum):
-    """How units are found."""
+    """Rule that selects the units of a model."""
 
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"
     NO_WRAP = "NO_WRAP"
 
 
-# Other names by which the ways of finding units go: torch's functions among them.
+# Alternative spellings of AutoWrap members, names of torch's wrap policies among them.
 _WRAP_ALIASES = {
     "TRANSFORMER_AUTO_WRAP": AutoWrap.TRANSFORMER_BASED_WRAP,
     "TRANSFORMER_AUTO_WRAP_POLICY": AutoWrap.TRANSFORMER_BASED_WRAP,
@@ -65,7 +65,7 @@ _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
 
 
 def full_form(name: str, value: object) -> WholeForm:
-    """The form that a mapping, or torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``, describes.
+    """Returns the form given as a mapping, or as torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``.
 
     Raises:
         ConfigError: an unknown entry; or offloading of sharded states, which stay where their parameters are.
@@ -96,10 +96,10 @@ def full_form(name: str, value: object) -> WholeForm:
 
 
 def as_member(name: str, value: object, kind: type[E]) -> E:
-    """The member of ``kind`` that ``value`` names: its name in any case, its number from 1, or torch's own member.
+    """Returns the member of ``kind`` given as its name in any case, its number from 1, or torch's own member.
 
     Raises:
-        ConfigError: none does; the message lists them and the nearest.
+        ConfigError: ``value`` is none of these; the message lists the members and the nearest.
     """
     if isinstance(value, kind):
         return value
@@ -115,10 +115,10 @@ def as_member(name: str, value: object, kind: type[E]) -> E:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """A boolean, or a text that means one.
+    """Parses a boolean, or a text that means one.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``value`` is neither.
     """
     if isinstance(value, bool):
         return value
@@ -129,10 +129,10 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_number(name: str, value: object) -> int:
-    """A whole number, or a text that is one.
+    """Parses a non-negative integer, or a text of one.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: ``value`` is neither.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -143,7 +143,7 @@ def as_number(name: str, value: object) -> int:
 
 
 def reshard_value(value: object) -> bool | int:
-    """True, False, or over how many ranks.
+    """Parses ``reshard_after_forward``: true, false, or the shard degree between forward and backward.
 
     Raises:
         ConfigError: something else, such as a strategy's name.
@@ -164,10 +164,10 @@ def reshard_value(value: object) -> bool | int:
 
 
 def wrap_value(value: object) -> "AutoWrap | Callable[..., Any] | None":
-    """A way of finding units, a function that decides for a module, or None.
+    """Parses ``auto_wrap_policy``: a rule that selects units, a function that decides for one module, or None.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: ``value`` is none of these.
     """
     if value is None:
         return None
@@ -181,10 +181,10 @@ def wrap_value(value: object) -> "AutoWrap | Callable[..., Any] | None":
 
 
 def offloads(value: object) -> bool:
-    """Whether torch's description of offloading (of either version), or a text, turns it on.
+    """Whether an offload policy of torch (of either FSDP version), or a text, turns offloading on.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``value`` is neither.
     """
     flag = getattr(value, "offload_params", None)
     if flag is not None:
@@ -196,7 +196,9 @@ def offloads(value: object) -> bool:
 
 
 def mixed_dtypes(value: object, *, buffers_wide: bool = False) -> MixedDtypes | None:
-    """A mapping of dtypes by role, from a precision's name, a mapping, or torch's object of either version.
+    """Parses a mapping of dtypes by role from a precision's name, a mapping, or torch's object of either FSDP version.
+
+    ``buffers_wide``: with a precision's name, buffers are fp32.
 
     Raises:
         ConfigError: an unknown name, role or dtype.

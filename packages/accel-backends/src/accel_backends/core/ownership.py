@@ -1,4 +1,4 @@
-"""The models that a backend has prepared, and their parameters."""
+"""Registry of the models that a backend has prepared, and of their parameters."""
 
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -14,24 +14,24 @@ from accel_state.errors import BackendError
 
 @final
 class Ownership:
-    """Holds weak references to prepared models and their parameters.
+    """Weak references to prepared models and their parameters.
 
     Attributes:
-        models: the innermost modules, before and after preparing.
+        models: innermost modules, before and after preparing.
     """
 
     def __init__(self) -> None:
         self.models: WeakSet[nn.Module] = WeakSet()
-        # Parameters by id; entries are removed with their parameters, because ids are used again.
+        # Parameters by id; entries are removed with their parameters, because ids are reused.
         self._parameters: dict[int, ref[nn.Parameter]] = {}
 
     @property
     def parameters(self) -> Collection[int]:
-        """The parameters' ids."""
+        """Ids of the parameters."""
         return self._parameters.keys()
 
     def add(self, original: nn.Module, model: nn.Module) -> None:
-        """Adds a model and the result of preparing it."""
+        """Adds a model and the prepared model."""
         self.models.update((original, innermost(model)))
         for parameter in model.parameters():
             self._parameters[id(parameter)] = ref(parameter, partial(_forget, self._parameters, id(parameter)))
@@ -44,15 +44,15 @@ class Ownership:
             self._parameters.pop(id(parameter), None)
 
     def clear(self) -> None:
-        """Removes everything."""
+        """Removes all models and parameters."""
         self.models.clear()
         self._parameters.clear()
 
     def checked(self, parameters: "torch.Tensor | Iterable[torch.Tensor]") -> list[torch.Tensor]:
-        """The parameters as a list.
+        """Returns the parameters as a list.
 
         Raises:
-            BackendError: some belong to no prepared model.
+            BackendError: a parameter belongs to no prepared model.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not all(map(self._parameters.__contains__, map(id, listed))):
@@ -64,10 +64,10 @@ class Ownership:
         return listed
 
     def check_added(self, parameters: "torch.Tensor | Iterable[Any]") -> None:
-        """Refuses parameters for an optimizer, named or not, whose gradients would not be averaged over ranks.
+        """Refuses parameters added to an optimizer (named or not) whose gradients would not be averaged over ranks.
 
         Raises:
-            BackendError: with the names of those that prepared models have got since, or their shapes.
+            BackendError: with the names of parameters that prepared models have gained since, or with shapes.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         bare = [one[1] if isinstance(one, tuple) else one for one in listed]
@@ -82,7 +82,7 @@ class Ownership:
             )
 
     def names(self) -> dict[int, str]:
-        """Names of the parameters by id."""
+        """Returns the names of the parameters by id."""
         return {id(p): name for model in self.models for name, p in named_parameters(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the models and optimizers that ranks prepare, because collectives of different ones would hang."""
+"""Comparison of the models and optimizers of all ranks, because the collectives of different models would hang."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
-    """Refuses ranks that prepare different models or optimizers; collective.
+    """Refuses ranks that prepare different models or optimizers.
+
+    Collective: every rank of the group must call this.
 
     Raises:
         PrepareError: see ``check_same``.
@@ -25,7 +27,7 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
 
     mine: list[str] = []
     for model in bundle.models:
-        cut = find_fsdp1(model) is not None  # wrapped by the user: each rank has other pieces
+        cut = find_fsdp1(model) is not None  # wrapped by the user: every rank has another shard
         mine += [f"a model {type(model).__name__}", *([] if cut else described(model))]
     for optimizer in bundle.optimizers:
         counts = ", ".join(str(len(one["params"])) for one in optimizer.param_groups)
@@ -36,7 +38,7 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
 
 
 def described(model: nn.Module) -> list[str]:
-    """Name, shape, dtype and ``requires_grad`` of each of a model's parameters, as one text each."""
+    """Returns one text for each parameter of a model: name, shape, dtype and ``requires_grad``."""
     entries = []
     for name, parameter in named_parameters(model).items():
         use = "trained" if parameter.requires_grad else "frozen"
@@ -51,7 +53,7 @@ def check_same(everybody: Sequence[Sequence[Any]]) -> None:
         everybody: for every rank, one comparable entry for each parameter and unit.
 
     Raises:
-        PrepareError: on every rank the same, with the first difference.
+        PrepareError: the same on every rank, with the first difference.
     """
     first = everybody[0]
     for rank, other in enumerate(everybody):

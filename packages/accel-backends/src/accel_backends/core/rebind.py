@@ -1,4 +1,4 @@
-"""Points optimizers at parameters that took the place of others."""
+"""Replacement of the parameters of an optimizer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +19,11 @@ def rebind(
     *,
     convert: ConvertState | None = None,
 ) -> None:
-    """Replaces each parameter of ``before`` in the optimizer by the one of the same name in ``after``, in place.
+    """Replaces each parameter of ``before`` in the optimizer by the parameter of the same name in ``after``, in place.
 
-    The lists of parameters stay the same objects, because some optimizers hold on to them, and the state of a replaced
-    parameter moves over; ``convert(new, key, value)`` turns each of its values into what suits the new parameter (a
-    full tensor into a shard, say). Parameters that are in neither mapping are left alone.
+    The lists of parameters stay the same objects, because some optimizers keep references to them. The state of a
+    replaced parameter moves to its successor; ``convert(new, key, value)`` converts each value (for example a full
+    tensor to a shard). Parameters that are in neither mapping are left alone.
 
     Raises:
         PrepareError: a parameter of ``before`` that the optimizer holds has no successor in ``after``.
@@ -49,10 +49,10 @@ def rebind(
 
 
 def state_to_device(optimizer: Optimizer) -> None:
-    """Moves the state of each parameter to the parameter's device, as a model moved after its optimizer was made needs.
+    """Moves the state of each parameter to the parameter's device, for models that moved after optimizer creation.
 
-    Step counters, tensors of one element on the host, stay where they are: fused and capturable optimizers put
-    theirs on the device themselves, the others want them on the host.
+    Step counters (tensors without dimensions) stay on their device: fused and capturable optimizers create them on the
+    device themselves, other optimizers need them on the host.
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):

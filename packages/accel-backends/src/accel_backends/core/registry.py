@@ -1,4 +1,4 @@
-"""The installed backends, by name."""
+"""Installed backends by name."""
 
 from difflib import get_close_matches
 from importlib import import_module
@@ -8,7 +8,7 @@ from accel_backends.core.backend import Backend
 from accel_state.errors import BackendError
 
 GROUP = "accel.backends"
-# Found without reading the metadata of every installed package, which takes longer than importing them.
+# Resolved without reading the metadata of all installed packages, which takes longer than importing the backend.
 _OWN = {
     "single": ("accel_backends.single.backend", "SingleBackend"),
     "ddp": ("accel_backends.ddp.backend", "DDPBackend"),
@@ -19,17 +19,17 @@ _OWN = {
 
 
 def installed_backends() -> tuple[str, ...]:
-    """Names of the backends that can be loaded here, those of other packages included."""
+    """Returns the names of the installed backends, those of other packages included."""
     from importlib.metadata import entry_points
 
     return tuple(sorted({*_OWN, *(point.name for point in entry_points(group=GROUP))}))
 
 
 def load_backend(name: str) -> type[Backend]:
-    """The class of the backend ``name``; its module is imported now and not before.
+    """Returns the class of the backend ``name``, whose module is imported by this call.
 
     Raises:
-        BackendError: no such backend is installed (the message lists those that are), or importing it fails.
+        BackendError: no such backend is installed (the message lists the installed ones), or the import fails.
     """
     if name in _OWN:
         module, attribute = _OWN[name]

@@ -1,4 +1,4 @@
-"""Parameters that ``prepare`` has replaced: their hooks are moved, and optimizers that hold them are refused."""
+"""Parameters that ``prepare`` has replaced: their hooks move to the successors, and optimizers that hold them fail."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn, final
@@ -12,7 +12,7 @@ _ACCUMULATED = "_post_accumulate_grad_hooks"
 
 @final
 class Replaced(nn.Parameter):
-    """A parameter from before ``prepare``, whose ``grad`` raises an error: every optimizer reads it."""
+    """A replaced parameter, whose ``grad`` raises BackendError, because every optimizer reads ``grad`` in its step."""
 
     what: str
 
@@ -27,9 +27,9 @@ class Replaced(nn.Parameter):
 
 
 def replace_parameters(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], kind: str) -> None:
-    """Marks the parameters of ``before`` that are not in ``after``, of a model of class ``kind``.
+    """Marks the parameters of ``before`` that are not in ``after`` as replaced; ``kind``: class name of the model.
 
-    Their hooks of after accumulation are moved to their successors. Subclasses of ``nn.Parameter`` stay unmarked.
+    Post-accumulate-grad hooks move to the successors. Instances of subclasses of ``nn.Parameter`` stay unmarked.
     """
     for name, parameter in before.items():
         successor = after.get(name)
@@ -37,7 +37,7 @@ def replace_parameters(before: Mapping[str, nn.Parameter], after: Mapping[str, n
             continue
         hooks: Any = getattr(parameter, _ACCUMULATED, None)
         if hooks and successor is not None:
-            setattr(successor, _ACCUMULATED, hooks)  # the same mapping, so that their handles still remove them
+            setattr(successor, _ACCUMULATED, hooks)  # the same mapping, so that existing handles still remove the hooks
         if type(parameter) is nn.Parameter:
             parameter.grad = None
             parameter.__class__ = Replaced

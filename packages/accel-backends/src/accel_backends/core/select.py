@@ -1,4 +1,4 @@
-"""Selection of a run's backend, with the reasons."""
+"""Selection of a run's backend, with reasons."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts about models that selection depends on: numbers and flags, no modules.
+    """Facts about models that selection depends on: counts, no modules.
 
-    ``trainable`` parameters and ``sharded`` ones (DTensors already) are counted; None where models are not known yet.
+    ``trainable``: number of trainable parameters; ``sharded``: number of parameters that are DTensors already. None if
+    the models are not known yet.
     """
 
     trainable: int | None = None
@@ -25,7 +26,7 @@ class ModelFacts:
 @final
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend's name, and the reasons for it in the order in which they were found."""
+    """Name of the selected backend, and the reasons in the order in which they were found."""
 
     name: str
     reasons: tuple[str, ...]
@@ -40,11 +41,12 @@ def select_backend(
     config: BackendConfig | str | None = None,
     facts: ModelFacts | None = None,
 ) -> Choice:
-    """Chooses from the run's environment and configuration; pure.
+    """Selects a backend from the run's environment and configuration; pure.
 
-    A config's class names its backend, and a string names one; without either, or with one that one process has no use
-    for, it is ``single`` for one process, ``ddp`` for several, ``xla`` on XLA devices. Whether the backend is installed
-    and able is checked when it is loaded and opened.
+    A string is the backend's name, and the class of a config determines its backend. Without either, or with a config
+    that needs several ranks in a run of one process, the backend is ``xla`` on XLA devices, ``single`` for one process
+    and ``ddp`` for several. Whether the backend is installed and supports the run is checked later, when the backend is
+    loaded and opened.
     """
     if isinstance(config, str):
         return Choice(config, (f"strategy {config!r} was asked for",))

@@ -1,4 +1,4 @@
-"""Methods of a backend about the states of models and optimizers; the defaults are those of full, replicated ones."""
+"""Methods of a backend about the states of models and optimizers; the defaults are those of full, replicated states."""
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,85 +28,104 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class BackendStates(ABC):
-    """The part of ``Backend`` that saves, loads and shows what a model and its optimizer hold."""
+    """Base of ``Backend`` that saves, loads and exposes the states of models and optimizers."""
 
     session: "Session"
     config: "BackendConfig"
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Makes buffers equal on all ranks before they are saved, where training makes them equal only later.
+        """Copies rank 0's buffers to all ranks before a save, if training equalises them only later.
 
-        Collective where it does anything. Default: there is one copy.
+        Default: nothing, because there is one replica.
+
+        Collective: every rank of the group must call this.
         """
 
     def gradient_marks(self, model: nn.Module) -> object:
-        """What changes when a backward adds to the gradients of a model. Default: the writes to those of parameters."""
+        """Returns a value that changes when a backward adds to the model's gradients.
+
+        Default: ids and versions of ``grad``.
+        """
         return gradient_marks(model.parameters())
 
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Gradients of an accumulation window that is still open, whole, by parameter name: this rank's share.
+        """Returns this rank's unreduced gradients as full tensors, by FQN.
 
-        Averaged over ``gradient_average`` ranks, shares make the gradient. Collective. Default: what parameters hold.
+        Their mean over ``gradient_average`` ranks is the gradient. Default: ``grad`` of the parameters.
+
+        Collective: every rank of the group must call this.
         """
         return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Copies of the next step's gradients, whole, by parameter name, without a loss scale of the backend's own.
+        """Returns copies of the next step's gradients as full tensors, by FQN, without the backend's own loss scale.
 
-        Collective; to be called after the last backward of a window. Default: of what ``unreduced_gradients`` gives.
+        To be called after the last backward of an accumulation window. Default: copies of ``unreduced_gradients``.
+
+        Collective: every rank of the group must call this.
         """
         return {name: held.detach().clone() for name, held in self.unreduced_gradients(model).items()}
 
     def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Puts back what ``unreduced_gradients`` gave, or any shares with that average; collective."""
+        """Restores the gradients that ``unreduced_gradients`` returned, or any gradients with the same mean over ranks.
+
+        Collective: every rank of the group must call this.
+        """
         for name, parameter in named_parameters(model).items():
             held = gradients.get(name)
             parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state under its own names, see ``states``; sharded tensors stay sharded."""
+        """Returns the model's state dict by FQN, see ``state_dicts``; sharded tensors stay sharded."""
         return model_state(model)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads a state of any backend and world size.
+        """Loads a model state that any backend saved at any world size.
 
         Raises:
-            CheckpointMismatchError: it is another model's.
+            CheckpointMismatchError: the state is of another model.
         """
         load_model_state(model, state, strict=strict)
 
     def full_model_state(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
-        """The model's state in full tensors; collective.
+        """Returns the model's state dict with full tensors. Collective: every rank of the group must call this.
 
-        ``main_only``: only rank 0 gets it where it has to be put together, and the others get an empty one; None: as
-        the backend's options say. Default: in the options' form; where they have none, every rank has it, and gets it.
+        ``main_only``: if tensors are sharded, only rank 0 receives the state and other ranks an empty one; None: as the
+        backend's options say. Default: the form in the options; without a form, every rank returns its own full
+        tensors.
         """
         return self._handed_out(full_state, self.model_state(model), self.config.state_form, main_only)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within it, parameters are whole; changes last if ``writeback``. Default: they always are and do."""
+        """Context in which parameters are full tensors; changes persist if ``writeback``.
+
+        Default: they always are and do.
+        """
         return _NOTHING
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """The optimizer's state by parameter names, see ``states``."""
+        """Returns the optimizer's state dict by FQN, see ``state_dicts``."""
         return optimizer_state(optimizer, models)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, main_only: bool | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state in full tensors; collective. Default: as ``full_model_state``."""
+        """Returns the optimizer's state dict with full tensors. Collective: every rank of the group must call this.
+
+        Default: as ``full_model_state``.
+        """
         form = self.config.optimizer_state_form
         return self._handed_out(full_optimizer_state, self.optimizer_state(optimizer, models), form, main_only)
 
     def state_templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """By parameter name, a tensor placed as the optimizer's states of it are. Default: the parameters."""
+        """Returns, by FQN, tensors placed as the optimizer's state of the parameter is. Default: the parameters."""
         return state_templates(optimizer, models)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads a state of any backend and world size.
+        """Loads an optimizer state that any backend saved at any world size.
 
         Raises:
-            CheckpointMismatchError: it is that of other parameters.
+            CheckpointMismatchError: the state is of other parameters.
         """
         load_optimizer_state(optimizer, models, state)
 

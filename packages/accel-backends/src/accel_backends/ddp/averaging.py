@@ -1,4 +1,4 @@
-"""Averages tensors over ranks in few collectives."""
+"""Average of tensors over ranks in few collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,11 @@ import torch
 
 
 def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Replaces each tensor by its mean over the ranks of ``group``, in place: one all-reduce for each dtype and device.
+    """Replaces each tensor by its mean over the ranks of ``group``, in place: one all-reduce per dtype and device.
 
-    Integers are left alone: their mean is none.
+    Integer tensors are left alone.
+
+    Collective: every rank of the group must call this.
     """
     import torch.distributed as dist
 

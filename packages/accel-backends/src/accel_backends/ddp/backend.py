@@ -1,4 +1,4 @@
-"""A full model on every rank, gradients averaged over ranks by DistributedDataParallel."""
+"""Backend with a full replica on every rank, whose gradients DistributedDataParallel averages."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,22 +23,23 @@ from accel_state.errors import ConfigError, PrepareError
 
 @dataclass(slots=True)
 class DDPConfig(BackendConfig):
-    """Options of DistributedDataParallel, under its own names, and of how gradients are reduced.
+    """Options of DistributedDataParallel, under its own names, and of the reduction of gradients.
 
     Attributes:
-        dim: dimension along which batches are spread (torch's own, without use here).
-        broadcast_buffers: give buffers of rank 0 to all before each forward.
-        bucket_cap_mb: size of the buckets in which gradients are sent, MiB.
-        find_unused_parameters: look in each forward for parameters that get no gradient, so that others do not wait
-            for them; faster where most steps leave some out, slower otherwise. Gradients are the same either way.
+        dim: batch dimension (torch's option, without effect here).
+        broadcast_buffers: broadcast rank 0's buffers before each forward.
+        bucket_cap_mb: size of the gradient buckets, MiB.
+        find_unused_parameters: search in each forward for parameters that will get no gradient, so that their buckets
+            do not delay others; faster if most steps leave parameters out, slower otherwise. Gradients are the same
+            either way.
         check_reduction: accepted, without effect in torch.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of them.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves one copy of them.
         static_graph: promise that every step runs the same graph.
         comm_hook: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
-        comm_wrapper: "no", "fp16" or "bf16": the dtype around a PowerSGD hook.
+        comm_wrapper: "no", "fp16" or "bf16": dtype around a PowerSGD hook.
         comm_state_option: options of ``PowerSGDState``.
-        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; wins if given.
-        init_sync: check that parameters agree in shape and give those of rank 0 to all when wrapping.
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; takes precedence if given.
+        init_sync: on wrapping, verify that parameters agree in shape, and broadcast rank 0's values.
         sync_batch_norm: compute batch statistics over all ranks.
     """
 
@@ -70,14 +71,14 @@ class DDPConfig(BackendConfig):
 
     @property
     def syncs_buffers(self) -> bool:
-        """Whether each forward starts from rank 0's buffers; the option has two names."""
+        """Whether each forward starts from rank 0's buffers; resolves the option's two names."""
         return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``DistributedDataParallel``, by the names that the installed torch has.
+        """Returns the arguments of ``DistributedDataParallel``, by the names in the installed torch.
 
-        Only what differs from the defaults: given its own default of 25 MiB, torch drops the small first bucket that
-        lets communication start early.
+        Contains only values that differ from the defaults: if torch is given its own default of 25 MiB, it omits the
+        small first bucket with which communication starts early.
         """
         arguments: dict[str, Any] = {
             name: value
@@ -97,7 +98,7 @@ class DDPConfig(BackendConfig):
         return arguments
 
     def register_comm_hook(self, model: DistributedDataParallel, group: Any = None) -> None:
-        """Registers the configured hook on a DDP model; nothing for ``"no"``."""
+        """Registers the configured communication hook on a DDP model; does nothing for ``"no"``."""
         hook, wrapper = hook_name(self.comm_hook), hook_name(self.comm_wrapper, "comm_wrapper")
         register_comm_hook(model, hook, wrapper, self.comm_state_option, group=group)
 
@@ -107,7 +108,7 @@ DistributedDataParallelKwargs = DDPConfig
 
 @final
 class DDPBackend(Backend):
-    """Wraps models that train in DistributedDataParallel; frozen ones stay bare, for they have nothing to average."""
+    """Wraps trainable models in DistributedDataParallel; frozen models stay bare, because they have no gradients."""
 
     name: ClassVar[str] = "ddp"
     Config: ClassVar[type[BackendConfig]] = DDPConfig
@@ -118,10 +119,10 @@ class DDPBackend(Backend):
         self._reductions: list[Reduction] = []
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model in DDP, or itself if it is frozen, wrapped by the user already, or there is one rank only.
+        """Wraps the model in DDP; returns ``model`` if it is frozen or in DDP already, or if there is only one rank.
 
         Raises:
-            PrepareError: parameters that are sharded already (DTensors).
+            PrepareError: parameters are sharded already (DTensors).
         """
         bare = not any(parameter.requires_grad for parameter in model.parameters())
         if bare or self.session.world_size == 1:
@@ -145,14 +146,14 @@ class DDPBackend(Backend):
         return wrapped
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Drops their reductions as well."""
+        """Drops prepared models, and the reductions of their gradients."""
         models = list(models)
         gone = [find_ddp(model) for model in models]
         self._reductions[:] = [one for one in self._reductions if one.model not in (None, *gone)]
         super().release(models)
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
-        """As on one device; then the gradients of every model that synchronises are means over ranks."""
+        """As on one device; afterwards the gradients of every synchronising model are means over ranks."""
         for reduction in self._reductions:
             reduction.prepare(loss)
         super().backward(loss, scale=scale, **kwargs)
@@ -161,14 +162,14 @@ class DDPBackend(Backend):
 
     @property
     def gradient_average(self) -> int:
-        """All ranks of the session."""
+        """World size of the session."""
         return self.session.world_size
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """DDP's own: gradients add up on each rank until a backward outside of it reduces them.
+        """DDP's ``no_sync``: gradients accumulate on each rank until a backward outside of the context reduces them.
 
-        With ``static_graph`` the first backward reduces all the same, because torch records the graph in it; averaging
-        an average together with later gradients gives the average of all.
+        With ``static_graph`` the first backward reduces nevertheless, because torch records the graph in it. The result
+        is the same, because the mean over ranks of that mean and later gradients is the mean of all.
         """
         wrapped = find_ddp(model)
         if wrapped is None:
@@ -178,12 +179,12 @@ class DDPBackend(Backend):
         return wrapped.no_sync()
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Prepares DDP's reducer for a backward whose forward ran under ``no_sync``."""
+        """Context that prepares DDP's reducer for a backward whose forward ran under ``no_sync``."""
         wrapped = find_ddp(model)
         return _NOTHING if wrapped is None else _synchronising(wrapped)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are the same on all ranks."""
+        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks."""
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         if not wrapped or not enable:
             return _NOTHING
@@ -198,12 +199,15 @@ class DDPBackend(Backend):
         return joined(wrapped, optimizers, self.scaler)
 
     def average_parameters(self, model: nn.Module) -> None:
-        """One all-reduce for each dtype of the parameters that train."""
+        """Averages the trainable parameters with one all-reduce per dtype and device."""
         tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
         average_tensors(tensors, self.session.group)
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Copies rank 0's buffers to every rank, as DDP's next forward would unless ``broadcast_buffers`` is off."""
+        """Copies rank 0's buffers to every rank, as DDP's next forward would.
+
+        Nothing if ``broadcast_buffers`` is off.
+        """
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         buffers = [buffer for model in wrapped for buffer in model.buffers()]
         if buffers and cast(DDPConfig, self.config).syncs_buffers:
@@ -212,7 +216,7 @@ class DDPBackend(Backend):
             broadcast(buffers, group=self.session.group)
 
     def _register_hook(self, wrapped: DistributedDataParallel, config: DDPConfig) -> None:
-        """The configured hook, or one that sums in the policy's dtype where gradients have another."""
+        """Registers the configured hook, or one that reduces in the policy's dtype if gradients have another dtype."""
         config.register_comm_hook(wrapped, self.session.group)
         wanted = self.policy.reduce
         dtypes = {parameter.dtype for parameter in wrapped.parameters() if parameter.requires_grad}
@@ -227,7 +231,7 @@ class DDPBackend(Backend):
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper around a model, inside others (torch.compile) or not; None without one."""
+    """Returns the DDP wrapper around a model, also within other wrappers (torch.compile); None without one."""
     while not isinstance(model, DistributedDataParallel):
         name = wrapped_name(model)
         if name is None:
@@ -240,8 +244,8 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # What DDP.forward does outside of ``no_sync``; there is no public name for it. The
-    # search for unused parameters starts from the loss, in ``backward``.
+    # The preparation that DDP.forward does outside of ``no_sync``; torch has no public name for it. With
+    # find_unused_parameters the search needs the loss, so ``backward`` does it.
     prepared = model.require_forward_param_sync is True
     if torch.is_grad_enabled() and not prepared and not model.find_unused_parameters:
         model.reducer.prepare_for_backward([])

@@ -1,4 +1,4 @@
-"""Reductions of DDP's gradient buckets other than an all-reduce in their own dtype."""
+"""Communication hooks of DDP: reductions of gradient buckets other than an all-reduce in the bucket's dtype."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -22,10 +22,10 @@ HALVES: Mapping[str, torch.dtype] = MappingProxyType({"fp16": torch.float16, "bf
 
 
 def hook_name(value: object, what: str = "comm_hook") -> str:
-    """The name of a hook given as a string or an enum member.
+    """Returns the name of a hook that is given as a string or an enum member.
 
     Raises:
-        ConfigError: a name that is not one, or a wrapper that only changes no dtype.
+        ConfigError: an unknown name, or a wrapper that is not "no" or a half-precision dtype.
     """
     name = str(getattr(value, "value", value)).lower()
     known = DDPCommunicationHookType.list() if what == "comm_hook" else ["no", *HALVES]
@@ -39,7 +39,7 @@ def hook_name(value: object, what: str = "comm_hook") -> str:
 def register_comm_hook(
     model: "DistributedDataParallel", hook: str, wrapper: str, options: Mapping[str, Any], *, group: Any = None
 ) -> None:
-    """Makes a DDP model send gradients through the named hook, within the change of dtype that ``wrapper`` names."""
+    """Registers the named communication hook on a DDP model, wrapped in ``wrapper``'s conversion of dtype."""
     if hook == "no":
         return
     state: Any = group
@@ -53,9 +53,9 @@ def register_comm_hook(
 
 
 def reduce_in(dtype: torch.dtype) -> Hook:
-    """A hook that averages buckets in ``dtype``, on every collective backend (torch's own bf16 hook refuses gloo).
+    """Returns a hook that averages buckets in ``dtype``, on every collective backend (torch's bf16 hook refuses gloo).
 
-    The state is the process group. Buckets are divided before they are summed, so that sums of halves do not overflow.
+    The state is the process group. Buckets are divided before the sum, so that half-precision sums do not overflow.
     """
 
     def hook(group: Any, bucket: Any) -> "Future[torch.Tensor]":
@@ -68,7 +68,7 @@ def reduce_in(dtype: torch.dtype) -> Hook:
 
 
 def wrapped_in(dtype: torch.dtype, inner: Hook) -> Hook:
-    """A hook that runs another on the bucket in ``dtype``, and converts the result to the bucket's own."""
+    """Returns a hook that runs ``inner`` on the bucket in ``dtype`` and converts the result back."""
 
     def hook(state: Any, bucket: Any) -> "Future[torch.Tensor]":
         own = bucket.buffer()
@@ -88,7 +88,7 @@ def _then_copy(future: Any, target: torch.Tensor) -> "Future[torch.Tensor]":
 
 
 def _typed(hook: Hook) -> Hook:
-    """DDP compares a hook's annotations with real types, which importing them at run time alone provides."""
+    """Sets the hook's annotations to the real types, which DDP compares; they are imported at run time only here."""
     hook.__annotations__ = {"bucket": cast(Any, dist).GradBucket, "return": torch.futures.Future[torch.Tensor]}
     return hook
 

@@ -1,7 +1,7 @@
-"""PowerSGD on whole buckets: one low-rank matrix for all gradients of a bucket.
+"""Batched PowerSGD: one low-rank matrix for all gradients of a bucket.
 
-Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019,
-algorithm 1. torch has the same under the name of batched PowerSGD, but in 2.13 it raises in its first compressed step.
+Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithm
+1. torch has an implementation with the name batched PowerSGD, which in torch 2.13 raises in its first compressed step.
 Options and state are those of torch's ``PowerSGDState``.
 """
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
-    """Averages a bucket as a matrix of low rank; plainly in the first ``start_powerSGD_iter`` steps.
+    """Averages a bucket as a low-rank matrix; by a plain all-reduce in the first ``start_powerSGD_iter`` steps.
 
-    The bucket is laid out as a square, zeros at its end, and what the low rank loses is added to the next step's
-    (``use_error_feedback``). Factors are kept between steps (``warm_start``) or drawn anew from one seed on all ranks.
+    The bucket is reshaped to a square matrix, padded with zeros. With ``use_error_feedback`` the error of the
+    approximation is added to the next step's bucket. Factors are kept between steps (``warm_start``), or drawn anew
+    from the same seed on all ranks.
     """
     own, index = bucket.buffer(), bucket.index()
     done: Future[torch.Tensor] = torch.futures.Future()
@@ -48,7 +49,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
 
 
 def _right_factor(state: Any, index: int, side: int, like: torch.Tensor) -> torch.Tensor:
-    """The starting point of the power iteration, equal on all ranks, with orthogonal columns."""
+    """Returns the initial right factor of the power iteration, equal on all ranks, with orthogonal columns."""
     if state.warm_start and index in state.q_memory_dict:
         factor: torch.Tensor = state.q_memory_dict[index]
     else:
@@ -58,7 +59,7 @@ def _right_factor(state: Any, index: int, side: int, like: torch.Tensor) -> torc
 
 
 def _orthogonal(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Columns of the same span at right angles; in fp32 for halves, which QR does not take."""
+    """Returns an orthonormal basis of the columns by QR, in fp32 for half precision, which QR does not support."""
     wide = matrix.float() if matrix.dtype.itemsize < 4 else matrix
     if epsilon:
         wide = wide + epsilon

@@ -1,4 +1,4 @@
-"""The gradients of a DDP model after each backward: means over ranks, also for parts that the loss did not reach."""
+"""Reduction of a DDP model's gradients after each backward, parameters that the loss did not reach included."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,30 +15,30 @@ from accel_backends.ops.sparse import sparse_embeddings
 from accel_precision.scaler import GradientMarks, gradient_marks
 from accel_state.errors import BackendError
 
-# The part of torch's error that lists the reducer's parameters without a gradient in a backward.
+# Part of torch's error that lists, by index, the parameters without a gradient in a backward.
 _WITHOUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
-# Value of ``require_forward_param_sync`` from a backward to the next forward, and before the first: the reducer has to
-# be prepared again for another backward. Each forward sets True. For torch either value is true.
+# Value of ``require_forward_param_sync`` from a backward to the next forward, and before the first forward: the reducer
+# has to be prepared again for another backward. Each forward sets True. torch treats either value as true.
 _SPENT = 1
 
 
 @final
 class Reduction:
-    """Makes torch's reducer reduce all gradients of one model in every backward that synchronises.
+    """Makes DDP's reducer reduce all gradients of one model in every synchronising backward.
 
-    By itself the reducer expects, once after each forward, a backward with gradients of all parameters that trained
-    when it was built. If a backward leaves some out, their buckets stay unreduced on this rank, and ranks that used
-    them wait; torch raises an error in the next forward. Here each missing parameter gets a gradient of -0.0, which
-    changes no sum, in the same backward. A gradient that is -0.0 in all elements afterwards belongs to a part that no
-    rank used, and is deleted, as there is none in one process.
+    By itself the reducer expects, once after each forward, a backward with gradients of all parameters that were
+    trainable when it was built. If a backward leaves parameters out, their buckets stay unreduced on this rank, other
+    ranks wait for the all-reduce, and torch raises an error in the next forward. Here each missing parameter gets a
+    gradient of -0.0 in the same backward, which changes no sum. A gradient that is -0.0 in all elements afterwards
+    belongs to a parameter that no rank used; it is deleted, as there is none in one process.
 
     Args:
         model: the DDP model.
         group: its process group.
-        given: the user wrapped the model, and may have frozen or thawed parameters since.
+        given: the user wrapped the model, and may have frozen or unfrozen parameters since.
 
     Attributes:
-        recorded: there has been a backward that synchronised, in which torch records a static graph.
+        recorded: a synchronising backward has run, in which torch records a static graph.
     """
 
     __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_sparse", "recorded")
@@ -47,9 +47,9 @@ class Reduction:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
         self.recorded = False
-        # With a static graph, the gradients before a backward that no forward of this model came before.
+        # With a static graph: marks of the gradients before a backward that follows no forward of this model.
         self._before: GradientMarks | None = None
-        self._expected: list[torch.Tensor] = []  # in the reducer's order, by which it numbers them
+        self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
         self._others: list[torch.Tensor] = []
         self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
         reduced = _in_reducer(model) if given and not self._sparse else None
@@ -64,13 +64,14 @@ class Reduction:
         return self._model()
 
     def prepare(self, loss: torch.Tensor) -> None:
-        """Before a backward: prepares the reducer if the last forward did not, or if a backward has followed it.
+        """Prepares the reducer for a backward, unless the last forward did and no backward has followed it.
 
-        With a static graph the reducer counts the gradients of one backward for each forward, and cannot be prepared
-        again; ``finish`` refuses a second one.
+        With a static graph the reducer counts the gradients of one backward for each forward and cannot be prepared
+        again; ``finish`` refuses a second backward.
 
         Raises:
-            BackendError: a second backward within ``join``, where ranks without batches repeat one for each forward.
+            BackendError: a second backward within ``join``, in which ranks without batches repeat one backward per
+                forward.
         """
         model = self._model()
         if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
@@ -88,10 +89,10 @@ class Reduction:
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
     def finish(self) -> None:
-        """After a backward: reduces the parameters that it left out, and those that were frozen when DDP was built.
+        """Reduces, after a backward, the parameters that it left out and those that were frozen when DDP was built.
 
         Raises:
-            BackendError: with a static graph, gradients of this model from a backward without a forward of its own.
+            BackendError: with a static graph, gradients of this model from a backward without its own forward.
         """
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
@@ -114,9 +115,9 @@ class Reduction:
                 break
 
     def _complete(self, model: DistributedDataParallel) -> None:
-        """Computes gradients of -0.0 where the reducer waits for any, and deletes those that no rank used.
+        """Adds gradients of -0.0 where the reducer still waits for a gradient, and deletes those that no rank used.
 
-        torch's error lists 100 parameters at most, so that it may take several passes.
+        torch's error lists at most 100 parameters, so several passes may be necessary.
         """
         without: list[torch.Tensor] = []
         passed: set[int] = set()
@@ -133,7 +134,7 @@ class Reduction:
             _drop_nothing(without)
 
     def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
-        """Parameters whose gradients the reducer waits for, the first 100 of them; none if it has reduced all."""
+        """Returns the first 100 parameters whose gradients the reducer waits for; none if it has reduced all."""
         try:
             model.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -144,7 +145,7 @@ class Reduction:
         return []
 
     def _average_thawed(self, model: DistributedDataParallel) -> None:
-        """Averages parameters that the reducer does not have; averaging again does not change a mean."""
+        """Averages unfrozen parameters that the reducer does not have; the mean of means is the same mean."""
         thawed = [parameter for parameter in self._others if parameter.requires_grad]
         if model._join_config.enable:
             names = [name for name, one in named_parameters(model).items() if any(one is other for other in thawed)]
@@ -163,7 +164,7 @@ class Reduction:
             _drop_nothing(without)
 
     def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter that was not used."""
+        """Returns the gradient of an unused parameter: -0.0, or a sparse tensor without elements."""
         if id(parameter) not in self._sparse:
             return torch.zeros_like(parameter).neg_()
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
@@ -171,12 +172,12 @@ class Reduction:
 
 
 def _in_reducer(model: DistributedDataParallel) -> set[int]:
-    """The ids of the parameters that the reducer was built for; it cannot list them if some are sparse."""
+    """Returns the ids of the parameters that the reducer was built for; not available for sparse parameters."""
     return {id(one) for bucket in model.reducer._get_zeros_like_grad_buckets() for one in bucket.parameters()}
 
 
 def _empty(lists: Iterable[list[torch.Tensor]], _: object) -> None:
-    """Drops the parameters of a model that has been deleted."""
+    """Clears the lists of parameters of a model that has been deleted."""
     for parameters in lists:
         parameters.clear()
 
@@ -188,8 +189,8 @@ def _set_requires_grad(parameters: Iterable[torch.Tensor], value: bool) -> None:
 
 @torch.no_grad()
 def _drop_nothing(parameters: Sequence[torch.Tensor]) -> None:
-    """Deletes the gradients that are -0.0 in all elements or have no elements."""
-    device = parameters[0].device  # waited for once
+    """Deletes gradients that are -0.0 in all elements or have no elements."""
+    device = parameters[0].device  # one device, so that there is one synchronisation
     unused = torch.stack([_is_nothing(parameter.grad).to(device) for parameter in parameters])
     for parameter, nothing in zip(parameters, unused.tolist(), strict=True):
         if nothing:

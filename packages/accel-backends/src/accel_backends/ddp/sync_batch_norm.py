@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, on devices for which torch has none."""
+"""Synchronised batch normalisation for devices on which torch's SyncBatchNorm does not run."""
 
 from typing import Any, final
 
@@ -7,14 +7,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# torch.nn.SyncBatchNorm has kernels for these.
+# Device types with kernels of torch.nn.SyncBatchNorm.
 _TORCHS_OWN = ("cuda", "xpu", "hpu")
 
 
 def convert_sync_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
     """Replaces batch normalisations by ones that compute their statistics over all ranks of ``group``.
 
-    Parameters and buffers stay the same objects. On GPUs it is torch's own; elsewhere the one below.
+    Parameters and buffers stay the same objects. Uses torch's SyncBatchNorm on its device types, and otherwise the
+    class below.
     """
     first = next(model.parameters(), None)
     if first is not None and first.device.type in _TORCHS_OWN:
@@ -33,11 +34,10 @@ def _convert(module: nn.Module, group: Any) -> nn.Module:
 
 @final
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance are those of the ranks' batches taken together.
+    """Batch normalisation with mean and variance over the batches of all ranks.
 
-    Statistics are computed in two passes, mean first, because the difference of large squares loses digits. Ranks may
-    have batches of different sizes, none included. Outside training, or for a module that keeps no running statistics
-    in eval mode, it is ordinary batch normalisation.
+    Statistics are computed in two passes, mean first, because the difference of large squares loses precision. Ranks
+    may have batches of different sizes, empty ones included. In eval mode this is ordinary batch normalisation.
     """
 
     def __init__(self, other: _BatchNorm, group: Any = None) -> None:
@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions (batch, channel, ...), got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises over every dimension but the second."""
+        """Normalises over every dimension except the second (channels)."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -67,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
         return wide.to(input.dtype)
 
     def _statistics(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean and biased variance of each channel over all ranks, and the number of values in each."""
+        """Returns mean and biased variance of each channel over all ranks, and the number of values per channel."""
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input if input.dtype.itemsize >= 4 else input.float()
         here = wide.new_tensor([input.numel() / max(1, input.shape[1])])
@@ -96,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums over ranks; so does its gradient, because every rank's result holds this rank's input."""
+    """Sum over ranks. Its backward also sums over ranks, because every rank's result depends on this rank's input."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Ranks that run out of batches at different times, and have the same state afterwards.
+"""Training with different numbers of batches per rank, and equal state on all ranks afterwards.
 
-torch's Join repeats the collectives of models on ranks that have run out, and at the end copies the model of a rank
-with the most batches to all. It does not copy optimizers and the loss scale: those of some ranks would have fewer
-steps, and weights would drift apart from the next step on. They take part through ``_Follower``.
+On ranks that have run out of batches torch's Join repeats the collectives of the models, and at the end it copies the
+model of a rank with the most batches to all ranks. Join does not copy optimizers and the loss scale, which would have
+made fewer steps on some ranks, so that weights would diverge from the next step on. ``_Follower`` adds them to the
+Join.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,10 @@ from accel_precision.scaler import LossScaler
 def joined(
     models: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], scaler: LossScaler | None
 ) -> Iterator[None]:
-    """torch's Join over the models, after which optimizers and scale are those of a rank with the most batches.
+    """torch's Join over the models; afterwards optimizers and loss scale are those of a rank with the most batches.
 
-    Inside, each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still step have
-    the same ones, and the others do not take part in further collectives.
+    Within the context each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still
+    step have the same gradients, and ranks without batches take part in no further collective.
     """
     reduce = None if scaler is None else scaler.reduce
     if scaler is not None:
@@ -39,7 +40,7 @@ def joined(
 
 @final
 class _Follower(Joinable):
-    """Takes part in a Join for the optimizers and the loss scale of its models."""
+    """Participant of a Join for the optimizers and the loss scale of its models."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], scaler: LossScaler | None
@@ -50,18 +51,18 @@ class _Follower(Joinable):
         self.scaler = scaler
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What runs once all ranks have run out."""
+        """Returns the hook that runs once all ranks have run out of batches."""
         return _Settle(self)
 
     @property
     def join_device(self) -> torch.device:
-        """The model's."""
+        """Device of the model."""
         device: torch.device = self.model.join_device
         return device
 
     @property
     def join_process_group(self) -> Any:
-        """The model's."""
+        """Process group of the model."""
         return self.model.join_process_group
 
 
@@ -71,7 +72,7 @@ class _Settle(JoinHook):
         self.follower = follower
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies optimizer states and the scale to all others from the highest of the ranks with the most batches."""
+        """Copies optimizer states and loss scale from the highest of the ranks with the most batches to all ranks."""
         import torch.distributed as dist
 
         from accel_state.collectives.objects import all_gather_object, broadcast_object_list
@@ -104,12 +105,12 @@ class _Settle(JoinHook):
             follower.scaler.load_state_dict(scale)
 
     def _own(self, device: torch.device) -> torch.device:
-        """This rank's device of the same type."""
+        """Returns this rank's device of the same type."""
         return device if device.type == "cpu" else self.follower.join_device
 
 
 class _Slot(int):
-    """Stands for a tensor: its place in the list of them."""
+    """Placeholder of a tensor: its index in the list of tensors."""
 
 
 def _without_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states spread over ranks, by torch's ``fully_shard`` (FSDP2)."""
+"""Backend that shards parameters, gradients and optimizer states with torch's ``fully_shard`` (FSDP2)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -64,11 +64,11 @@ _log = get_logger(__name__)
 
 @final
 class FSDPBackend(Backend):
-    """Shards models in place, block by block; a prepared model is the user's own object, its parameters DTensors.
+    """Shards models in place, unit by unit; a prepared model is the user's own object, with DTensors as parameters.
 
-    It computes in the policy's dtype natively: parameters are gathered in it, outputs handed out in the policy's
-    output dtype, and no autocast is involved. Works over any collective backend, so on CPUs as on GPUs, and with one
-    process, too.
+    The precision is built into ``fully_shard``: parameters are all-gathered in the policy's compute dtype, outputs are
+    converted to its output dtype, and autocast is not used. Works over any collective backend, on CPUs as on GPUs, also
+    with one process.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -92,18 +92,18 @@ class FSDPBackend(Backend):
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Options with ``fsdp_version=2``, which the name of this backend implies."""
+        """Builds options with ``fsdp_version=2``, which the name of this backend implies."""
         return FSDPConfig.build({"fsdp_version": 2, **values})
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Replicas and shards, from the options."""
+        """Number of replicas and shard degree, from the options."""
         return self._spread.degrees
 
     # Preparing
 
     def check(self, bundle: Bundle) -> None:
-        """Refuses what cannot be sharded: see ``wrapping.find_units`` and ``fsdp_check``."""
+        """Refuses models and optimizers that cannot be sharded, see ``wrap_units.find_units`` and ``validate``."""
         if not bundle.training:
             return
         check_separate(bundle.models)
@@ -121,7 +121,7 @@ class FSDPBackend(Backend):
         check_flattened(bundle.optimizers, splitting, self.degrees[1])
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """As every backend, once all ranks are known to prepare the same."""
+        """As every backend, after all ranks have verified that they prepare the same."""
         config = self._options
         if bundle.training and self.session.world_size > 1:
             whole = [model for model in bundle.models if not is_sharded(innermost(model))]
@@ -140,20 +140,20 @@ class FSDPBackend(Backend):
         for optimizer in bundle.optimizers:
             for group in optimizer.param_groups:
                 if len({is_dtensor(parameter) for parameter in group["params"]}) > 1 and "foreach" in group:
-                    group["foreach"] = False  # torch's loops over lists take either kind, not both
+                    group["foreach"] = False  # torch's foreach loops take tensors or DTensors, not both
         return bound
 
     @property
     def gathers_fp8(self) -> bool:
-        """Unless parameters are kept over some of the ranks, which torch cannot do with them."""
+        """False if parameters are resharded to a smaller shard degree after forward, which torch lacks for fp8."""
         return isinstance(self._options.reshard, bool)
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
-        """Sharded with its precision built in; a model that is only evaluated stays whole, as on one device."""
+        """Shards a model that trains, precision included; a model that is only evaluated stays unsharded."""
         return self.prepare_model(model) if training else super().ready(model, placed=placed, training=False)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model itself, sharded in place; one that the user has sharded already is left as it is."""
+        """Shards the model in place and returns it; a model that the user has sharded already is left as it is."""
         root = innermost(model)
         if is_sharded(root):
             self._sharded[root] = known = self._released.pop(root, None) or adopt(root)
@@ -170,7 +170,7 @@ class FSDPBackend(Backend):
         self.convert_layers(cast_parameters(root, self.policy))
         units = self._units(model)
         sharded = shard_model(root, units, self._sharder())
-        if self.session.world_size > 1:  # before ``follow``, which sets another gathering for 8-bit weights
+        if self.session.world_size > 1:  # before ``follow``, which sets another all-gather for 8-bit weights
             from accel_backends.fsdp.collectives import explain_collectives
 
             explain_collectives([cast("FSDPModule", root), *sharded.units])
@@ -190,18 +190,21 @@ class FSDPBackend(Backend):
         return model
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """As every backend; modules that are called outside of forward end in torch's own errors from then on."""
+        """As every backend.
+
+        Removes the hooks that explain calls outside of forward, because each would split the graph.
+        """
         if plugin.enabled:
             for handle in self._outside.pop(innermost(model), ()):
                 handle.remove()
         return super().compile(model, plugin)
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
-        """This rank's part of a full state."""
+        """Returns this rank's shard of a full state tensor."""
         return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Drops prepared models; they stay sharded, and can be prepared again as they are."""
+        """Drops prepared models; they stay sharded, and can be prepared again."""
         models = list(models)
         super().release(models)
         for model in models:
@@ -212,7 +215,7 @@ class FSDPBackend(Backend):
                     sharded.usage.remove()
 
     def close(self) -> None:
-        """Drops everything, the group of a single process included."""
+        """Drops everything, and destroys the process group of a single process."""
         super().close()
         self._sharded.clear()
         self._released.clear()
@@ -222,14 +225,14 @@ class FSDPBackend(Backend):
 
     @property
     def gradient_average(self) -> int:
-        """All ranks of the session."""
+        """World size of the session."""
         return self.session.world_size
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """As on one device.
 
         Raises:
-            BackendError: it needs parameters that have been resharded; see ``fsdp_backward``.
+            BackendError: backward needs parameters that have been resharded; see ``backward_errors``.
         """
         reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
         whole = [sharded.whole for _, sharded in reducing if sharded.whole]
@@ -254,17 +257,17 @@ class FSDPBackend(Backend):
             usage.end(modules, device=self.device, group=self.session.group)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Full gradients add up on each rank until a backward outside of it reduces them."""
+        """Context in which unreduced full gradients accumulate on each rank; a backward outside of it reduces them."""
         return self._synchronising(model, enable=False)
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Within it, backward reduces whatever has added up."""
+        """Context in which backward reduces the accumulated gradients."""
         return self._synchronising(model, enable=True)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps on the shards, after freeing full parameters that a forward without backward has left.
+        """Steps on the shards, after freeing the full parameters that a forward without backward has left.
 
-        Scales of weights that are gathered in 8 bits follow.
+        Afterwards recomputes the scales of weights that are all-gathered in 8 bits.
         """
         for root, sharded in self._sharded.items():
             self._reshard(root, sharded)
@@ -277,32 +280,32 @@ class FSDPBackend(Backend):
     # States
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """DTensors under the model's own names."""
+        """Returns DTensors by FQN."""
         self._rest([model])
         return super().model_state(model)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank."""
+        """Loads DTensors, or full tensors that are equal on every rank."""
         self._rest([model])
         load_model_state(model, state, strict=strict, place=placed_like)
 
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What has added up here unreduced, and what has been reduced already, whole."""
+        """Returns unreduced gradients plus those reduced earlier in the window, as full tensors by FQN."""
         self._rest([model])
         return unreduced_gradients(model)
 
     def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Reduces the shares now; what follows in the window adds to it."""
+        """Reduces the given gradients at once; later backwards of the accumulation window add to the result."""
         self._rest([model])
         set_unreduced_gradients(model, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """DTensors under the names of the parameters."""
+        """Returns optimizer states as DTensors, by FQN."""
         self._rest(models)
         return super().optimizer_state(optimizer, models)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank."""
+        """Loads DTensors, or full tensors that are equal on every rank."""
         self._rest(models)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
@@ -313,12 +316,15 @@ class FSDPBackend(Backend):
         super().load_optimizer_state(optimizer, models, {**state, STATE: values})
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within it, parameters are whole on every rank; changes go back unless ``writeback`` is off; collective."""
+        """Context in which parameters are full tensors on every rank; changes are kept unless ``writeback`` is off.
+
+        Collective: every rank of the group must call this.
+        """
         self._rest([model])
         return full_parameters(model, writeback=writeback)
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank: forwards have updated those of each rank separately since ``prepare``."""
+        """Broadcasts rank 0's buffers, because forwards since ``prepare`` have updated each rank's separately."""
         buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
         if buffers and self.session.world_size > 1:
             from accel_state.collectives.tensors import broadcast
@@ -331,7 +337,7 @@ class FSDPBackend(Backend):
         return units_of(model, self.policy, self._options)
 
     def _splitting(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-        """The parameters that are going to be sharded, or are already, by id."""
+        """Returns, by id, the parameters that will be sharded or are sharded already."""
         found: dict[int, nn.Parameter] = {}
         for model in models:
             if is_sharded(innermost(model)):

@@ -1,20 +1,20 @@
-"""Errors of torch in a backward of a sharded model, in terms of the user's code."""
+"""Explanations of torch's errors in the backward of a sharded model, in terms of the user's code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accel_state.errors import BackendError
 
-# Of torch: a view of a parameter whose storage was freed; flat gradients, some of them left from another micro-batch.
+# Parts of torch's messages: a view of a parameter whose storage was freed; flat gradients left from a micro-batch.
 _FREED = "out of bounds for storage of size 0"
 _LEFT = "_saved_grad_shard"
 
 
 @contextmanager
 def explained(version: int) -> Iterator[None]:
-    """Within it, torch's errors about freed parameters and gradients that do not fit are BackendErrors with the cause.
+    """Context that turns torch's errors about freed parameters and left gradients into BackendErrors with the cause.
 
-    ``version`` is FSDP's.
+    ``version`` is the FSDP version, 1 or 2.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Collectives of a model sharded by version 2; where one fails, the error names the ranks that did not take part."""
+"""Collectives of FSDP2 units, whose errors name the ranks that did not take part."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
@@ -17,10 +17,10 @@ _reduce = recorded("reduce gradients", shared=False)(DefaultReduceScatter.__call
 
 @final
 class ExplainedAllGather(DefaultAllGather):
-    """torch's own gathering; a broken connection is reported with what is known of the other ranks."""
+    """torch's all-gather of a unit; on a broken connection the error reports the other ranks' failures."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Work | None":
-        """Gathers one unit.
+        """All-gathers the parameters of one unit.
 
         Raises:
             CollectiveError: another rank has failed or ended, with its reason.
@@ -31,10 +31,10 @@ class ExplainedAllGather(DefaultAllGather):
 
 @final
 class ExplainedReduceScatter(DefaultReduceScatter):
-    """torch's own reduction of gradients; fails as ``ExplainedAllGather`` does."""
+    """torch's reduce-scatter of gradients; fails as ``ExplainedAllGather`` does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Work":
-        """Reduces the gradients of one unit.
+        """Reduce-scatters the gradients of one unit.
 
         Raises:
             CollectiveError: another rank has failed or ended, with its reason.
@@ -44,7 +44,7 @@ class ExplainedReduceScatter(DefaultReduceScatter):
 
 
 def explain_collectives(units: Iterable["FSDPModule"]) -> None:
-    """Makes failing collectives of these units raise CollectiveError with what is known of the other ranks."""
+    """Makes failing collectives of these units raise CollectiveError, which reports the other ranks' failures."""
     gather, reduce = ExplainedAllGather(), ExplainedReduceScatter()
     for unit in units:
         unit.set_custom_all_gather(gather)
@@ -52,7 +52,7 @@ def explain_collectives(units: Iterable["FSDPModule"]) -> None:
 
 
 def _explained(run: Callable[..., Any], alone: Callable[..., Any], comm: object, *args: Any, **kwargs: Any) -> Any:
-    """Runs a collective; ``alone`` records it, too, as nothing else does where the user calls ``loss.backward()``."""
+    """Runs a collective; ``alone`` also records it, if no recorded operation runs (the user's ``loss.backward()``)."""
     doctor = active()
     try:
         if doctor is None or doctor.record.inside:

@@ -35,52 +35,55 @@ _HYBRID = (ShardingLevel.HYBRID_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
 @final
 @dataclass(slots=True)
 class FSDPConfig(BackendConfig):
-    """How parameters, gradients and optimizer states are spread over ranks.
+    """Options of sharding parameters, gradients and optimizer states over ranks.
 
-    What is None when it is made is read from the environment, ``FSDP_<NAME>`` in capitals (``FSDP_OFFLOAD_PARAMS``,
-    ``FSDP_TRANSFORMER_CLS_TO_WRAP``), else it is what is said below. Enums are taken by name in any case, by number, or
-    as torch's own members.
+    An option that is None is read from the environment variable ``FSDP_<NAME>`` in capitals (``FSDP_OFFLOAD_PARAMS``,
+    ``FSDP_TRANSFORMER_CLS_TO_WRAP``); without it, the default below applies. Enums are given by name in any case, by
+    number, or as torch's own members.
 
     Attributes:
         fsdp_version: 2 shards each parameter (``fully_shard``, backend "fsdp"); 1 flattens them (backend "fsdp1").
         sharding_strategy: FULL_SHARD (1; the default) shards all and frees parameters after forward, SHARD_GRAD_OP (2)
             keeps them until after backward, NO_SHARD (3) replicates, HYBRID_SHARD (4) shards within groups and
-            replicates between them, HYBRID_SHARD_ZERO2 (5) does so and keeps parameters until after backward.
-        reshard_after_forward: free parameters after forward (wins over the strategy); a number keeps them sharded over
-            that many neighbouring ranks between forward and backward. Version 2.
-        shard_size: over how many ranks parameters are sharded; None: all, or one machine's with a hybrid strategy.
-        replicate_size: how many such groups there are; None follows from ``shard_size``.
-        auto_wrap_policy: which modules are gathered as a unit: TRANSFORMER_BASED_WRAP (by class), SIZE_BASED_WRAP,
-            NO_WRAP (the model at once), or a function of a module. None: the classes that were named, else those that
-            the model names in ``_no_split_modules``, else the blocks that it repeats.
+            replicates between groups, HYBRID_SHARD_ZERO2 (5) does so and keeps parameters until after backward.
+        reshard_after_forward: free parameters after forward (takes precedence over the strategy); a number keeps them
+            sharded over that many neighbouring ranks between forward and backward. Version 2.
+        shard_size: shard degree; None: all ranks, or those of one node with a hybrid strategy.
+        replicate_size: number of replicas; None follows from ``shard_size``.
+        auto_wrap_policy: selection of the units: TRANSFORMER_BASED_WRAP (by class), SIZE_BASED_WRAP, NO_WRAP (the model
+            is the only unit), or a function of a module. None: the given classes, otherwise the model's
+            ``_no_split_modules``, otherwise its repeated blocks.
         transformer_cls_names_to_wrap: names of classes, a list or one text with commas.
-        min_num_params: size of a unit for SIZE_BASED_WRAP; 0 makes none.
+        min_num_params: minimum number of elements of a unit for SIZE_BASED_WRAP; 0 makes no units.
         mixed_precision_policy: dtypes that override those of the precision: "bf16", a mapping of ``param_dtype``,
-            ``reduce_dtype``, ``output_dtype``, ``buffer_dtype`` (version 1) and ``cast_forward_inputs``, or torch's.
-        cpu_offload: keep parameters, gradients and optimizer states on the host.
-        pin_memory: pin what is offloaded; None: where there is an accelerator to copy to.
-        ignored_modules: modules left out, or a pattern that their whole names match. They stay whole on every rank, and
-            what trains in them is the caller's to synchronise.
-        activation_checkpointing: compute a unit's activations again in backward instead of keeping them.
-        activation_checkpointing_offload: keep the units' inputs on the host meanwhile. Version 2.
-        backward_prefetch: BACKWARD_PRE gathers the next unit while one computes its backward, NO_PREFETCH does not;
-            BACKWARD_POST is version 1's. None: BACKWARD_PRE.
-        forward_prefetch: gather this many units ahead in forward (True: 1), beyond what overlaps anyhow.
-        limit_all_gathers: bound how far the host runs ahead. Version 1; 2 always does.
-        sync_module_states: start from rank 0's parameters and buffers; on unless turned off.
-        cpu_ram_efficient_loading: only rank 0 needs the values; the other ranks' models are dropped before sharding.
-            Version 2; with 1 it saves no memory.
-        param_init_fn: called with each module whose parameters were on the meta device, to give them values.
-        find_unused_parameters: ranks may use different parameters of one unit in a step; each counts as zero on ranks
-            that do not use it, and has no gradient if none does. All ranks call the same units. Version 2.
-        use_orig_params: version 1; only True is supported, without which parameters lose their names.
-        state_dict_type: taken for compatibility; checkpoints are sharded whatever it says, and load everywhere.
-        state_dict_config: how ``get_state_dict`` hands out full states: a mapping of ``offload_to_cpu`` and
+            ``reduce_dtype``, ``output_dtype``, ``buffer_dtype`` (version 1) and ``cast_forward_inputs``, or torch's
+            object.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory.
+        pin_memory: pin offloaded tensors; None: yes, unless the device is the CPU.
+        ignored_modules: modules that are not sharded, or a pattern that their full names match. They are replicated,
+            and the caller has to synchronise the gradients of their parameters.
+        activation_checkpointing: recompute a unit's activations in backward instead of keeping them.
+        activation_checkpointing_offload: keep the inputs of checkpointed units in host memory. Version 2.
+        backward_prefetch: BACKWARD_PRE all-gathers the next unit while one computes its backward, NO_PREFETCH does not;
+            BACKWARD_POST exists in version 1 only. None: BACKWARD_PRE.
+        forward_prefetch: number of units to all-gather ahead in forward (True: 1), beyond the default overlap.
+        limit_all_gathers: bound how far the host runs ahead of the device. Version 1; version 2 always does.
+        sync_module_states: broadcast rank 0's parameters and buffers first; on by default.
+        cpu_ram_efficient_loading: only rank 0 needs the values; other ranks move their models to the meta device before
+            sharding. Version 2; with version 1 it saves no memory.
+        param_init_fn: initialiser, called with each module whose parameters were on the meta device.
+        find_unused_parameters: ranks may use different parameters of one unit in a step; a parameter has a zero
+            gradient on ranks that do not use it, and no gradient if no rank uses it. All ranks have to call the same
+            units. Version 2.
+        use_orig_params: version 1; only True is supported, because False loses the names of parameters.
+        state_dict_type: accepted for compatibility; checkpoints are sharded regardless, and load at any number of
+            ranks.
+        state_dict_config: form of full state dicts from ``get_state_dict``: a mapping of ``offload_to_cpu`` and
             ``rank0_only`` (both True), or torch's ``FullStateDictConfig``.
         optim_state_dict_config: the same for ``Backend.full_optimizer_state``.
 
     Raises:
-        ConfigError: a value that is not one of these, with the nearest that is.
+        ConfigError: an invalid value, with the nearest valid one.
     """
 
     fsdp_version: int | str | None = None
@@ -111,19 +114,19 @@ class FSDPConfig(BackendConfig):
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """The backend of the version: "fsdp" or "fsdp1"."""
+        """Name of the backend of the version: "fsdp" or "fsdp1"."""
         return "fsdp" if self.fsdp_version == 2 else "fsdp1"
 
     @property
     def needs_ranks(self) -> bool:  # type: ignore[override]
-        """Version 1 does, so one process trains on its device alone."""
+        """Whether the options are of version 1, with which a single process trains without FSDP."""
         return self.fsdp_version == 1
 
     def on(self, device_type: str) -> BackendConfig:
-        """On XLA devices one process shards over all of them; where and when it gathers is the compiler's choice.
+        """Returns XLA options for XLA devices: one process shards over all devices; the compiler places all-gathers.
 
         Raises:
-            ConfigError: offloading, checkpointing or degrees, which XLA's backend does not have.
+            ConfigError: offloading, activation checkpointing or shard degrees, which the XLA backend does not have.
         """
         if device_type != "xla":
             return self
@@ -166,10 +169,10 @@ class FSDPConfig(BackendConfig):
             )
 
     def of_version(self, version: int, other: str) -> "FSDPConfig":
-        """These options, if they are of that version; ``other`` is the backend that takes them otherwise.
+        """Returns these options if they are of the given version; ``other`` is the backend of the other version.
 
         Raises:
-            BackendError: they are not.
+            BackendError: the options are of the other version.
         """
         if self.fsdp_version != version:
             raise BackendError(
@@ -275,25 +278,25 @@ class FSDPConfig(BackendConfig):
 
     @property
     def hybrid(self) -> bool:
-        """Whether groups of ranks that shard are replicas of each other."""
+        """Whether the strategy is hybrid: sharded within groups of ranks, which are replicas of each other."""
         return self.sharding_strategy in _HYBRID
 
     @property
     def reshard(self) -> bool | int:
-        """What becomes of parameters between forward and backward: freed, kept, or kept over that many ranks."""
+        """Parameters between forward and backward: freed (True), kept (False), or resharded over that many ranks."""
         given: bool | int | None = self.reshard_after_forward
         return self.sharding_strategy not in _KEEPS if given is None else given
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Sets the dtypes by a precision's name, unless they are set and ``override`` is off.
 
-        With ``buffer_autocast`` buffers stay fp32.
+        With ``buffer_autocast`` buffers stay in fp32.
         """
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = mixed_dtypes(mixed_precision, buffers_wide=buffer_autocast)
 
     def degrees(self, world_size: int, local_world_size: int) -> tuple[int, int]:
-        """How many replicas there are, and over how many ranks each is sharded.
+        """Returns the number of replicas and the shard degree.
 
         Raises:
             ConfigError: a degree that does not divide the number of ranks.
@@ -330,19 +333,19 @@ class FSDPConfig(BackendConfig):
 
     @property
     def state_form(self) -> WholeForm:
-        """How full states of models are handed out."""
+        """Form of full model state dicts."""
         form: WholeForm = self.state_dict_config
         return form
 
     @property
     def optimizer_state_form(self) -> WholeForm:
-        """How full states of optimizers are handed out."""
+        """Form of full optimizer state dicts."""
         form: WholeForm = self.optim_state_dict_config
         return form
 
     @property
     def dtypes(self) -> MixedDtypes:
-        """``mixed_precision_policy`` as a mapping, empty where there is none."""
+        """``mixed_precision_policy`` as a mapping, empty without one."""
         return self.mixed_precision_policy or {}
 
 

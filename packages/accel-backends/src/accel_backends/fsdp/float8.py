@@ -1,4 +1,4 @@
-"""Weights that FSDP gathers in 8 bits: updates of their scales, and the all-gather of their bytes."""
+"""Weights that FSDP all-gathers in 8 bits: updates of their scales, and all-gathers of bytes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
@@ -12,17 +12,17 @@ from accel_precision.fp8 import Follower, FollowingConverter, ModuleConverter
 def follow(
     root: nn.Module, units: Iterable[Any], converter: ModuleConverter | None, *, collective_backend: str
 ) -> Follower | None:
-    """The converter's follower, which keeps the scales of the sharded weights of ``root``; None if it has none.
+    """Returns the converter's follower, which updates the scales of ``root``'s sharded weights; None if there is none.
 
-    A hook on ``root`` calls its ``check`` before each forward; the caller has to call ``renew`` after each step. With
-    gloo, ``root`` and ``units`` gather by ``ByteGather`` from then on.
+    A hook on ``root`` calls the follower's ``check`` before each forward; the caller has to call ``renew`` after each
+    step. With gloo, ``root`` and ``units`` all-gather with ``ByteGather`` from now on.
     """
     follower = converter.follow(root) if isinstance(converter, FollowingConverter) else None
     if follower is None:
         return None
     check = follower.check
     root.register_forward_pre_hook(lambda module, args: check(), prepend=True)
-    if "gloo" in collective_backend:  # which has no 8-bit floats
+    if "gloo" in collective_backend:  # gloo has no 8-bit floats
         gather = ByteGather()
         for unit in (root, *units):
             unit.set_custom_all_gather(gather)
@@ -31,18 +31,18 @@ def follow(
 
 @final
 class ByteGather:
-    """Gathers tensors of a dtype that the collective backend lacks as bytes."""
+    """All-gathers tensors as bytes, for dtypes that the collective backend does not support."""
 
     def allocate(
         self, size: "Sequence[int | torch.SymInt]", *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory to gather into."""
+        """Allocates the output of the all-gather."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Gathers ``input_tensor`` of every rank into ``output_tensor``."""
+        """All-gathers ``input_tensor`` of every rank into ``output_tensor``."""
         import torch.distributed as dist
 
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13

@@ -1,4 +1,4 @@
-"""``load_state_dict`` of a model that is sharded already, called by its user with full tensors."""
+"""``load_state_dict`` with full tensors, called by the user on a model that is sharded already."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from accel_state.errors import BackendError
 
 
 def take_full_tensors(model: nn.Module) -> None:
-    """Makes every module of a model with DTensors load full tensors, given alike on every rank; nothing is sent."""
+    """Makes every module with DTensors load full tensors that are equal on every rank; without communication."""
     for module in model.modules():
         if any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None):
             module.register_load_state_dict_pre_hook(_place)
 
 
 def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module) -> None:
-    """Makes the wrapper of version 1, and the model inside, refuse parameters that are no DTensors."""
+    """Makes FSDP1's wrapper and its wrapped model refuse parameters that are not DTensors."""
     for module in (wrapped, inner):
         handle = module.register_load_state_dict_pre_hook(_refuse)
         hooks: Any = module._load_state_dict_pre_hooks
-        hooks.move_to_end(handle.id, last=False)  # before torch's own, which fails
+        hooks.move_to_end(handle.id, last=False)  # before torch's own hook, which fails
 
 
 def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -35,7 +35,7 @@ setattr(_place, ONLY_PLACES, True)
 
 
 def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    if prefix:  # of a module around it, whose hook has run
+    if prefix:  # the hook of an outer module has run already
         return
     names = named_parameters(module)
     whole = next((name for name, value in state.items() if name in names and not is_dtensor(value)), None)

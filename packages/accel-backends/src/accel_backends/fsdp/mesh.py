@@ -1,4 +1,4 @@
-"""The ranks that models are sharded over, as a mesh."""
+"""Device mesh that models are sharded over."""
 
 from typing import TYPE_CHECKING, final
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @final
 class ShardingMesh:
-    """Replicas times shards of a session's ranks; their mesh is made when it is first read.
+    """Mesh of replicas times shards over a session's ranks; created on first use.
 
     Attributes:
-        degrees: how many replicas there are, and over how many ranks each is sharded.
+        degrees: number of replicas, and shard degree of each.
     """
 
     def __init__(self, session: "Session", config: FSDPConfig, *, flat: bool = False) -> None:
-        """``flat``: if nothing is sharded, or nothing replicated, the mesh has one dimension.
+        """Computes the degrees. ``flat``: the mesh has one dimension if there is no sharding, or no replication.
 
         Raises:
             ConfigError: degrees that do not divide the number of ranks.
@@ -32,7 +32,10 @@ class ShardingMesh:
 
     @property
     def mesh(self) -> "DeviceMesh":
-        """The mesh, whose last dimension shards; collective when first read."""
+        """The mesh, whose last dimension shards. The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +48,7 @@ class ShardingMesh:
         return self._mesh
 
     def close(self) -> None:
-        """Drops the mesh, and closes the group of a single process."""
+        """Drops the mesh, and destroys the process group of a single process."""
         self._mesh = None
         if self._owns_group:
             import torch.distributed as dist
@@ -55,7 +58,7 @@ class ShardingMesh:
                 dist.destroy_process_group()
 
     def _ensure_group(self) -> None:
-        """torch shards over process groups only, so a single process that has none gets one of its own."""
+        """Opens a process group of one process if there is none, because torch shards over process groups only."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore
 

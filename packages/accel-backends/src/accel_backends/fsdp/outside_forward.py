@@ -1,4 +1,4 @@
-"""Modules of a sharded model that are called outside of its forward, when their parameters are not gathered."""
+"""Errors for modules of a sharded model that are called outside of its forward, when their parameters are sharded."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method(accelerator.unw
 
 
 class Own(NamedTuple):
-    """A module that is gathered with the root, its name, and a parameter of it that shows whether it is gathered."""
+    """A module that is all-gathered with the root, its name, and a parameter that shows whether it is gathered."""
 
     module: nn.Module
     name: str
@@ -23,7 +23,7 @@ class Own(NamedTuple):
 
 
 def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
-    """The modules of a model with sharded parameters (DTensors) of their own, without the root and those in units."""
+    """Returns the modules with DTensor parameters of their own that belong to the root and to no unit."""
     seen = {id(model), *(id(module) for unit in units for module in unit.modules())}
     found = []
     for place in places(model):
@@ -37,11 +37,11 @@ def outside_units(model: nn.Module, units: Iterable[nn.Module]) -> list[Own]:
 
 
 def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[RemovableHandle]:
-    """Makes these modules of a model of class ``kind`` raise BackendError when they are called by themselves.
+    """Makes these modules of a model of class ``kind`` raise BackendError if they are called outside of its forward.
 
-    Otherwise torch raises an error about the kind or shape of a tensor. ``version`` is FSDP's: shards are DTensors
-    in version 2, and flat pieces of parameters with several dimensions in version 1. Returns the hooks, which have to
-    be removed before torch.compile: it would compile each module that has one as a graph of its own.
+    Otherwise torch raises an error about the type or shape of a tensor. ``version`` is the FSDP version: shards are
+    DTensors in version 2, and flat slices in version 1, where the original has several dimensions. Returns the hooks,
+    which have to be removed before torch.compile, because dynamo compiles a module with a hook as a separate graph.
     """
     is_shard = is_dtensor if version == 2 else _is_flat
     nearest = "strategy='ddp'"

@@ -1,4 +1,4 @@
-"""Parameters without dimension in a model sharded by version 2: every rank holds them, and averages their gradients."""
+"""Parameters without dimensions in an FSDP2 model: they are replicated, and their gradients are averaged here."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -12,12 +12,12 @@ from accel_state.watchdog.decorator import recorded
 
 @final
 class WholeParameters:
-    """Averages gradients over ranks where ``fully_shard`` does not, because the parameters cannot be sharded.
+    """Averages the gradients of parameters that ``fully_shard`` cannot shard, and therefore does not reduce.
 
-    ``average`` reduces all of them together after a backward of the backend, so that ranks and micro-batches may use
-    different ones. In a ``loss.backward()`` by hand, each gradient is averaged when it has been accumulated; there all
-    ranks have to use the same parameters. Averaging the sum of several backwards that were left unsynchronised gives
-    the average of all of them, and averaging an average does not change it.
+    ``average`` reduces all gradients together after a backward of the backend, so that ranks and micro-batches may use
+    different parameters. In a direct ``loss.backward()`` each gradient is averaged when it has been accumulated; then
+    all ranks have to use the same parameters. Averaging the sum of several unsynchronised backwards gives the average
+    of all of them, and averaging an average does not change it.
 
     Attributes:
         synchronising: whether backward reduces gradients.
@@ -41,7 +41,10 @@ class WholeParameters:
     @recorded("average gradients", shared=False)
     @torch.no_grad()
     def average(self) -> None:
-        """One all-reduce; a parameter that no rank used keeps having no gradient. Collective."""
+        """Averages all gradients in one all-reduce; a parameter that no rank used keeps ``grad`` None.
+
+        Collective: every rank of the group must call this.
+        """
         import torch.distributed as dist
 
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]

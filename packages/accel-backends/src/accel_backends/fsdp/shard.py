@@ -1,4 +1,4 @@
-"""Shards a model in place with torch's ``fully_shard``, unit by unit."""
+"""Sharding of a model in place with torch's ``fully_shard``, unit by unit."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Sharder:
-    """The inputs of sharding besides the model.
+    """Arguments of sharding other than the model.
 
     Attributes:
-        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the full model, see ``shard_dtypes``.
-        group: the ranks that start from the same values.
-        source_filled: rank 0 has values, and ranks whose parameters are on the meta device take them from it;
-            otherwise every rank makes its own, and rank 0's count.
-        all_filled: every rank has values, so those of ignored modules are left to the caller.
+        dtypes: arguments of torch's ``MixedPrecisionPolicy`` for the model, see ``shard_dtypes``.
+        group: ranks that start from the same values.
+        source_filled: rank 0 has values and broadcasts them to ranks whose parameters are on the meta device; otherwise
+            every rank initialises its parameters, and rank 0's are broadcast.
+        all_filled: every rank has values, so the caller is responsible for those of ignored modules.
     """
 
     config: FSDPConfig
@@ -50,7 +50,7 @@ class Sharder:
     made: Made = field(default_factory=dict)
 
     def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Gives what is on the meta device memory, and values unless rank 0 sends them."""
+        """Allocates tensors that are on the meta device, and initialises them unless rank 0 broadcasts values."""
         materialise(
             modules,
             self.device,
@@ -67,14 +67,15 @@ class Sharder:
 
 @final
 class Sharded:
-    """A sharded model's parts that steps deal with.
+    """State of a sharded model that steps use.
 
-    It holds no modules: the root may be the key to it, and by way of torch's states every unit leads there.
+    Holds weak references to modules: the root may be the key to this object, and torch's FSDP states lead from every
+    unit to the root.
 
     Attributes:
-        whole: parameters that cannot be sharded; None: of a model that the user has sharded, who averages them.
-        follower: has to be renewed after each step, see ``fsdp_fp8``.
-        usage: finds the parameters that no rank uses, where ranks may use different ones.
+        whole: parameters that cannot be sharded; None for a model that the user has sharded, who has to average them.
+        follower: follower of fp8 scales, to be renewed after each step, see ``float8``.
+        usage: finds parameters that no rank uses; None unless ``find_unused_parameters``.
     """
 
     __slots__ = ("_kept", "_synchronising", "_units", "follower", "usage", "whole")
@@ -100,12 +101,12 @@ class Sharded:
 
     @property
     def units(self) -> list["FSDPModule"]:
-        """The modules within the root that are gathered by themselves, in the order of their names."""
+        """Units within the root, in the order of their names."""
         return _alive(self._units)
 
     @property
     def kept(self) -> list["FSDPModule"]:
-        """Those of them that do not go back to shards after forward."""
+        """Units that stay unsharded after forward."""
         return _alive(self._kept)
 
 
@@ -114,10 +115,10 @@ def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:
 
 
 def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
-    """The arguments of torch's ``MixedPrecisionPolicy`` that carry out a precision.
+    """Returns the arguments of torch's ``MixedPrecisionPolicy`` for a precision.
 
-    Units compute in the policy's dtype, gradients are summed in its ``reduce`` or in the parameters' own dtype, and
-    the model as a whole gives its ``output``. Dtypes of the options take precedence.
+    Units compute in the policy's compute dtype, gradients are reduced in its ``reduce`` dtype or in the parameters'
+    own, and the root's outputs have its ``output`` dtype. Dtypes of the options take precedence.
     """
     dtypes: dict[str, Any] = {"reduce_dtype": policy.reduce, "output_dtype": policy.output}
     if policy.compute is not None:
@@ -134,15 +135,17 @@ def computes_in_halves(dtypes: dict[str, Any]) -> bool:
 
 
 def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig) -> Units:
-    """The units of a model under a precision; see ``wrapping.find_units``."""
+    """Returns the units of a model under a precision, see ``wrap_units.find_units``."""
     return find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)))
 
 
 def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
-    """Shards ``model`` in place and returns what steps need; collective.
+    """Shards ``model`` in place and returns the state that steps use.
 
-    Unit by unit: its parameters go to the device, take rank 0's values, are sharded, and the whole ones are freed, so
-    that the device never holds more than one full unit.
+    For each unit, its parameters are moved to the device, overwritten with rank 0's values and sharded, and the full
+    parameters are freed, so that the device never holds more than one full unit.
+
+    Collective: every rank of the group must call this.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -175,7 +178,7 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
 
 
 def adopt(model: nn.Module, whole: WholeParameters | None = None, *, freed: bool = False) -> Sharded:
-    """What steps need of a model that is sharded; ``freed``: its units free their parameters after forward."""
+    """Returns the step state of a model that is sharded; ``freed``: its units free their parameters after forward."""
     from torch.distributed.fsdp import FSDPModule
 
     units: list[FSDPModule] = [
@@ -185,14 +188,14 @@ def adopt(model: nn.Module, whole: WholeParameters | None = None, *, freed: bool
 
 
 def find_unused(model: nn.Module, sharded: Sharded) -> None:
-    """Makes units reduce parameters that this rank has not used, and notes those that no rank has."""
+    """Makes units reduce parameters that this rank did not use, and records parameters that no rank used."""
     cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
     sharded.usage = Usage()
 
 
 @contextmanager
 def synchronising(model: nn.Module, sharded: Sharded, enable: bool) -> Iterator[None]:
-    """Within it, backward reduces gradients or leaves them on their ranks."""
+    """Context in which backward reduces gradients, or leaves them unreduced."""
     before = sharded.synchronising
     _synchronise(model, sharded, enable)
     try:
@@ -209,7 +212,7 @@ def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
 
 
 def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
-    """The block in a wrapper that computes its activations again in backward; ``offload``: its inputs on the host."""
+    """Wraps the block in activation checkpointing; ``offload``: its inputs are kept in host memory."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
         checkpoint_wrapper,
@@ -223,7 +226,7 @@ def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
 
 
 def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:
-    """Sets which blocks each block gathers ahead of time."""
+    """Sets which units each unit all-gathers ahead of time."""
     ahead = config.forward_prefetch
     for position, block in enumerate(blocks):
         if ahead:
@@ -233,7 +236,7 @@ def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfi
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_modules_to_backward_prefetch([module])  # itself is gathered by then: nothing to do
+                module.set_modules_to_backward_prefetch([module])  # itself: nothing left to prefetch
 
 
 def _shard_unit(
@@ -247,7 +250,7 @@ def _shard_unit(
     fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
     for parameter in fresh:
         parameter.data = parameter.data.to(how.device)
-        how.send([parameter.data])  # one by one: no second copy of the unit is packed
+        how.send([parameter.data])  # one by one, so that no buffer holds a copy of the unit
     reshard = how.config.reshard
     pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
     fully_shard(
@@ -260,13 +263,13 @@ def _shard_unit(
     )
     for parameter in fresh:
         if parameter not in given:
-            # Threads of the collectives keep references to what they sent for a while; this frees its memory at once.
+            # Threads of the collectives keep references to sent tensors for a while; this frees the memory at once.
             parameter.data.untyped_storage().resize_(0)
         parameter.data = parameter.data.new_empty(0)
 
 
 def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str, Any]:
-    """Only the root converts outputs; what computes in full precision takes its inputs as they come."""
+    """Returns a unit's dtypes: only the root converts outputs, and ``wide`` units compute in full precision."""
     chosen = dict(dtypes)
     if not root:
         chosen.pop("output_dtype", None)
@@ -277,10 +280,10 @@ def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str,
 
 
 def check_torch(config: FSDPConfig) -> None:
-    """Refuses options that the installed torch does not have.
+    """Refuses options that the installed torch does not support.
 
     Raises:
-        ConfigError: with the version that has them.
+        ConfigError: with the torch version that supports them.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -301,7 +304,7 @@ def _is_scalar(parameter: torch.Tensor | None) -> bool:
 
 
 def replace_modules(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
-    """Puts modules in the places of others, wherever in the model those are used."""
+    """Replaces modules by id, in every place in the model where they are used."""
     for place in list(places(model)):
         for name, child in list(place.module._modules.items()):
             if child is not None and id(child) in replacements:

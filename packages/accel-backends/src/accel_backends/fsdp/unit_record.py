@@ -1,4 +1,4 @@
-"""Forwards of sharded units, recorded as operations of all ranks, so that ranks that take different ones fail."""
+"""Watchdog records of the forwards of sharded units, so that ranks that compute different units raise errors."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,25 +15,27 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def _untraced(method: _Method) -> _Method:
-    """Keeps a compiled unit from tracing the method; torch's public way would import the compiler here."""
+    """Excludes the method from dynamo's tracing of a unit; torch's public decorator would import the compiler here."""
     return cast(_Method, cast(Any, torch)._disable_dynamo(method))
 
 
 def watch_units(
     model: nn.Module, kind: str, units: Mapping[str, tuple[nn.Module, nn.Module]], group: Any, *, replicas: int
 ) -> None:
-    """Records each unit's gathering in the hang doctor's record, and the end of the model's forward.
+    """Records the all-gathers of units in forward, and the end of the model's forward, with the watchdog.
 
-    Units are gathered by all ranks together. If ranks called different ones (skipped layers, experts), a gathering
-    would hang, or fill a unit with the weights of another. Ranks of one machine are compared before each gathering,
-    those of several machines at the end of each forward, as far as all of them gather together. Nothing is recorded
-    where no doctor watches ``group``. Collective.
+    All ranks all-gather a unit together. If ranks call different units (skipped layers, experts), an all-gather hangs,
+    or fills a unit with another unit's weights. Ranks of one node are compared before each all-gather, ranks of several
+    nodes at the end of each forward, provided that all ranks gather together. Nothing is recorded if no watchdog
+    observes ``group``.
+
+    Collective: every rank of the group must call this.
 
     Args:
-        model: what is called.
-        kind: the class of the user's model.
-        units: by name, the module before whose hooks a unit is gathered, and the one after whose hooks it is whole.
-        replicas: in how many groups of ranks, each of which gathers by itself, the model is sharded.
+        model: the module that is called.
+        kind: class name of the user's model.
+        units: by name, the module whose pre-hooks all-gather a unit, and the module before whose forward it is full.
+        replicas: number of groups of ranks that shard the model, each of which gathers by itself.
     """
     doctor = active()
     if doctor is None or not doctor.concerns(group):
@@ -50,7 +52,7 @@ def watch_units(
 
 @final
 class _Recorded:
-    """One operation, entered again and again."""
+    """One recorded operation, entered in each forward."""
 
     __slots__ = ("_entered", "_what")
 
@@ -60,12 +62,12 @@ class _Recorded:
 
     @_untraced
     def enter(self, *_: Any) -> None:
-        """The unit is about to be gathered.
+        """Records that the unit is about to be all-gathered.
 
         Raises:
-            CollectiveMismatchError: another rank of this machine gathers another one, or does something else.
+            CollectiveMismatchError: another rank of this node gathers another unit, or runs another operation.
         """
-        self.leave()  # of a forward that failed
+        self.leave()  # left over from a forward that failed
         doctor = active()
         if doctor is not None and threading.current_thread() is threading.main_thread():
             doctor.enter(_FORWARD, self._what, shared=True)
@@ -73,14 +75,14 @@ class _Recorded:
 
     @_untraced
     def leave(self, *_: Any) -> None:
-        """The unit is whole."""
+        """Records that the unit is gathered."""
         record, self._entered = self._entered, None
         if record is not None and record.inside:
             record.leave()
 
     @_untraced
     def pass_by(self, *_: Any) -> None:
-        """The operation takes no time; ranks of several machines are compared after it."""
+        """Records an operation without duration, and then compares the ranks of several nodes."""
         self.enter()
         self.leave()
         doctor = active()

@@ -1,4 +1,4 @@
-"""Gradients of a model sharded by version 2 in an accumulation window that is still open."""
+"""Unreduced gradients of an FSDP2 model within an accumulation window."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -12,9 +12,11 @@ from accel_state.collectives.objects import all_gather_object
 
 
 def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
+    """Returns this rank's unreduced gradients as full tensors, by FQN, reduced parts of the window included.
 
-    torch keeps what was not reduced beside the parameters, where no public name reaches it.
+    torch keeps unreduced gradients in private attributes.
+
+    Collective: every rank of the group must call this.
     """
     unreduced = {id(entry.sharded_param): added for entry, added in _unreduced(model)}
     found: dict[str, torch.Tensor] = {}
@@ -28,10 +30,12 @@ def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], *, group: Any = None) -> None:
-    """Gives every parameter its part of the average over ranks of these shares; collective.
+    """Sets every parameter's gradient to this rank's shard of the mean over ranks of the given gradients.
 
-    Ranks may have different names; a gradient that a rank lacks counts as zero there. Parameters that are whole keep
-    their rank's share, which backward averages later.
+    Ranks may have different names; a missing gradient counts as zero. Unsharded parameters keep this rank's gradient,
+    which a later backward averages.
+
+    Collective: every rank of the group must call this.
     """
     brought = brought_by_any(gradients, group)
     for entry, _ in _unreduced(model):
@@ -52,12 +56,15 @@ def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tens
 
 
 def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
-    """The names that some rank has; collective."""
+    """Returns the names that any rank has. Collective: every rank of the group must call this."""
     return {name for names in all_gather_object(sorted(gradients), group=group) for name in names}
 
 
 def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The average over ranks of what each has, nothing counting as zero, in ``total``, which is zero; collective."""
+    """Writes the mean over ranks of ``mine`` (None counts as zero) into ``total``, which has to be zero.
+
+    Collective: every rank of the group must call this.
+    """
     import torch.distributed as dist
 
     if mine is not None:
@@ -68,7 +75,7 @@ def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) 
 
 
 def parameter_groups(state: Any) -> Iterable[Any]:
-    """torch's groups of a unit's parameters; before torch 2.13 a unit has one, or none."""
+    """Returns torch's parameter groups of a unit; before torch 2.13 a unit has one or none."""
     groups: Iterable[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
@@ -76,7 +83,7 @@ def parameter_groups(state: Any) -> Iterable[Any]:
 
 
 def added_up(entry: Any) -> torch.Tensor | None:
-    """The full gradient that adds up on this rank for a parameter, given as torch's entry of it."""
+    """Returns the full unreduced gradient of a parameter on this rank, given torch's ``FSDPParam``."""
     added: torch.Tensor | None = entry.unsharded_accumulated_grad
     if added is None:
         whole = getattr(entry, "_unsharded_param", None)
@@ -85,7 +92,7 @@ def added_up(entry: Any) -> torch.Tensor | None:
 
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
-    """torch's entries of the parameters whose gradients add up whole on this rank, with what has added up."""
+    """Yields torch's ``FSDPParam`` of parameters with unreduced full gradients, and the gradients."""
     for module in innermost(model).modules():
         state = getattr(module, "_get_fsdp_state", None)
         for group in () if state is None else parameter_groups(state()):

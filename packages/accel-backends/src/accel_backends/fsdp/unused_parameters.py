@@ -1,4 +1,4 @@
-"""Parameters of a model sharded by version 2 that a backward has reached on no rank: they have no gradient."""
+"""Parameters of an FSDP2 model that no rank used in a backward: they get no gradient."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, final
@@ -12,11 +12,12 @@ from accel_backends.fsdp.unreduced_gradients import added_up, parameter_groups
 
 @final
 class Usage:
-    """Which parameters of one model its backwards reach, with ``find_unused_parameters``.
+    """Records which parameters of one model its backwards reach, with ``find_unused_parameters``.
 
-    torch gives every parameter of a unit that was ever gathered a gradient then, of zeros where no rank used it, and an
-    optimizer with momentum or weight decay moves it. In one process it has none. Costs a hook for each parameter, and a
-    reduction of a byte for each in a backward that gives a parameter its first gradient of a step.
+    With that option torch gives every parameter of a gathered unit a gradient, of zeros if no rank used it, and an
+    optimizer with momentum or weight decay would change the parameter. In one process it has no gradient. Costs a hook
+    for each parameter, and an all-reduce of one byte for each in a backward that gives a parameter its first gradient
+    of a step.
     """
 
     __slots__ = ("_hooked", "_used", "_without")
@@ -27,7 +28,7 @@ class Usage:
         self._without: set[int] = set()
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """Before a backward: notes which parameters have no gradient yet, and which have gradients to be reduced.
+        """Records, before a backward, which parameters have no gradient yet, and which have unreduced gradients.
 
         ``modules`` are the root and the units, in the same order on every rank.
         """
@@ -45,7 +46,10 @@ class Usage:
 
     @torch.no_grad()
     def end(self, modules: Iterable[nn.Module], *, device: torch.device, group: Any = None) -> None:
-        """After a backward that reduced gradients: takes away those of parameters that no rank used; collective."""
+        """Deletes, after a backward that reduced gradients, the new gradients of parameters that no rank used.
+
+        Collective: every rank of the group must call this.
+        """
         entries = list(_entries(modules))
         fresh = [entry.sharded_param.grad is not None and id(entry) in self._without for entry in entries]
         if not any(fresh):
@@ -77,7 +81,7 @@ def _noting(used: set[int], key: int) -> Any:
 
 
 def _entries(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """torch's entries of the parameters of units."""
+    """Yields torch's ``FSDPParam`` objects of units."""
     for module in modules:
         for group in parameter_groups(module._get_fsdp_state()):  # type: ignore[operator]
             yield from group.fsdp_params

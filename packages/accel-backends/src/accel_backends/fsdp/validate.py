@@ -1,4 +1,4 @@
-"""Checks for what cannot be sharded, before anything is changed."""
+"""Checks of models and optimizers before sharding changes anything."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -18,23 +18,23 @@ from accel_backends.ops.sparse import sparse_embeddings
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 
-# Packages whose optimizers step on a GPU only.
+# Packages with optimizers that step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
 _OF_VERSION = {2: "fsdp", 1: "fsdp1"}
 
 
-# Optimizers of torch whose fused steps take no DTensors.
+# torch's optimizers whose fused steps do not support DTensors.
 _FUSED_WHOLE = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
-    """Refuses a model that ``fully_shard`` cannot take.
+    """Refuses a model that ``fully_shard`` cannot shard.
 
     Args:
-        upcast: whether half-precision parameters that train are widened first.
+        upcast: whether trainable half-precision parameters are widened to fp32 first.
 
     Raises:
-        PrepareError: it is wrapped in DDP or FSDP1, sharded in part, or a unit's parameters have several dtypes.
+        PrepareError: the model is wrapped in DDP or FSDP1, partly sharded, or a unit's parameters have several dtypes.
     """
     kind = type(innermost(model)).__name__
     layer: nn.Module | None = model
@@ -58,10 +58,10 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
 
 
 def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
-    """Refuses hooks on parameters that sharding would lose; version 2 keeps those of after accumulation.
+    """Refuses parameter hooks that sharding would drop; version 2 keeps post-accumulate-grad hooks.
 
     Raises:
-        PrepareError: with the parameter's name and the hooks that are called.
+        PrepareError: with the parameter's name and the supported hook.
     """
     kind = type(innermost(model)).__name__
     parameter: Any
@@ -79,7 +79,7 @@ def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
 
 
 def check_gradients(model: nn.Module, units: Units) -> None:
-    """Refuses embeddings whose gradients are sparse tensors, which cannot be cut into shards.
+    """Refuses embeddings with sparse gradients, which cannot be sharded.
 
     Raises:
         PrepareError: with the embedding's name.
@@ -95,7 +95,7 @@ def check_gradients(model: nn.Module, units: Units) -> None:
 
 
 def check_dimensions(model: nn.Module, units: Units) -> None:
-    """Refuses parameters without dimension, which version 1 cannot flatten.
+    """Refuses parameters without dimensions, which FSDP1 cannot flatten.
 
     Raises:
         PrepareError: with the parameter's name.
@@ -109,10 +109,10 @@ def check_dimensions(model: nn.Module, units: Units) -> None:
 
 
 def check_flattened(optimizers: Iterable[Optimizer], sharded: Mapping[int, nn.Parameter], shards: int) -> None:
-    """Refuses LBFGS, which flattens parameters, where those are not cut into equal shards.
+    """Refuses LBFGS, which flattens parameters, for parameters that do not divide into equal shards.
 
     Raises:
-        PrepareError: with the shape of the first.
+        PrepareError: with the shape of the first such parameter.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):
@@ -132,7 +132,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def check_separate(models: Sequence[nn.Module]) -> None:
-    """Refuses parameters that several models share: each is gathered by one root.
+    """Refuses parameters that several models share, because each parameter is gathered by one root.
 
     Raises:
         PrepareError: with both names.
@@ -150,15 +150,15 @@ def check_separate(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharded: Mapping[int, Any]) -> None:
-    """Refuses optimizers that cannot step on what sharding leaves them.
+    """Refuses optimizers that cannot step on shards.
 
     Args:
-        sharded: parameters by id that are going to be sharded.
+        sharded: by id, the parameters that will be sharded.
 
     Raises:
-        PrepareError: one that steps on a device only, with offloaded parameters; one that cannot step on shards; one
-            with a state that cannot be split as its parameter is; a fused one for sharded and full parameters in one
-            group, or, with version 2, other than Adam and AdamW.
+        PrepareError: an optimizer that steps on a GPU only, with offloaded parameters; one that cannot step on shards;
+            one with state that cannot be sharded like its parameter; a fused one with sharded and unsharded parameters
+            in one group, or, with version 2, a fused one other than Adam and AdamW.
     """
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -188,13 +188,13 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
 
 
 def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
-    """Refuses models without values where those that others have would not arrive.
+    """Refuses models on the meta device that would not receive values.
 
     Args:
         filled: whether each rank's parameters have values.
 
     Raises:
-        PrepareError: ranks other than 0 have values and it has none, or no rank sends any.
+        PrepareError: rank 0 has no values while other ranks do, or rank 0's values are not broadcast.
     """
     if any(filled) and not filled[0]:
         raise PrepareError(
@@ -210,10 +210,12 @@ def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
 def compare_ranks(
     models: Sequence[nn.Module], units_of: Callable[[nn.Module], Units], *, synchronised: bool, group: Any
 ) -> list[bool]:
-    """Whether each rank's models have values; collective. Refuses ranks that would shard different units.
+    """Returns whether each rank's models have values; refuses ranks that would shard different units.
+
+    Collective: every rank of the group must call this.
 
     Args:
-        synchronised: rank 0's values are sent to the others.
+        synchronised: rank 0's values are broadcast.
 
     Raises:
         PrepareError: see ``check_same`` and ``check_sources``.
@@ -229,7 +231,7 @@ def compare_ranks(
 
 
 def _sharded_parameters(model: nn.Module, units: Units) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters in any unit, by name, a tied one under its first."""
+    """Yields the parameters of all units by FQN, tied parameters under their first name."""
     parameters = named_parameters(model)
     for names in parameters_of_units(model, units).values():
         yield from ((name, parameters[name]) for name in names if name in parameters)

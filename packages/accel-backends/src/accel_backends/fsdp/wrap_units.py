@@ -1,4 +1,4 @@
-"""The units of a model: modules that are gathered, checkpointed and freed together."""
+"""Units of a model: modules that are gathered, checkpointed and freed together."""
 
 import inspect
 import re
@@ -22,14 +22,14 @@ Policy = Callable[..., Any]
 @final
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model by name, each before those inside it; the rest belongs to the root.
+    """Names of a model's units, each before the units inside it; remaining modules belong to the root.
 
     Attributes:
-        blocks: the repeated work of the model, which activation checkpointing is for.
-        extra: modules that are gathered by themselves for another reason (large embeddings).
-        wide: batch normalisations, gathered by themselves because they compute in full precision.
-        ignored: modules that are left out altogether, and what is in them.
-        tied: modules that the options name and that are no unit, because a parameter of theirs is also used outside.
+        blocks: the model's repeated blocks, to which activation checkpointing applies.
+        extra: modules that are units for another reason (large embeddings).
+        wide: batch normalisations, units of their own because they compute in full precision.
+        ignored: modules that are not sharded, with their submodules.
+        tied: modules selected by the options that are no units, because they share a parameter with modules outside.
     """
 
     blocks: tuple[str, ...] = ()
@@ -40,19 +40,19 @@ class Units:
 
     @property
     def inside_out(self) -> list[str]:
-        """All units, each after those inside it, in one order on all ranks: block 10 after block 9."""
+        """All units, each after the units inside it, in the same order on all ranks: block 10 after block 9."""
         return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: (-name.count("."), natural(name)))
 
 
 def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:
-    """The units of a model by the options; pure.
+    """Returns the units of a model by the options; pure.
 
     Args:
         halves: whether units compute in half precision, in which running statistics would drift.
 
     Raises:
-        PrepareError: a class that no module has, with those that there are; nothing that activation checkpointing
-            could be applied to.
+        PrepareError: no module has a given class (the message lists the classes); or there is no block for activation
+            checkpointing.
     """
     model = innermost(model)
     modules = dict(model.named_modules())
@@ -78,10 +78,10 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
 
 
 def units_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = True) -> list[str]:
-    """Names of the modules whose class is called one of ``names``.
+    """Returns the names of the modules whose class name is one of ``names``.
 
     Raises:
-        PrepareError: ``strict``, and one of them is no module's class.
+        PrepareError: with ``strict``, no module has one of the classes.
     """
     found = {name: type(module).__name__ for name, module in model.named_modules()}
     known = list(dict.fromkeys(found.values()))
@@ -97,7 +97,7 @@ def units_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = Tru
 
 
 def units_by_size(model: nn.Module, least: int) -> list[str]:
-    """Names of the smallest modules that hold at least ``least`` numbers not yet in a unit inside them."""
+    """Returns names of the smallest modules with ``least`` or more elements outside the units inside them."""
     found: list[str] = []
     seen: set[int] = set()
 
@@ -117,9 +117,9 @@ def units_by_size(model: nn.Module, least: int) -> list[str]:
 
 
 def units_by_policy(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> list[str]:
-    """Names of the modules for which ``policy`` returns true.
+    """Returns the names of the modules for which ``policy`` returns true.
 
-    It takes a module, or what torch's policies take (``recurse`` and the number of parameters besides).
+    ``policy`` takes a module, or the arguments of torch's policies (also ``recurse`` and the number of elements).
     """
     asks_recursion = "recurse" in _parameters_of(policy)
     found = []
@@ -131,7 +131,7 @@ def units_by_policy(modules: Iterable[tuple[str, nn.Module]], policy: Policy) ->
 
 
 def parameters_of_units(model: nn.Module, units: Units) -> dict[str, list[str]]:
-    """For each unit, the root ("") included, the names of the parameters that are gathered with it."""
+    """Maps each unit, the root ("") included, to the names of the parameters that are gathered with it."""
     model = innermost(model)
     groups: dict[str, list[str]] = {"": []}
     groups |= {name: [] for name in units.inside_out}
@@ -147,7 +147,7 @@ def parameters_of_units(model: nn.Module, units: Units) -> dict[str, list[str]]:
 
 
 def parameters_to_split(model: nn.Module, units: Units) -> list[nn.Parameter]:
-    """The model's parameters but those of ignored modules."""
+    """Returns the model's parameters except those of ignored modules."""
     model = innermost(model)
     ignored = {id(parameter) for name in units.ignored for parameter in model.get_submodule(name).parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in ignored]
@@ -189,14 +189,14 @@ def _ignored(modules: dict[str, nn.Module], config: FSDPConfig) -> tuple[str, ..
 
 
 def _can_be_unit(module: nn.Module | None) -> bool:
-    """Whether it has parameters and is called: a list of modules is not."""
+    """Whether a module has parameters and a forward; a list of modules has none."""
     if module is None or next(module.parameters(), None) is None:
         return False
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
 def _tied_outside(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
-    """Names of the modules that hold a parameter which is also used outside of them."""
+    """Returns the names of the modules with a parameter that is also used outside of them."""
     uses: dict[int, list[int]] = {}
     for place in places(model):
         for parameter in place.module._parameters.values():
@@ -214,7 +214,10 @@ def _tied_outside(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
 
 
 def _embeddings(modules: dict[str, nn.Module], blocks: Collection[str], leaking: Collection[str]) -> tuple[str, ...]:
-    """Embeddings outside of the blocks at least as large as the smallest block: not worth holding for a whole step."""
+    """Returns embeddings outside of the blocks that are at least as large as the smallest block.
+
+    They are units of their own, because as part of the root they would stay gathered during the full step.
+    """
     least = min(sum(p.numel() for p in modules[name].parameters()) for name in blocks)
     return tuple(
         name

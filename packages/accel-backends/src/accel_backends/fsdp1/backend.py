@@ -1,4 +1,4 @@
-"""Version 1 of fully sharded data parallelism, for code that depends on its wrapper."""
+"""Backend of FSDP version 1, for code that depends on the ``FullyShardedDataParallel`` wrapper."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -62,10 +62,10 @@ _MESHLESS = (
 
 @final
 class FSDP1Backend(Backend):
-    """Wraps models in ``FullyShardedDataParallel``, always over a mesh, so that states are DTensors under plain names.
+    """Wraps models in ``FullyShardedDataParallel``, always over a mesh, so that states are DTensors by FQN.
 
-    Parameters of a prepared model are flat pieces; their names and the optimizers that hold them stay. A model that is
-    on the meta device on all ranks gets its values unit by unit; where rank 0 has values, the others hold the whole
+    Parameters of a prepared model are flat slices; their names and the optimizers that hold them stay. A model that is
+    on the meta device on all ranks is initialised unit by unit; if rank 0 has values, the other ranks hold the full
     model while it is wrapped.
     """
 
@@ -85,18 +85,18 @@ class FSDP1Backend(Backend):
 
     @classmethod
     def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Options with ``fsdp_version=1``, which the name of this backend implies."""
+        """Builds options with ``fsdp_version=1``, which the name of this backend implies."""
         return FSDPConfig.build({"fsdp_version": 1, **values})
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Replicas and shards, from the options."""
+        """Number of replicas and shard degree, from the options."""
         return self._spread.degrees
 
     # Preparing
 
     def check(self, bundle: Bundle) -> None:
-        """Refuses what cannot be sharded, as the backend "fsdp" does."""
+        """Refuses models and optimizers that cannot be sharded, as the backend "fsdp" does."""
         if not bundle.training:
             return
         check_separate(bundle.models)
@@ -132,7 +132,10 @@ class FSDP1Backend(Backend):
                 )
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """As every backend, once all ranks are known to prepare the same; states of optimizers are split."""
+        """As every backend, after all ranks have verified that they prepare the same.
+
+        Shards the states of optimizers.
+        """
         if not bundle.training:
             return super().bind(bundle)
         whole = [model for model in bundle.models if find_fsdp1(model) is None]
@@ -148,11 +151,11 @@ class FSDP1Backend(Backend):
         return bound
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
-        """Wrapped with its precision built in; a model that is only evaluated stays whole, as on one device."""
+        """Wraps a model that trains, precision included; a model that is only evaluated stays unsharded."""
         return self.prepare_model(model) if training else super().ready(model, placed=placed, training=False)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model in ``FullyShardedDataParallel``; one that the user has wrapped is left as it is."""
+        """Wraps the model in ``FullyShardedDataParallel``; a model that the user has wrapped is left as it is."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         from accel_backends.fsdp1.root import ExplainedRoot
@@ -162,7 +165,7 @@ class FSDP1Backend(Backend):
                 _log.warning("%s was %s", type(innermost(model)).__name__, _MESHLESS)
             self._name_states(wrapped)
             return model
-        upcast_parameters(model, self.policy, frozen=True)  # the parameters of a flat one have one dtype
+        upcast_parameters(model, self.policy, frozen=True)  # the parameters of a flat parameter have one dtype
         self.convert_layers(cast_parameters(model, self.policy))
         units, root = self._units(model), innermost(model)
         values: dict[str, Any] = {}
@@ -183,7 +186,7 @@ class FSDP1Backend(Backend):
         wrapped = ExplainedRoot(model, **arguments, **values)
         replace_modules(wrapped, {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(wrapped)})
         if self._options.sharding_strategy is ShardingLevel.NO_SHARD:
-            # Until they are reduced their gradients have the dtype that they were computed in, which torch refuses.
+            # Before the reduction their gradients have the dtype of the computation, which torch refuses.
             for parameter in wrapped.parameters():
                 if hasattr(parameter, "grad_dtype"):
                     parameter.grad_dtype = None
@@ -200,7 +203,10 @@ class FSDP1Backend(Backend):
         return wrapped
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """As every backend; modules that are called outside of forward end in torch's own errors from then on."""
+        """As every backend.
+
+        Removes the hooks that explain calls outside of forward, because each would split the graph.
+        """
         if plugin.enabled:
             for handle in self._outside.pop(innermost(model), ()):
                 handle.remove()
@@ -215,26 +221,26 @@ class FSDP1Backend(Backend):
 
     @property
     def gradient_average(self) -> int:
-        """All ranks of the session."""
+        """World size of the session."""
         return self.session.world_size
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """As on one device.
 
         Raises:
-            BackendError: it needs parameters that have been resharded; see ``fsdp_backward``.
+            BackendError: backward needs parameters that have been resharded; see ``backward_errors``.
         """
         with explained(1):
             super().backward(loss, scale=scale, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The wrapper's own."""
+        """The ``no_sync`` of the wrapper."""
         wrapped = find_fsdp1(model)
         return _NOTHING if wrapped is None else wrapped.no_sync()
 
     @property
     def gradient_pieces(self) -> Pieces | None:
-        """Pieces of flat gradients, over the dimension of the mesh that shards them."""
+        """Mesh and dimension over which flat gradients are sharded; None with shard degree 1."""
         mesh = self._spread.mesh
         return None if self.degrees[1] == 1 else (mesh, (mesh.ndim - 1,))
 
@@ -242,7 +248,7 @@ class FSDP1Backend(Backend):
 
     @recorded("get_state_dict")
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """DTensors under the model's own names; collective.
+        """Returns DTensors by FQN. Collective: every rank of the group must call this.
 
         Raises:
             BackendError: the user has wrapped the model without a mesh.
@@ -259,7 +265,7 @@ class FSDP1Backend(Backend):
         return state
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank."""
+        """Loads DTensors, or full tensors that are equal on every rank."""
         wrapped = find_fsdp1(model)
         if wrapped is None:
             super().load_model_state(model, state, strict=strict)
@@ -283,22 +289,22 @@ class FSDP1Backend(Backend):
         wrapped.load_state_dict(own | placed)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """The wrapper's own summoning of full parameters."""
+        """The wrapper's ``summon_full_params``."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         summoned: AbstractContextManager[None] = FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
         return summoned
 
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What has added up here unreduced, and what has been reduced already, whole."""
+        """Returns unreduced gradients plus those reduced earlier in the window, as full tensors by FQN."""
         wrapped = find_fsdp1(model)
         return super().unreduced_gradients(model) if wrapped is None else unreduced_gradients(wrapped)
 
     def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Reduces the shares now; what follows in the window adds to it.
+        """Reduces the given gradients at once; later backwards of the accumulation window add to the result.
 
         Raises:
-            BackendError: parameters are offloaded from a device, whose gradients torch cannot add to reduced ones.
+            BackendError: parameters are offloaded from a device; torch cannot add their gradients to reduced ones.
         """
         wrapped = find_fsdp1(model)
         if wrapped is None:
@@ -312,14 +318,14 @@ class FSDP1Backend(Backend):
         set_unreduced_gradients(wrapped, gradients, group=self.session.group)
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """DTensors under the names of the parameters."""
+        """Returns optimizer states as DTensors, by FQN."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         model = self._model_of(optimizer, models)
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads sharded or full tensors, the latter given alike on every rank."""
+        """Loads DTensors, or full tensors that are equal on every rank."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         model = self._model_of(optimizer, models)
@@ -340,14 +346,14 @@ class FSDP1Backend(Backend):
 
     @property
     def _offloads(self) -> bool:
-        """Whether there is something to offload from: what trains on the host is there already."""
+        """Whether parameters are offloaded: with training on the CPU they are in host memory anyway."""
         return bool(self._options.cpu_offload) and self.device.type != "cpu"
 
     def _units(self, model: nn.Module) -> Units:
         return units_of(model, self.policy, self._options)
 
     def _initialiser(self) -> Callable[[nn.Module], None]:
-        """What the wrapper calls with each module on the meta device, just before it shards the module's unit."""
+        """Returns the function that the wrapper calls with each module on the meta device before it shards the unit."""
         made: Made = {}
 
         def initialise(module: nn.Module) -> None:
@@ -359,7 +365,7 @@ class FSDP1Backend(Backend):
         return initialise
 
     def _convert_outputs(self, wrapped: nn.Module) -> None:
-        """Converts outputs to the policy's output dtype, which torch's wrapper does not."""
+        """Converts outputs to the policy's output dtype, which torch's wrapper does not do."""
         output = shard_dtypes(self.policy, self._options).get("output_dtype")
         if output is not None:
             convert = converter(output)
@@ -373,7 +379,7 @@ class FSDP1Backend(Backend):
             StateDictType,
         )
 
-        # Full states with offload end the process on CPUs; sharded ones do not, and whole ones are gathered from them.
+        # Full states with offload crash on CPUs; sharded states do not, and full ones are gathered from them.
         FullyShardedDataParallel.set_state_dict_type(
             wrapped,
             StateDictType.SHARDED_STATE_DICT,
@@ -393,12 +399,12 @@ class FSDP1Backend(Backend):
 
 
 def _updated(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The models that hold parameters of the optimizer."""
+    """Returns the models that hold parameters of the optimizer."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [model for model in models if held & {id(parameter) for parameter in model.parameters()}]
 
 
 def _to_split(bundle: Bundle) -> list[Optimizer]:
-    """The optimizers that have stepped on models which are still whole."""
+    """Returns the optimizers with state for models that are not wrapped yet."""
     whole = [model for model in bundle.models if find_fsdp1(model) is None]
     return [one for one in bundle.optimizers if any(one.state.values()) and _updated(one, whole)]

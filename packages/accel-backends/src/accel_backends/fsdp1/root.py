@@ -1,4 +1,4 @@
-"""The outermost wrapper of version 1; where its forward fails, the error names the ranks that did not take part."""
+"""Outermost FSDP1 wrapper, whose forward raises errors that name the ranks that did not take part."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, final
@@ -12,29 +12,29 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _compiled_within(method: _Method) -> _Method:
-    """Excludes the method itself from torch.compile, and not what it calls."""
+    """Excludes the method from torch.compile, but not the functions that it calls."""
     return cast(_Method, cast(Any, torch)._disable_dynamo(method, recursive=False))
 
 
 @final
 class ExplainedRoot(FullyShardedDataParallel):
-    """torch's wrapper; where gathering a unit fails, the error states what is known of the other ranks."""
+    """torch's wrapper; if the all-gather of a unit fails, the error reports the other ranks' failures."""
 
     @_compiled_within
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's forward.
+        """Calls the wrapped model's forward.
 
         Raises:
-            CollectiveError: another rank has failed or ended while a unit was gathered, with its reason.
+            CollectiveError: another rank has failed or ended during the all-gather of a unit, with its reason.
         """
         try:
             return super().forward(*args, **kwargs)
         except Exception as error:
             doctor = active()
-            if doctor is not None and doctor.record.inside:  # units are recorded while they are gathered
+            if doctor is not None and doctor.record.inside:  # units are recorded during their all-gather
                 explain(error)
             raise
 
 
-# As torch's own is called: its name stands in what users print.
+# The name of torch's class, because it appears in printed models.
 ExplainedRoot.__name__ = ExplainedRoot.__qualname__ = FullyShardedDataParallel.__name__

@@ -1,4 +1,4 @@
-"""Gradients of a model sharded by version 1 in an accumulation window that is still open."""
+"""Unreduced gradients of an FSDP1 model within an accumulation window."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Unit(NamedTuple):
-    """One flat parameter: torch's handle of it, and the names of what it consists of, in its order."""
+    """One flat parameter: torch's handle, and the FQNs of its original parameters, in their order."""
 
     handle: Any
     names: list[str]
@@ -25,12 +25,15 @@ class _Unit(NamedTuple):
 
 
 def unreduced_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Tensor]:
-    """This rank's share of each parameter's gradient, whole, under the parameter's name; collective.
+    """Returns this rank's unreduced gradients as full tensors, by FQN, reduced parts of the window included.
 
-    torch keeps the sum of what was not reduced as one whole flat gradient, and beside it this rank's piece of what was.
+    torch keeps the sum of unreduced gradients as one full flat gradient, and this rank's shard of the reduced ones
+    beside it.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        BackendError: the user has wrapped the model with flat parameters.
+        BackendError: the user has wrapped the model with ``use_orig_params=False``.
     """
     found: dict[str, torch.Tensor] = {}
     for unit in _units(model):
@@ -47,17 +50,19 @@ def unreduced_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Te
 def set_unreduced_gradients(
     model: "FullyShardedDataParallel", gradients: Mapping[str, torch.Tensor], *, group: Any = None
 ) -> None:
-    """Gives every parameter its part of the average over ranks of these shares; collective.
+    """Sets every parameter's gradient to this rank's shard of the mean over ranks of the given gradients.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        BackendError: the user has wrapped the model with flat parameters.
+        BackendError: the user has wrapped the model with ``use_orig_params=False``.
     """
     brought = brought_by_any(gradients, group)
     for handle, names in _units(model):
         flat = handle.flat_param
         flat.grad = None
         if hasattr(flat, "_saved_grad_shard"):
-            del flat._saved_grad_shard  # torch takes its being there for something to add to
+            del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
         pieces = flat._shard_param_infos
         for name, parameter, shape, piece in zip(names, flat._params, flat._shapes, pieces, strict=True):
             parameter.grad = None
@@ -88,8 +93,8 @@ def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
 
 
 def _whole(unit: _Unit) -> torch.Tensor | None:
-    """The whole flat gradient: what adds up here, and what has been reduced already, which every rank counts alike."""
-    unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has emptied the parameters, not the flat one
+    """Returns the unreduced flat gradient plus the reduced one (all-gathered, equal on all ranks), as a full tensor."""
+    unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has cleared the original parameters only
     reduced: torch.Tensor | None = getattr(unit.flat, "_saved_grad_shard", None)
     added: torch.Tensor | None = unit.flat.grad
     if added is not None and added.shape != unit.flat._unpadded_unsharded_size:
@@ -101,7 +106,10 @@ def _whole(unit: _Unit) -> torch.Tensor | None:
 
 
 def _gathered(unit: _Unit, piece: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole of which each rank has a piece, or none; collective over the unit's ranks."""
+    """All-gathers the shards of a flat gradient; None if no rank has one.
+
+    Collective: every rank of the group must call this.
+    """
     import torch.distributed as dist
 
     group = unit.handle.process_group

@@ -1,4 +1,4 @@
-"""torch's ``FullyShardedDataParallel`` (version 1): the wrapper in a model, and its arguments from the options."""
+"""The ``FullyShardedDataParallel`` wrapper (FSDP1) of a model: its arguments from the options, and its discovery."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +28,7 @@ def wrapper_arguments(
     mesh: "DeviceMesh",
     device: torch.device,
 ) -> dict[str, Any]:
-    """The arguments of the wrapper around ``root``; ``degrees`` are replicas and shards of ``mesh``."""
+    """Returns the arguments of the wrapper around ``root``; ``degrees``: replicas and shard degree of ``mesh``."""
     from torch.distributed import fsdp
     from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -45,9 +45,9 @@ def wrapper_arguments(
         "device_mesh": mesh,
         "sharding_strategy": fsdp.ShardingStrategy[_strategy(options, degrees)],
         "auto_wrap_policy": CustomPolicy(lambda module: is_unit(module, ids)),
-        # With one, even without a dtype, torch computes batch normalisations in fp32.
+        # With a MixedPrecision, even one without dtypes, torch computes batch normalisations in fp32.
         "mixed_precision": mixed if any(given.values()) else None,
-        # What trains on the host is there already.
+        # A model that trains on the CPU is in host memory already.
         "cpu_offload": fsdp.CPUOffload(offload_params=bool(options.cpu_offload) and device.type != "cpu"),
         "backward_prefetch": None
         if prefetch is BackwardPrefetch.NO_PREFETCH
@@ -61,7 +61,7 @@ def wrapper_arguments(
 
 
 def _strategy(options: FSDPConfig, degrees: tuple[int, int]) -> str:
-    """torch's name of the strategy: degrees decide whether it is a hybrid one."""
+    """Returns torch's name of the strategy, hybrid if the degrees are."""
     strategy = options.sharding_strategy
     replicated = degrees[0] > 1 and degrees[1] > 1
     if options.hybrid and not replicated:
@@ -75,7 +75,7 @@ def _strategy(options: FSDPConfig, degrees: tuple[int, int]) -> str:
 
 
 def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
-    """The outermost wrapper of version 1 around a model; None without one."""
+    """Returns the outermost FSDP1 wrapper around a model; None without one."""
     while "_fsdp_wrapped_module" not in model._modules:
         name = wrapped_name(model)
         if name is None:
@@ -85,13 +85,13 @@ def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
 
 
 def is_unit(module: nn.Module, ids: set[int]) -> bool:
-    """Whether it is a unit, or one in the wrapper of activation checkpointing (which is to be inside of FSDP's)."""
+    """Whether the module is a unit, or a unit in a wrapper of activation checkpointing, which FSDP wraps as one."""
     inner = module._modules.get("_checkpoint_wrapped_module")
     return id(inner) in ids if inner is not None else id(module) in ids
 
 
 def outside_units(model: "FullyShardedDataParallel") -> list[Own]:
-    """The modules that are gathered with the root, each with a parameter of several dimensions."""
+    """Returns the modules that are gathered with the root, each with a parameter of several dimensions."""
     if model._handle is None:
         return []
     flat: Any = model._handle.flat_param
@@ -104,7 +104,7 @@ def outside_units(model: "FullyShardedDataParallel") -> list[Own]:
 
 
 def first_names_of(model: nn.Module) -> dict[str, str]:
-    """For each plain name of a parameter or buffer the first name of the same tensor."""
+    """Maps each FQN of a parameter or buffer to the first FQN of the same tensor."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for place in places(model):

@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, with errors for losses that have none."""
+"""Backward of a scaled loss, with explanations for losses that have no gradients."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -10,9 +10,10 @@ from accel_state.errors import BackendError
 
 @final
 class ScaledBackward:
-    """Calls the backward of ``scale`` times a loss; keeps the gradient at the root, which is the same in most steps.
+    """Backward of ``scale`` times a loss. Caches the root gradient, which is the same in most steps.
 
-    The scale is that gradient, which gives the same result as multiplying the loss and saves the product.
+    ``scale`` is passed to torch as the gradient of the loss: the result equals that of ``(scale * loss).backward()``,
+    without the multiplication.
     """
 
     __slots__ = ("_key", "_root", "_version")
@@ -40,12 +41,12 @@ class ScaledBackward:
             raise
 
     def clear(self) -> None:
-        """Drops the tensor that is kept."""
+        """Drops the cached root gradient."""
         self._key = self._root = None
 
     def _gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         key = (scale, loss.dtype, loss.device, loss.shape)
-        # A hook on the loss is given this tensor itself, and may have written into it.
+        # A hook on the loss receives this very tensor, and may have changed it in place.
         if self._root is None or self._key != key or self._root._version != self._version:
             if loss.numel() != 1:
                 raise RuntimeError("not a scalar")  # explained by the caller
@@ -55,7 +56,7 @@ class ScaledBackward:
 
 
 def explain(loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Raises the reason why a loss has no gradients; returns if it is none of the known ones.
+    """Raises the reason why a loss has no gradients; returns if the reason is none of the known ones.
 
     Raises:
         BackendError: the loss is no tensor, no scalar, or has no graph.

@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all ranks, or by value, in one way for replicated tensors and DTensors."""
+"""Gradient clipping by norm over all ranks, or by value, for plain tensors and DTensors."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from accel_state.watchdog.decorator import recorded
 
 Names = Callable[[], Mapping[int, str]]
 Places = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-#: A device mesh, and those of its dimensions over which something is spread.
+#: A device mesh, and its dimensions over which plain gradients are sharded.
 Pieces = tuple[Any, tuple[int, ...]]
 
 
@@ -26,25 +26,25 @@ def clip_grad_norm(
     names: Names | None = None,
     pieces: Pieces | None = None,
 ) -> torch.Tensor:
-    """Scales gradients down so that their joint norm is at most ``max_norm``, and returns that norm before scaling.
+    """Scales gradients down to a joint norm of at most ``max_norm``; returns the norm before scaling.
 
-    It is the norm of the model's full gradient, wherever its parts are: plain tensors count once, since every rank
-    holds the same, and the parts of DTensors are summed over the mesh dimensions that shard them. Norms of several
-    meshes and of plain tensors are joined. Nothing is read back from the device.
+    The norm is that of the model's full gradient: plain tensors count once, because every rank holds the same values,
+    and the norms of DTensor shards are reduced over the mesh dimensions that shard them. Norms over several meshes and
+    of plain tensors are combined. No value is read back from the device.
 
     Args:
-        max_norm: the largest norm allowed; ``inf`` only measures.
+        max_norm: largest norm allowed; ``inf`` only measures.
         norm_type: any p > 0, or ``inf``.
-        error_if_nonfinite: raise instead of scaling if the norm is nan or infinite (waits for the device).
-        names: gives parameter names by ``id``, for that error.
-        pieces: where plain tensors are pieces, and every rank holds others: what they are spread over. All of its ranks
-            take part then, also those without gradients of their own.
+        error_if_nonfinite: raise instead of scaling if the norm is nan or infinite (synchronises with the device).
+        names: returns parameter names by ``id``, for that error.
+        pieces: mesh and dimensions over which plain tensors are sharded; None: plain tensors are full. With ``pieces``
+            all ranks of these dimensions have to call this, those without gradients included.
 
     Returns:
         A scalar on the device of the first gradient, 0 without gradients.
 
     Raises:
-        BackendError: a norm that is not positive, or a non-finite norm, with the names of the parameters at fault.
+        BackendError: a norm that is not positive, or a non-finite norm, with the names of the responsible parameters.
     """
     if not norm_type > 0.0:
         raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
@@ -73,7 +73,7 @@ def clip_grad_norm(
 
 
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Limits every element of the gradients to ``[-clip_value, clip_value]``, in place."""
+    """Clamps every element of the gradients to ``[-clip_value, clip_value]``, in place."""
     if not clip_value >= 0.0:
         raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
     with torch.no_grad():
@@ -83,7 +83,10 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
 
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Pieces | None = None) -> torch.Tensor:
-    """The norm of all gradients together, as a scalar on the first one's device; ``pieces`` as ``clip_grad_norm``."""
+    """Returns the joint norm of all gradients, a scalar on the device of the first.
+
+    ``pieces`` as in ``clip_grad_norm``.
+    """
     plain: list[torch.Tensor] = []
     meshes: dict[Pieces, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -109,7 +112,10 @@ def norm_of_held(
     parameters: "torch.Tensor | Iterable[torch.Tensor]",
     norm_type: float,
 ) -> torch.Tensor:
-    """The norm of the gradients of these parameters; ``models``: each one's parameters and gradients by name."""
+    """Returns the norm of the gradients of ``parameters``.
+
+    ``models``: parameters and gradients of each model by FQN.
+    """
     asked = {id(parameter) for parameter in _listed(parameters)}
     held = [
         gradients[name]
@@ -121,7 +127,7 @@ def norm_of_held(
 
 
 def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
-    """The names of the parameters whose gradients, as far as they are here, hold nan or inf; the first ten."""
+    """Returns the names of the first ten parameters whose gradients on this rank contain nan or inf."""
     known = names() if names is not None else {}
     with_gradient = [(position, one) for position, one in enumerate(parameters) if one.grad is not None]
     good = finite([one.grad for _, one in with_gradient if one.grad is not None])
@@ -130,12 +136,12 @@ def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
 
 
 def finite(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether all elements of each that are here are finite."""
+    """Whether all of this rank's elements of each gradient are finite."""
     return [bool(torch.isfinite(_local(gradient)).all()) for gradient in gradients]
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first ``most`` names as text, and the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -144,7 +150,7 @@ def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that there are; sparse ones coalesced in place, so that each index has one value to scale."""
+    """Returns the existing gradients; sparse ones are coalesced in place, so that each index has one value."""
     found = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -157,7 +163,7 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _with_empty(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradient of every parameter, an empty one where it has none here."""
+    """Returns the gradient of every parameter, an empty tensor for those without one on this rank."""
     return [p.detach().new_empty(0) if p.grad is None else p.grad for p in parameters]
 
 
@@ -176,7 +182,7 @@ def _by_place(gradients: list[torch.Tensor]) -> Places:
 
 
 def _sorted(gradients: list[torch.Tensor]) -> tuple[Places, bool]:
-    """What is here of each gradient, by place, and whether any is sharded; one pass without a call for each."""
+    """Groups the local tensors of gradients by device and dtype; also returns whether any gradient is a DTensor."""
     groups: Places = {}
     sharded = False
     for gradient in gradients:
@@ -206,7 +212,7 @@ def _joined(norms: list[torch.Tensor], norm_type: float, device: torch.device) -
 
 
 def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
-    """The gradient without partial sums, and the mesh dimensions over which its elements are spread."""
+    """Reduces partial sums of a DTensor; returns the DTensor and the mesh dimensions over which it is sharded."""
     if any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 
@@ -217,7 +223,7 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 
 @recorded("gradient norm", shared=False)
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
-    """The norm over all parts, from the norm of this rank's part; reduced on the mesh's devices."""
+    """Combines the norms of all ranks' shards, by an all-reduce on the mesh's device for each of ``dims``."""
     import torch.distributed as dist
 
     largest = norm_type == math.inf
@@ -233,7 +239,7 @@ def _scale(places: Places, factor: torch.Tensor) -> None:
 
 
 def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
-    """Multiplies every gradient of the models in place, a tied one once."""
+    """Multiplies every gradient of the models in place, the gradients of tied parameters once."""
     gradients = {id(p.grad): p.grad for model in models for p in model.parameters() if p.grad is not None}
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for gradient in gradients.values():

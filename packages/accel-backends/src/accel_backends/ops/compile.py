@@ -1,4 +1,4 @@
-"""Compiles models with torch.compile, whole or block by block, and takes wrappers off again."""
+"""torch.compile of a model or of its repeated blocks, and unwrapping of prepared models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 @dataclass(frozen=True, slots=True)
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled; ``backend="no"`` compiles nothing.
+    """Options of compilation; ``backend="no"`` compiles nothing.
 
     Attributes:
-        backend: of torch.compile, in any case ("inductor").
-        mode: what inductor optimises for; None or "default" leaves it to torch.
-        fullgraph: fail at a graph break instead of falling back to Python.
-        dynamic: compile for changing shapes; None: torch decides by the shapes that occur.
+        backend: backend of torch.compile, in any case ("inductor").
+        mode: optimisation goal of inductor; None or "default" leaves it to torch.
+        fullgraph: raise at a graph break instead of falling back to Python.
+        dynamic: compile for dynamic shapes; None: torch decides by the shapes that occur.
         options: passed to the compiler.
-        disable: make compiling do nothing, for debugging.
-        use_regional_compilation: compile each of the model's repeated blocks once instead of the full model: seconds
-            instead of minutes for deep models, at nearly the same speed.
+        disable: turn torch.compile into a no-op, for debugging.
+        use_regional_compilation: compile the model's repeated blocks once instead of the full model: seconds instead of
+            minutes for deep models, at nearly the same speed.
     """
 
     backend: str = "no"
@@ -55,14 +55,14 @@ class TorchDynamoPlugin(KwargsHandler):
         return self.backend != "no"
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile`` that differ from its defaults."""
+        """Returns the arguments of ``torch.compile`` that differ from its defaults."""
         kwargs = KwargsHandler.to_kwargs(self)
         kwargs.pop("use_regional_compilation", None)
         return kwargs
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """The model, compiled with the plugin's options; itself if the plugin is off or it is compiled already."""
+    """Compiles the model with the plugin's options; returns ``model`` if compilation is off or was done already."""
     if not plugin.enabled or "_orig_mod" in model._modules:
         return model
     if plugin.use_regional_compilation:
@@ -74,8 +74,8 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 def compile_regions(model: nn.Module, plugin: TorchDynamoPlugin) -> list[str]:
     """Compiles the model's repeated blocks in place, without wrappers, and returns their names.
 
-    Blocks of one class share code, so torch compiles it once for all of them. A model without repeated blocks is
-    compiled as a whole, in place, too.
+    Blocks of one class share code, so torch compiles the code once. A model without repeated blocks is compiled as one
+    module, also in place.
     """
     root = innermost(model)
     names = repeated_blocks(root)
@@ -86,9 +86,10 @@ def compile_regions(model: nn.Module, plugin: TorchDynamoPlugin) -> list[str]:
 
 
 def _compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """``module.compile``, which for classes of torch.nn does nothing: dynamo skips their frames.
+    """Compiles a module in place, also one of torch.nn's classes, for which ``module.compile`` does nothing.
 
-    They get a frame of ours around the call for dynamo to start from.
+    Dynamo skips the frames of torch.nn, so the call of such a module is wrapped in a function of this module, from
+    which dynamo starts.
     """
     if not (type(module).forward.__module__ or "").startswith("torch."):
         module.compile(**plugin.to_kwargs())
@@ -102,7 +103,7 @@ def _compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that a model repeats: elements of an outermost list of two or more modules of one class."""
+    """Returns the names of repeated blocks: elements of an outermost list of two or more modules of one class."""
     found: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{block}.") for block in found) or not isinstance(
@@ -116,9 +117,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def unwrap(model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
-    """The module inside every wrapper, in a compiled wrapper of its own if it had one and that is to be kept.
+    """Returns the module inside all wrappers, in a ``torch.compile`` wrapper if ``model`` has one and it is to be kept.
 
-    Idempotent, and nothing is changed on the model that is given. Blocks compiled in place stay compiled.
+    Idempotent; ``model`` itself is not changed. Blocks that were compiled in place stay compiled.
     """
     inner = innermost(model)
     if not keep_torch_compile:

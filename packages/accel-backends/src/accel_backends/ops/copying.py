@@ -1,4 +1,4 @@
-"""Copies of models that are spread over ranks, which torch and DeepSpeed cannot make."""
+"""Refusal of ``copy.deepcopy`` for sharded models, which neither torch nor DeepSpeed can copy."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -12,12 +12,12 @@ _COPY = "__deepcopy__"
 
 
 def refuse_copies(modules: Iterable[nn.Module], kind: str, backend: str) -> None:
-    """Makes ``copy.deepcopy`` of these modules raise BackendError, with what works for averages of weights.
+    """Makes ``copy.deepcopy`` of these modules raise BackendError, which describes alternatives for weight averaging.
 
     Args:
-        modules: the prepared model and those of its modules that are gathered by themselves.
-        kind: the class of the user's model.
-        backend: the name of the backend.
+        modules: the prepared model and its units.
+        kind: class name of the user's model.
+        backend: name of the backend.
     """
     for module in modules:
         module.__dict__[_COPY] = partial(_refuse, kind, backend)

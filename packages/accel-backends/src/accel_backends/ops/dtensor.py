@@ -1,4 +1,4 @@
-"""Sharded tensors to whole ones and back."""
+"""Conversion between DTensors and full tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor, without importing them where there are none."""
+    """Whether ``tensor`` is a DTensor; does not import ``torch.distributed.tensor``."""
     return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor on every rank; collective. Other tensors are returned as they are.
+    """All-gathers a DTensor to a full tensor on every rank; other tensors are returned unchanged.
 
-    A shard on the host of a mesh of other devices is copied to its device first.
+    A shard in host memory (offload) is copied to its mesh's device first.
+
+    Collective: every rank of the group must call this.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -45,9 +47,9 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole``, which every rank has, placed as ``model`` is; nothing is sent.
+    """Shards the full tensor ``whole``, which every rank has, like ``model``; without communication.
 
-    The dtype stays. ``whole`` itself if ``model`` is no DTensor or ``whole`` is one already.
+    The dtype is kept. Returns ``whole`` unchanged if ``model`` is no DTensor, ``whole`` is one, or the shapes differ.
     """
     if not is_dtensor(model) or is_dtensor(whole) or whole.shape != model.shape:
         return whole
@@ -57,7 +59,7 @@ def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     device = like.to_local().device
     if device.type == like.device_mesh.device_type:
         return distribute_tensor(whole.to(device), like.device_mesh, like.placements, src_data_rank=None)
-    # Placed on the mesh's own devices and then taken to the host, one tensor at a time.
+    # Sharded on the mesh's own device and then copied to the host, one tensor at a time.
     placed = distribute_tensor(
         whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
     )
@@ -72,17 +74,17 @@ def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(value: Any, model: Any) -> Any:
-    """A value of a state as ``sharded_like`` places it beside ``model``; as it is if one of them is no tensor."""
+    """Applies ``sharded_like`` to a state value; returns ``value`` unchanged if it or ``model`` is no tensor."""
     both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
     return sharded_like(value, model) if both else value
 
 
 @recorded("get_state_dict")
 def full_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
-    """A model's state with every tensor whole; collective.
+    """Returns a model's state dict with full tensors. Collective: every rank of the group must call this.
 
-    Tensor by tensor, so that with ``host`` (taken to the host) the device holds one of them at a time. With ``keep``
-    off they are gathered, for the ranks that want them, and dropped here: the result is empty.
+    Tensors are all-gathered one by one, so that with ``host`` (copies in host memory) the device holds one full tensor
+    at a time. Without ``keep`` this rank only takes part in the all-gathers, and the result is empty.
     """
     found: dict[str, Any] = {}
     for name, value in state.items():
@@ -96,17 +98,20 @@ def full_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True
 
 @recorded("full optimizer state")
 def full_optimizer_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True) -> dict[str, Any]:
-    """An optimizer's state by names (see ``states``) with every tensor whole; as ``full_state`` otherwise."""
+    """Returns an optimizer's state dict by FQN (see ``state_dicts``) with full tensors; otherwise as ``full_state``."""
     values = {name: full_state(entries, keep=keep, host=host) for name, entries in state[STATE].items()}
     return {**state, STATE: values} if keep else {}
 
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Within it, the model's parameters are whole, in their own dtype, on every rank; collective at both ends.
+    """Context in which the model's parameters are full tensors, in their own dtype, on every rank.
 
-    Changes are copied into the shards, each rank keeping its part, unless ``writeback`` is off; every
-    rank has to make the same changes. They are for looking and changing: the model's own forward gathers for itself.
+    On exit each rank copies its shard of the changed parameters back, unless ``writeback`` is off; every rank has to
+    make the same changes. The full parameters are for reading and editing only: the model's forward all-gathers for
+    itself. Entry and exit are collectives.
+
+    Collective: every rank of the group must call this.
     """
     sharded: dict[int, nn.Parameter] = {}
     whole: dict[int, nn.Parameter] = {}

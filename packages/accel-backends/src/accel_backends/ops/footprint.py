@@ -1,4 +1,4 @@
-"""The tensors of one rank behind parameters, gradients and the optimizer's state."""
+"""Tensors behind parameters, gradients and optimizer state of one rank, for measurements of memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 @final
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tensors of one rank, some of which may share memory.
+    """Tensors that one rank keeps in memory; some of them may share memory.
 
     Attributes:
-        parameters: as the model computes with them (their shards).
-        gradients: what has been accumulated.
-        optimizer: the optimizer's state, copies of the parameters among it.
-        reserved: buffers that stay from step to step.
+        parameters: parameters that the model computes with, or their shards.
+        gradients: accumulated gradients.
+        optimizer: optimizer state, master weights included.
+        reserved: buffers that stay allocated from step to step.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -28,12 +28,12 @@ class Held:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> Self:
-        """Those that the model's parameters and the optimizer hold themselves."""
+        """Collects the tensors of the model's parameters, their ``grad`` and the optimizer's state."""
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return cls(parameters, gradients, states_of(optimizer))
 
 
 def states_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state."""
+    """Returns the tensors of an optimizer's state."""
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -1,6 +1,7 @@
-"""Names of parameters in the user's own module, whatever wraps it.
+"""FQNs: names of parameters in the user's own module, without the prefixes of wrappers.
 
-A wrapper is found by what it is, not by the text of a name: a user's own submodule may be called ``module``.
+A wrapper is recognised by its type and submodules, not by the text of a name, because a user's own submodule may be
+called ``module``.
 """
 
 from collections.abc import Iterator
@@ -9,14 +10,14 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# Where each kind of wrapper keeps what it wraps: torch.compile, activation checkpointing and offload, FSDP1.
+# Submodule names of wrappers: torch.compile, activation checkpointing and offload, FSDP1.
 _MARKS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-#: Set on any other module, it says that the module is a wrapper and under which of its names the wrapped one is.
+#: Attribute that marks another module as a wrapper; its value is the name of the wrapped submodule.
 WRAPS = "_accel_wraps"
 
 
 class ParameterPlace(NamedTuple):
-    """A module within a model: its prefix as its author sees it, as torch sees it (both empty or ending in ``.``)."""
+    """A module within a model, its FQN prefix, and its prefix in torch's ``state_dict`` (empty or ending in ``.``)."""
 
     prefix: str
     raw: str
@@ -24,7 +25,7 @@ class ParameterPlace(NamedTuple):
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds what it wraps; None if the module is no wrapper."""
+    """Returns the name of a wrapper's wrapped submodule; None if the module is no wrapper."""
     for mark in _MARKS:
         if mark in module._modules:
             return mark
@@ -37,7 +38,7 @@ def wrapped_name(module: nn.Module) -> str | None:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The user's own module, out of every wrapper around it."""
+    """Returns the user's own module, without the wrappers around it."""
     while (name := wrapped_name(module)) is not None:
         inner = module._modules[name]
         assert inner is not None
@@ -46,7 +47,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def places(model: nn.Module) -> Iterator[ParameterPlace]:
-    """Every module of a model, in torch's order; a module used in several places is there once for each."""
+    """Yields every module of a model, in torch's order; a module that is used in several places once for each place."""
     yield from _places(model, "", "", ())
 
 
@@ -62,7 +63,7 @@ def _places(module: nn.Module, prefix: str, raw: str, above: tuple[int, ...]) ->
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name; one that is used under several names is listed under its first."""
+    """Returns the model's parameters by FQN; tied parameters are listed under their first name only."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for place in places(model):
@@ -74,9 +75,9 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, as torch's ``state_dict`` has it, the name that it is stored under.
+    """Maps every name of a parameter or buffer in torch's ``state_dict`` to its FQN.
 
-    Wrappers are left out, and a tensor with several names (tied weights) gets its first.
+    A tensor with several names (tied weights) has its first FQN.
     """
     stored: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -88,10 +89,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def raw_prefixes(model: nn.Module) -> dict[str, str]:
-    """For every module's prefix as torch has it, the prefix without wrappers."""
+    """Maps every module's prefix in torch's ``state_dict`` to its FQN prefix."""
     return {place.raw: place.prefix for place in places(model)}
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """The key that sorts ``block.10`` after ``block.9``."""
+    """Returns the sort key of a name in natural order: ``block.10`` after ``block.9``."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's next step, for diagnosis of runs that went wrong."""
+"""Observation of the gradients of an optimizer's next step, for diagnosis of anomalies."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,12 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-#: Takes this rank's parts of gradients, by the ids of the model's parameters.
+#: Receives this rank's gradients (or shards of them) by the ids of the model's parameters.
 Keep = Callable[[dict[int, torch.Tensor]], None]
 
 
 def watch_steps(optimizer: Optimizer, keep: Keep) -> RemovableHandle:
-    """Calls ``keep`` before each step of an optimizer of torch's kind with what its parameters hold."""
+    """Calls ``keep`` with the ``grad`` of the optimizer's parameters before each step; for torch's optimizers."""
 
     def before(stepping: Optimizer, args: object, kwargs: object) -> None:
         parameters = [one for group in stepping.param_groups for one in group["params"]]

@@ -1,4 +1,4 @@
-"""Steps with a loss scale; gradients without it are refused, and so are sums of gradients with and without it."""
+"""Backward and step with a loss scale; refuses unscaled gradients, and sums of scaled and unscaled ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from accel_state.errors import BackendError
 
 
 def scaled_backward(scaler: LossScaler, backward: Callable[[float], None]) -> None:
-    """Calls ``backward`` with the loss scale.
+    """Calls ``backward`` with the loss scale as factor.
 
     Raises:
-        PrecisionError: gradients that carry the loss scale were added to ones from which it had been removed.
+        PrecisionError: scaled gradients were added to unscaled ones.
     """
     scaler.overflow_dropped()
     waiting = scaler.unscaled_gradients()
@@ -24,7 +24,7 @@ def scaled_backward(scaler: LossScaler, backward: Callable[[float], None]) -> No
 
 
 def scaled_step(scaler: LossScaler, optimizer: Optimizer, closure: Callable[[], Any] | None, *, names: Names) -> bool:
-    """Steps unless gradients overflowed; returns whether it stepped.
+    """Steps unless gradients overflowed; returns whether the optimizer stepped.
 
     Raises:
         BackendError: see ``check_scaled``.
@@ -42,10 +42,10 @@ def scaled_step(scaler: LossScaler, optimizer: Optimizer, closure: Callable[[], 
 
 
 def check_scaled(scaler: LossScaler, optimizer: Optimizer, names: Names) -> None:
-    """Makes sure that an optimizer's gradients are multiplied by the loss scale, by which the step divides them.
+    """Verifies that an optimizer's gradients carry the loss scale, by which the step divides them.
 
     Raises:
-        BackendError: they are of a ``loss.backward()``.
+        BackendError: the gradients are of a ``loss.backward()`` without the loss scale.
     """
     if not scaler.lacks_scale(optimizer):
         return

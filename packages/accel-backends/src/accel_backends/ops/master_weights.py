@@ -1,4 +1,4 @@
-"""Parameters built in half precision, which a mixed precision keeps and updates in fp32."""
+"""Upcast of parameters that were built in half precision, which mixed precision keeps and updates in fp32."""
 
 from collections.abc import Iterable
 
@@ -16,12 +16,12 @@ _NAMED = 5
 
 
 def upcasts(policy: PrecisionPolicy) -> bool:
-    """Whether a precision keeps half-precision parameters that train in fp32."""
+    """Whether a precision keeps trainable half-precision parameters in fp32."""
     return policy.autocast and policy.params is None
 
 
 def upcast_states(optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> None:
-    """Widens what optimizers that have stepped hold for half-precision parameters, before those are widened."""
+    """Converts the optimizer states of half-precision parameters to fp32; to be called before ``upcast_parameters``."""
     if not upcasts(policy):
         return
     for optimizer in optimizers:
@@ -34,10 +34,10 @@ def upcast_states(optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> N
 
 
 def upcast_parameters(model: nn.Module, policy: PrecisionPolicy, *, frozen: bool = False) -> None:
-    """Widens half-precision parameters that train to fp32, so that a mixed precision has something to step on.
+    """Converts trainable half-precision parameters to fp32, if the precision is a mixed one.
 
-    They stay the same objects. ``frozen``: those that do not train are widened, too. Other precisions, and one that
-    sets the dtype of parameters itself, change nothing.
+    Parameters stay the same objects. ``frozen``: also converts frozen parameters. True precisions, and policies that
+    set the dtype of parameters, change nothing.
     """
     if not upcasts(policy):
         return

@@ -1,4 +1,4 @@
-"""Gives modules on the meta device their values, part by part, so that no rank ever holds a full model."""
+"""Initialisation of modules on the meta device, unit by unit, so that no rank holds the full model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,12 +13,12 @@ Made = dict[nn.Parameter, nn.Parameter]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether any parameter has no values."""
+    """Whether any parameter is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def check_initialisers(model: nn.Module, initialise: Initialiser | None) -> None:
-    """Refuses a model on the meta device whose values nothing can give.
+    """Refuses a model on the meta device that has modules without an initialiser.
 
     Raises:
         PrepareError: modules with parameters or buffers of their own and without ``reset_parameters``.
@@ -39,7 +39,10 @@ def check_initialisers(model: nn.Module, initialise: Initialiser | None) -> None
 
 
 def drop_values(model: nn.Module) -> None:
-    """Moves a model to the meta device, where it takes no memory; parameters that others still hold become empty."""
+    """Moves a model to the meta device, to free its memory.
+
+    Replaced parameters that are still referenced become empty.
+    """
     made: Made = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -60,12 +63,12 @@ def materialise(
     initialise: Initialiser | None = None,
     values_follow: bool = False,
 ) -> None:
-    """Gives the modules' own tensors memory on ``device``, zeros, and then values.
+    """Allocates the modules' meta tensors on ``device`` as zeros, and initialises them.
 
     Args:
-        made: the parameters that took the place of others, so that tied ones stay tied; added to.
-        initialise: called with each module; None: its ``reset_parameters``.
-        values_follow: the caller fills in values afterwards, so nothing is called.
+        made: new parameter by replaced one, so that tied parameters stay tied; extended here.
+        initialise: called with each module; None: the module's ``reset_parameters``.
+        values_follow: the caller writes the values afterwards, so no initialiser is called.
     """
     fresh = [module for module in modules if any(tensor.is_meta for tensor in _own(module))]
     for module in fresh:

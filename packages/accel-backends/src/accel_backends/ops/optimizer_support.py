@@ -1,4 +1,4 @@
-"""Optimizers that look beyond single elements, with which ranks that hold a part of each parameter cannot step."""
+"""Optimizers whose update is not elementwise, and therefore differs on shards of parameters."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-#: torch's optimizers that, on the parts that a backend leaves every rank, fail or step elsewhere than on whole
-#: parameters. ``fsdp`` has shards that know of the whole, ``fsdp1`` and ``deepspeed`` pieces of flat tensors.
+#: torch's optimizers that fail, or update otherwise than on full parameters, on the shards of each backend: DTensors
+#: with ``fsdp``, slices of flat tensors with ``fsdp1`` and ``deepspeed``.
 BEYOND_ELEMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fsdp": ("Adafactor", "Rprop"),
@@ -19,7 +19,7 @@ BEYOND_ELEMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "deepspeed": ("Adafactor", "LBFGS", "Muon"),
     }
 )
-# Optimizers of torch that DeepSpeed has for the host: module and class there, and the operation to be compiled.
+# torch's optimizers with a DeepSpeed version for the host: module, class, and builder of the compiled op.
 ON_HOST = {
     "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
     "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
@@ -30,28 +30,31 @@ _STEPS = 2
 
 
 def beyond_elements(optimizer: Optimizer, backend: str) -> str | None:
-    """The name of torch's optimizer that this one is, or is made of, if parts of that backend are not enough for it."""
+    """Returns the name of the optimizer's torch class if that class cannot step on the backend's shards."""
     torchs = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith(_TORCHS)}
     return next((name for name in BEYOND_ELEMENTS[backend] if name in torchs), None)
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own, for which ``BEYOND_ELEMENTS`` is complete."""
+    """Whether the optimizer's class is torch's own; ``BEYOND_ELEMENTS`` is complete for these."""
     return type(optimizer).__module__.startswith(_TORCHS)
 
 
 def steps_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -> bool:
-    """Whether an optimizer updates pieces of flat tensors as it updates the whole ones; True if it cannot be tried."""
+    """Whether an optimizer updates slices of flat tensors as it updates full tensors.
+
+    True if a trial is not possible.
+    """
     return tried_by_element(optimizer, device) is not False
 
 
 def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -> bool | None:
-    """Whether an optimizer updates pieces of flat tensors, on several ranks, as it updates whole ones; None: unknown.
+    """Whether an optimizer updates slices of flat tensors, on several ranks, as it updates full ones; None: unknown.
 
-    torch's own are known; of others, some are made of the same class and options for small parameters. Unknown are
-    those that cannot be made so, that need more than gradients, or that do not do the same twice.
+    torch's own optimizers are looked up; another optimizer's class and options are tried on small parameters. Unknown
+    are optimizers that cannot be constructed so, that need more than gradients, or that are not deterministic.
 
-    ``device``: where the parameters train; kernels of some optimizers are for GPUs only.
+    ``device``: where the parameters train, because kernels of some optimizers exist for GPUs only.
     """
     if is_torchs(optimizer):
         return beyond_elements(optimizer, "deepspeed") is None
@@ -77,8 +80,8 @@ class OptimizerTrial:
     """A few steps of an optimizer's class and options on a small matrix and a vector.
 
     Attributes:
-        values: the parameters before the first step.
-        gradients: of each step, one for each parameter.
+        values: parameters before the first step.
+        gradients: for each step, one gradient for each parameter.
     """
 
     kind: type[Optimizer]
@@ -88,7 +91,7 @@ class OptimizerTrial:
 
     @classmethod
     def of(cls, optimizer: Optimizer, device: torch.device | str, rows: int = 4) -> "OptimizerTrial":
-        """The trial of an optimizer like this one; ``rows``: of the matrix, and elements of the vector."""
+        """Creates the trial of an optimizer; ``rows``: rows of the matrix, and elements of the vector."""
         group = optimizer.param_groups[0]
         options = {key: value for key, value in group.items() if key in optimizer.defaults}
         generator = torch.Generator().manual_seed(0)
@@ -99,28 +102,31 @@ class OptimizerTrial:
         return cls(type(optimizer), options, values, gradients)
 
     def leaves_random_numbers(self) -> AbstractContextManager[None]:
-        """Within it, random numbers are drawn that the program's own generators do not count."""
+        """Context that restores the global random generators on exit."""
         device = self.values[0].device
         if device.type == "cpu":
             return torch.random.fork_rng([])
         return torch.random.fork_rng([device], device_type=device.type)
 
     def expected(self) -> list[torch.Tensor] | None:
-        """The parameters after the steps; None if that cannot be found out, see ``tried_by_element``."""
+        """Returns the parameters after the steps; None if unknown, see ``tried_by_element``."""
         whole, again = (self.stepped(self.values, self.gradients) for _ in range(2))
         return whole if whole is not None and again is not None and all(map(torch.equal, whole, again)) else None
 
     def stepped(
         self, values: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor] | None:
-        """These parameters after steps with these gradients; None if such an optimizer does not take them."""
+        """Returns the parameters after steps with these gradients.
+
+        None if constructing or stepping the optimizer fails.
+        """
         try:
             return self.step([nn.Parameter(value.clone()) for value in values], gradients)
         except Exception:
             return None
 
     def step(self, parameters: list[nn.Parameter], gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Makes the optimizer for the parameters and steps; raises what it raises."""
+        """Constructs the optimizer and steps; exceptions of the optimizer pass through."""
         optimizer = self.kind(parameters, **self.options)
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
@@ -130,6 +136,6 @@ class OptimizerTrial:
 
 
 def agree_closely(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether two lists hold the same numbers up to rounding, whatever the shapes of their tensors."""
+    """Whether two lists hold the same elements up to rounding, whatever the shapes of their tensors."""
     first, second = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (one, other))
     return torch.allclose(first, second, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Trials of other libraries' optimizers on small shards, before anything is changed."""
+"""Trials of other libraries' optimizers on small shards, before any change to the model."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 
 def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offload: bool) -> None:
-    """Refuses optimizers that fail on shards, or step otherwise than on full parameters; collective.
+    """Refuses optimizers that fail on DTensor shards, or update them otherwise than full parameters.
 
-    torch's own are known (``elementwise``). One that cannot be tried is accepted, because a DTensor either computes an
-    operation as on the full tensor or raises.
+    torch's own optimizers are looked up (``optimizer_support``). An optimizer that cannot be tried is accepted, because
+    a DTensor operation either computes as on the full tensor or raises.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        PrepareError: on every rank the same, with the nearest that works.
+        PrepareError: the same on every rank, with the nearest alternative.
     """
     for optimizer in optimizers:
         if is_torchs(optimizer):
@@ -46,14 +48,14 @@ def check_on_shards(optimizers: Iterable[Optimizer], mesh: "DeviceMesh", *, offl
 
 
 def check_on_pieces(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any], device: torch.device | str) -> None:
-    """Refuses optimizers that are not shown to update flat pieces of parameters as they update whole ones.
+    """Refuses optimizers not shown to update slices of flat parameters as they update full parameters.
 
     Args:
-        sharded: parameters by id that are going to be sharded.
-        device: where they are stepped.
+        sharded: by id, the parameters that will be sharded.
+        device: where the optimizers step.
 
     Raises:
-        PrepareError: with the nearest that works.
+        PrepareError: with the nearest alternative.
     """
     for optimizer in optimizers:
         if not holds_any(optimizer, sharded) or (by_element := tried_by_element(optimizer, device)):
@@ -66,12 +68,12 @@ def check_on_pieces(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any],
 
 
 def holds_any(optimizer: Optimizer, parameters: Mapping[int, Any]) -> bool:
-    """Whether the optimizer updates any of the parameters, by id."""
+    """Whether the optimizer updates any of ``parameters``, which are given by id."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _problem(trial: OptimizerTrial, mesh: "DeviceMesh", *, offload: bool) -> str | None:
-    """How the trial on shards fails; None if it does not."""
+    """Returns how the trial on shards fails, as text; None if it passes."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     expected = trial.expected()

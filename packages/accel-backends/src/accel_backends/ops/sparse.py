@@ -1,4 +1,4 @@
-"""Embeddings whose gradients are sparse tensors, which cannot be cut into pieces."""
+"""Embeddings with sparse gradients, which cannot be sharded."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """The embeddings of a model that were built with ``sparse=True``, by torch's names."""
+    """Yields the embeddings of a model that were built with ``sparse=True``, with torch's names."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield name, module

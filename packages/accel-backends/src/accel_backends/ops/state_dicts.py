@@ -1,6 +1,6 @@
-"""States of models and optimizers under the names that their author gave, free of wrappers, world size and backend.
+"""State dicts of models and optimizers by FQN, independent of wrappers, world size and backend.
 
-A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's is
+A model's state is ``{name: tensor}``, tied tensors once, under their first name. An optimizer's state is
 ``{"state": {name: {key: tensor | number}}, "param_groups": [{option: value, ..., "params": [name, ...]}]}``.
 """
 
@@ -20,7 +20,7 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's ``state_dict`` under its own names. Tensors share memory with the model."""
+    """Returns the model's ``state_dict`` by FQN. Tensors share memory with the model."""
     model = innermost(model)
     stored, prefixes = first_names(model), raw_prefixes(model)
     state: dict[str, Any] = {}
@@ -30,7 +30,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``model_state`` gave, with tied tensors under all their names, as a bare module's ``state_dict`` has it."""
+    """Returns a ``model_state`` with tied tensors under all their names, as in a bare module's ``state_dict``."""
     model = innermost(model)
     stored, prefixes = first_names(model), raw_prefixes(model)
     names = {_plain_name(raw, prefixes): _stored_name(raw, stored, prefixes) for raw in model.state_dict()}
@@ -38,7 +38,7 @@ def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_stored(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, without wrappers, the name under which ``model_state`` has it."""
+    """Maps every FQN of a parameter or buffer to the name under which ``model_state`` stores the tensor."""
     model = innermost(model)
     prefixes = raw_prefixes(model)
     return {_plain_name(raw, prefixes): name for raw, name in first_names(model).items()}
@@ -51,13 +51,14 @@ def load_model_state(
     strict: bool = True,
     place: Callable[[Any, Any], Any] = lambda value, own: value,
 ) -> tuple[list[str], list[str]]:
-    """Loads what ``model_state`` gave, into this or any other wrapping of the same model.
+    """Loads a ``model_state`` into this or any other wrapping of the same model.
 
-    Nothing is loaded unless everything fits. A tied tensor may be given under any of its names. ``place(value, own)``
-    makes of a given value what the model's own is loaded from. Values that are the model's own memory stay as they are.
+    Nothing is loaded unless all names and shapes fit. A tied tensor may be given under any of its names.
+    ``place(value, own)`` converts a given value to the form of the model's own tensor (for example to a shard). Values
+    that already are the model's own memory are skipped.
 
     Returns:
-        The names that were missing and those that the model does not have; both empty if ``strict``.
+        The missing names and the unknown names; both empty if ``strict``.
 
     Raises:
         CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
@@ -89,9 +90,9 @@ def load_model_state(
 
 
 def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-    """The optimizer's ``state_dict`` with parameters by name instead of by number.
+    """Returns the optimizer's ``state_dict`` with FQNs in place of parameter indices.
 
-    If the optimizer updates parameters of several of the models, each name starts with its model's position (``0.``).
+    If the optimizer updates parameters of several models, each FQN has its model's position as prefix (``0.``).
 
     Raises:
         PrepareError: the optimizer updates a parameter that belongs to none of the models.
@@ -105,10 +106,10 @@ def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[s
 
 
 def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-    """Loads what ``optimizer_state`` gave, into an optimizer with the same parameters in the same groups.
+    """Loads an ``optimizer_state`` into an optimizer with the same parameters in the same groups.
 
-    Groups are found by the parameters in them, so their order does not matter. Tensors keep the dtype that they were
-    saved in, where torch would convert them to the parameter's.
+    Groups are matched by their parameters, so their order does not matter. Tensors keep the dtype in which they were
+    saved, where torch would convert them to the parameter's dtype.
 
     Raises:
         CheckpointMismatchError: the parameters or their grouping differ.
@@ -127,8 +128,9 @@ def load_optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], stat
 
 
 def _numbers(numbers: list[int], optimizer: Optimizer) -> Sequence[int]:
-    """Numbers of a group's parameters, as a range where they are one: torch looks each up in it as often as it has
-    tensors of state, which in a list takes time that is quadratic in the number of parameters.
+    """Returns the parameter indices of a group, as a range if they are consecutive.
+
+    torch looks each index up once per state tensor, which takes quadratic time in a list.
     """
     span = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
     own_way = type(optimizer).load_state_dict is not Optimizer.load_state_dict
@@ -139,7 +141,7 @@ def _numbers(numbers: list[int], optimizer: Optimizer) -> Sequence[int]:
 def fitted_groups(
     optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The options of each of the optimizer's groups as a state has them, found by the names of its parameters.
+    """Returns the saved options of each of the optimizer's groups, matched by the names of the parameters.
 
     Options that the state does not have keep their value.
 
@@ -166,17 +168,17 @@ def fitted_groups(
     return fitted
 
 
-# Options that may differ between two states of the same optimizer: names, and how it computes and not what.
+# Options in which two states of one optimizer may differ: names, and choices of implementation.
 ASIDE = frozenset(
     [PARAMS, "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "bias_correction"]
 )
 
 
 def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The saved options of a group; options that this version of the optimizer added keep their value.
+    """Returns the saved options of a group; options that this version of the optimizer added keep their value.
 
     Raises:
-        CheckpointMismatchError: each has options that the other lacks, so they are different optimizers.
+        CheckpointMismatchError: each side has options that the other lacks, so the optimizers are different.
     """
     lacking, foreign = set(group) - set(saved) - ASIDE, set(saved) - set(group) - ASIDE
     if lacking and foreign:
@@ -189,7 +191,7 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> d
 
 
 def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[str]:
-    """The name of every parameter of the optimizer, in the order of its groups.
+    """Returns the FQN of every parameter of the optimizer, in the order of its groups.
 
     Raises:
         PrepareError: a parameter belongs to none of the models.
@@ -211,13 +213,13 @@ def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[s
 
 
 def state_templates(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters by name: its states of them are placed as they are."""
+    """Returns the optimizer's parameters by FQN, as templates of the placement of their states."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return dict(zip(optimizer_names(optimizer, models), held, strict=True))
 
 
 def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any] | Any") -> list[str]:
-    """Descriptions of the optimizer's parameters whose ``id`` is not in ``known``."""
+    """Returns descriptions of the optimizer's parameters whose ``id`` is not in ``known``."""
     found = []
     for number, group in enumerate(optimizer.param_groups):
         labels = group.get("param_names")
@@ -228,19 +230,20 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
     return found
 
 
-#: Set on a pre-hook of ``load_state_dict``, it says that the hook changes where given values lie, not what they are.
+#: Attribute that marks a pre-hook of ``load_state_dict`` which changes the placement of values, not the values.
 ONLY_PLACES = "_accel_only_places"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _PLAIN = (torch.Tensor, nn.Parameter)
-# Models in which a module has more children than this are loaded child by child.
+# Models with a module of more children than this are loaded child by child.
 _WIDE = 8
 
 
 def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """``module.load_state_dict``, whose time is linear in the number of parameters.
+    """``module.load_state_dict`` in time linear in the number of parameters.
 
-    Torch looks through all entries of a module once for each child, so 10,000 layers take 10,000 times 10,000 looks. A
-    module without hooks that has many children, or contains one that has, hands each child its own entries instead.
+    torch filters all entries of a module once for each child, which is quadratic: 10,000 layers take 10,000 times
+    10,000 comparisons. Here a wide module without hooks (or one that contains a wide module) passes each child only the
+    child's own entries.
     """
     if not any(len(one._modules) > _WIDE for one in module.modules()) or not _loads_as_torch_does(module):
         module.load_state_dict(state, strict=False)
@@ -262,7 +265,7 @@ def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _loads_as_torch_does(module: nn.Module) -> bool:
-    """Whether a module has no hooks and methods that could look at what it or its children are given."""
+    """Whether no hook or overridden method can depend on which entries the module and its children are given."""
     kind = type(module)
     return (
         kind.load_state_dict is nn.Module.load_state_dict
@@ -273,13 +276,13 @@ def _loads_as_torch_does(module: nn.Module) -> bool:
 
 
 def _keeps_content(hook: Any) -> bool:
-    """Whether a hook of ``load_state_dict`` leaves what is loaded as it is: ours, and FSDP2's, which reshard."""
-    function = getattr(hook, "hook", hook)  # torch wraps those that get the module
+    """Whether a ``load_state_dict`` hook leaves values unchanged: marked hooks, and FSDP2's, which reshard."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that receive the module
     return hasattr(function, ONLY_PLACES) or getattr(function, "__module__", "").startswith(_FSDP2)
 
 
 def _same_memory(value: Any, own: Any) -> bool:
-    """Whether a value is a view of all of the model's own tensor, so that copying it there would change nothing."""
+    """Whether ``value`` is a view of all of the model's own tensor, so that a copy would change nothing."""
     if type(value) not in _PLAIN or type(own) not in _PLAIN:
         if not (hasattr(value, "_local_tensor") and hasattr(own, "_local_tensor")):
             return False
@@ -301,7 +304,7 @@ def _stored_name(raw: str, stored: Mapping[str, str], prefixes: Mapping[str, str
 
 
 def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
-    """A name without wrappers; an ``_extra_state`` is named after the module that holds it."""
+    """Removes wrapper prefixes from a name; an ``_extra_state`` is named after the module that holds it."""
     prefix, dot, leaf = raw.rpartition(".")
     return prefixes.get(prefix + dot, prefix + dot) + leaf
 
@@ -313,7 +316,7 @@ def _shapes_differ(own: Any, given: Any) -> bool:
 
 
 def differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
-    """How the names of a state differ from those that are known, for a message."""
+    """Describes the differences between the names of a state and the known names, for an error message."""
     parts = [f"state of another {kind}"]
     if missing:
         parts.append(f"it lacks {_few(missing)}")
@@ -329,7 +332,7 @@ def _few(items: Sequence[str], most: int = 5) -> str:
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Undoes the conversion of saved tensors to the parameters' dtype, which loses bits of fp32 states."""
+    """Undoes torch's conversion of loaded state tensors to the parameters' dtype, which rounds fp32 states."""
     held = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
     for index, values in saved.items():
         state = optimizer.state[held[index]]

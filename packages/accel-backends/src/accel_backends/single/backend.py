@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""Backend for one process and one device."""
 
 from typing import ClassVar, final
 
@@ -11,12 +11,12 @@ from accel_backends.core.config import BackendConfig, SingleConfig
 
 @final
 class SingleBackend(Backend):
-    """Trains on one device: the defaults of ``Backend``, and no wrapper at all."""
+    """Trains on one device: the defaults of ``Backend``, without a wrapper."""
 
     name: ClassVar[str] = "single"
     Config: ClassVar[type[BackendConfig]] = SingleConfig
     capabilities: ClassVar[Capabilities] = Capabilities(ranks=(1, 1), uneven_inputs=True, loads_in_place=True)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
+        """Returns the model itself."""
         return model

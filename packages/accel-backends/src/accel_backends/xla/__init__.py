@@ -1,1 +1,1 @@
-"""TPUs and other devices of torch_xla."""
+"""Backend for TPUs and other devices of torch_xla."""

@@ -1,10 +1,11 @@
-"""TPUs and other devices of torch_xla: one process drives all devices of its host, and the compiler spreads the work.
+"""Backend for TPUs and other devices of torch_xla: one process drives all devices of its host (SPMD).
 
-Over several machines of a pod each runs the same program on all their devices; only batches differ from host to host.
+The compiler splits the work over the devices. On several hosts of a pod every process runs the same program for all
+devices of the pod; only batches differ from host to host.
 
-Computations are recorded and run when a step ends, so a step must look alike each time: a new shape means a new
-compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/XLA SPMD, and GSPMD
-(arXiv:2105.04663) for how a program with marked tensors is partitioned.
+Computations are recorded and run when a step ends. Steps therefore have to look alike: a new shape means a new
+compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/XLA SPMD, and GSPMD (arXiv:2105.04663)
+for the partitioning of a program with marked tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class XLAConfig(BackendConfig):
-    """How a model is spread over the devices.
+    """Options of sharding over XLA devices.
 
     Attributes:
-        shard_parameters: each device holds a part of every parameter, gradient and optimizer state, and the compiler
-            gathers what a layer needs (what torch_xla calls FSDPv2). Off: each holds all of them.
-        min_shard_size: parameters of fewer elements stay whole on each device.
-        quiet_steps: optimizer steps in which compilations are expected; each later one is reported with the step.
+        shard_parameters: shard every parameter, gradient and optimizer state over the devices; the compiler all-gathers
+            the parameters of a layer (torch_xla's FSDPv2). False: each device holds all of them.
+        min_shard_size: parameters of fewer elements are replicated.
+        quiet_steps: optimizer steps in which compilations are expected; each later one is reported with its step.
 
-    Values may be texts, as a command line gives them.
+    Values may be texts, as given on a command line.
 
     Raises:
         ConfigError: a text that is no truth value, or a negative number.
@@ -66,14 +67,14 @@ class XLAConfig(BackendConfig):
 
 @final
 class XLABackend(Backend):
-    """One process over all XLA devices of a machine; batches are cut into one part for each of them.
+    """One process drives all XLA devices of a host; each batch is split into one part per device.
 
-    The batches of a step on all machines are one tensor here: losses, norms and gathered tensors are those of the
-    whole, and no collective is called by hand. What machines have by themselves they exchange over the session's group.
+    The batches of a step on all hosts form one tensor: losses, norms and gathered tensors are those of the global
+    batch, and no collective is called explicitly. Objects outside XLA are exchanged over the session's process group.
 
     Raises:
-        BackendError: there are no XLA devices; other processes than one on each machine that the runtime connects; or
-            gradients were computed before torch had these devices.
+        BackendError: there are no XLA devices; the processes are not exactly one for each host that the runtime
+            connects; or gradients were computed before torch_xla was imported.
 
     Attributes:
         watch: counts compilations, and reports late ones.
@@ -103,19 +104,19 @@ class XLABackend(Backend):
 
     @property
     def num_devices(self) -> int:
-        """Devices that a batch is cut for."""
+        """Number of devices over which a batch is split."""
         return int(open_mesh().size())
 
     # Preparing
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """As everywhere; then the recorded moves are carried out, so that no step has them in its computation."""
+        """As every backend; afterwards runs the recorded copies, so that no step's computation contains them."""
         bundle = super().bind(bundle)
         self._sync()
         return bundle
 
     def place(self, model: nn.Module) -> nn.Module:
-        """On the devices, with the values of the first machine: whole on each, or in parts, by the options."""
+        """Moves a model to the devices with the first host's values, replicated or sharded as the options say."""
         if self.session.world_size > 1:
             self._take_first(model)
         tied = _places(model)
@@ -127,11 +128,11 @@ class XLABackend(Backend):
         return model
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
+        """Returns the model itself."""
         return model
 
     def _take_first(self, model: nn.Module) -> None:
-        """Gives this machine the first one's parameters and buffers, as every machine sends its own to its devices."""
+        """Broadcasts the first host's parameters and buffers, because every host sends its own to its devices."""
         own = {id(one): one.detach() for one in (*model.parameters(), *model.buffers())}
         self.session.broadcast([one for one in own.values() if one.device.type == "cpu"])
 
@@ -145,11 +146,11 @@ class XLABackend(Backend):
     # A step
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A micro-batch that is no step yet: what it recorded runs at its end."""
+        """Context of a micro-batch without optimizer step: runs the recorded computations on exit."""
         return self._micro_batch
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Updates parameters and ends the recording of the step, which runs then."""
+        """Updates parameters, ends the recording of the step and runs it."""
         taken = super().step(optimizer, closure)
         self.watch.end_step(self._sync)
         return taken
@@ -157,21 +158,21 @@ class XLABackend(Backend):
     # States
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Copies in the host's memory, whole: nothing else outlives the next step."""
+        """Returns full tensors in host memory, because the next step replaces device tensors."""
         return cast("dict[str, Any]", self._on_host(model_state(model)))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads a state of any backend, spread as the parameters were."""
+        """Loads a state of any backend; tensors are sharded as the parameters were."""
         load_model_state(model, state, strict=strict)
         self._spread(model)
         self._sync()
 
     def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Copies in the host's memory, by parameter names."""
+        """Returns full tensors in host memory, by FQN."""
         return cast("dict[str, Any]", self._on_host(optimizer_state(optimizer, models)))
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads a state of any backend, each tensor spread as its parameter."""
+        """Loads a state of any backend; each tensor is sharded like its parameter."""
         load_optimizer_state(optimizer, models, state)
         config = cast(XLAConfig, self.config)
         if config.shard_parameters:
@@ -182,18 +183,18 @@ class XLABackend(Backend):
         self._sync()
 
     def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Copies in the host's memory."""
+        """Returns gradients as full tensors in host memory."""
         return cast("dict[str, torch.Tensor]", self._on_host(super().unreduced_gradients(model)))
 
     def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether all elements of each are finite; runs what was recorded so far."""
+        """Whether all elements of each gradient are finite; runs the computations recorded so far."""
         self._sync()
         return super().finite(gradients)
 
     def _on_host(self, state: Any) -> Any:
         from accel_state.pytree.operations import map_leaves
 
-        # What is still recorded runs once, and not again in part for each tensor that is copied.
+        # Runs the recorded computations once, instead of a part of them for each copied tensor.
         self._sync()
         return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
 
@@ -205,13 +206,13 @@ class XLABackend(Backend):
 
 @final
 class _MicroBatch:
-    """The block of a micro-batch that no optimizer step follows yet."""
+    """Context of a micro-batch that no optimizer step follows yet."""
 
     def __init__(self, watch: CompilationWatch, end: Callable[[], None]) -> None:
         self._watch, self._end = watch, end
 
     def __enter__(self) -> None:
-        """Nothing: computations are recorded always."""
+        """Does nothing: computations are always recorded."""
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is None:
@@ -219,21 +220,21 @@ class _MicroBatch:
 
 
 def _how_to_get() -> str:
-    """What is missing where a process has no XLA devices."""
+    """Returns advice for a process without XLA devices."""
     if find_spec("torch_xla") is None:
         return "install torch_xla, the one made for your torch (pip install torch==2.9.0 torch_xla==2.9.0)"
     return "set PJRT_DEVICE to TPU (or to CPU, to try it), and do not ask for the CPU"
 
 
 def count_hosts() -> int:
-    """Machines whose devices the runtime of this process sees: 1, or those of a pod."""
+    """Returns the number of hosts that the runtime connects: 1, or those of a pod."""
     import torch_xla.runtime as runtime
 
     return int(runtime.process_count())
 
 
 def check_hosts(hosts: int, topology: "Topology") -> None:
-    """Raises BackendError unless there is one process for each machine whose devices the runtime connects."""
+    """Raises BackendError unless there is exactly one process for each host that the runtime connects."""
     started = topology.world_size
     if hosts == started == topology.num_nodes:
         return
@@ -249,7 +250,7 @@ def check_hosts(hosts: int, topology: "Topology") -> None:
 
 
 def check_gradients(device: torch.device) -> None:
-    """Raises BackendError where torch listed the devices that compute gradients before torch_xla had added its own."""
+    """Raises BackendError if torch initialised autograd's device threads before torch_xla was imported."""
     probe = torch.zeros((), device=device, requires_grad=True)
     try:
         probe.neg().backward()
@@ -261,14 +262,14 @@ def check_gradients(device: torch.device) -> None:
 
 
 def shard_batch(batch: Any) -> Any:
-    """The batch with the rows of every tensor cut into one part for each device; for batches that no loader made."""
+    """Shards the rows of every tensor of a batch over the devices; for batches that no prepared loader made."""
     from accel_state.pytree.operations import map_leaves
 
     return map_leaves(lambda leaf: shard_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each shared parameter is registered: moving to XLA makes a new parameter in each place."""
+    """Lists the places of each tied parameter, because moving to XLA makes a new parameter in each place."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

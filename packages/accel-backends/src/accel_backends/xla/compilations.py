@@ -1,4 +1,4 @@
-"""Counts of XLA's compilations, with a warning about late ones: each change of shapes costs seconds."""
+"""Counts of XLA's compilations, with a warning about late ones, because each change of shapes costs seconds."""
 
 from collections.abc import Callable
 from typing import final
@@ -10,9 +10,9 @@ _log = get_logger(__name__)
 
 @final
 class CompilationWatch:
-    """Looks whether ending a step or a micro-batch compiled something, as it should only in the first few steps.
+    """Counts compilations at the end of steps and micro-batches, which are expected in the first few steps only.
 
-    What a user reads from the devices in between may compile programs of its own; those are not counted.
+    Compilations between these points (values that the user reads from the device) are not counted.
 
     Attributes:
         steps: optimizer steps seen.
@@ -52,7 +52,7 @@ class CompilationWatch:
 
 
 def compilations() -> int:
-    """How many computations XLA has compiled in this process."""
+    """Returns the number of computations that XLA has compiled in this process."""
     import torch_xla.debug.metrics as metrics
 
     data = metrics.metric_data("CompileTime")

@@ -1,4 +1,4 @@
-"""The XLA devices of all processes as one row, and which part of a tensor each of them holds."""
+"""Mesh of the XLA devices of all processes, and sharding of tensors over it."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from torch_xla.distributed.spmd import Mesh
 
 DATA_AXIS = "data"
-"""The one axis: rows of batches are spread over it, and parameters where they are sharded."""
+"""The only axis of the mesh: shards rows of batches, and parameters if they are sharded."""
 
 
 def open_mesh(group: "ProcessGroup | None" = None) -> "Mesh":
-    """The row of all devices, which torch_xla holds for the process; made when it is first read.
+    """Returns the mesh of all devices, which torch_xla keeps for the process; created on first use.
 
-    Devices are driven as one from then on. That has to come before anything is put on them. torch_xla remembers it in a
-    variable of the environment, which may be gone. Over several machines the first call is collective: ``group`` is
-    their processes, in whose order the devices stand, so that rows of batches do as well.
+    The first call turns SPMD mode on, which torch_xla requires before any tensor is on the devices. torch_xla remembers
+    the mode in an environment variable, which may be gone. With several hosts the first call is a collective over
+    ``group``, the processes of the hosts: devices are ordered by process, and rows of batches therefore too.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        BackendError: the machines do not have equally many devices, each its own.
+        BackendError: the hosts do not have equally many distinct devices.
     """
     import numpy
     import torch_xla.distributed.spmd as spmd
@@ -45,10 +47,10 @@ def open_mesh(group: "ProcessGroup | None" = None) -> "Mesh":
 
 
 def in_rows(devices: Sequence[Sequence[int]], count: int) -> list[int]:
-    """All devices, those of the first machine first; ``devices`` are the numbers of each machine's, in any order.
+    """Returns all devices, ordered by host; ``devices``: the device numbers of each host, in any order.
 
     Raises:
-        BackendError: the machines do not have equally many of ``count`` devices, each its own.
+        BackendError: the hosts do not have equally many of ``count`` distinct devices.
     """
     order = list(chain.from_iterable(devices))
     if sorted(order) != list(range(count)) or len({len(own) for own in devices}) != 1:
@@ -60,21 +62,21 @@ def in_rows(devices: Sequence[Sequence[int]], count: int) -> list[int]:
 
 
 def _devices_here() -> list[int]:
-    """Numbers of this process's devices, in the order in which it cuts a batch for them."""
+    """Returns the numbers of this process's devices, in the order in which it splits a batch."""
     import torch_xla
 
     return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
 
 
 def shard(tensor: torch.Tensor) -> None:
-    """Spreads a tensor over the devices along its longest dimension; with one device there is nothing to spread."""
+    """Shards a tensor over the devices along its longest dimension; does nothing with one device."""
     longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim], default=None)
     if longest is not None:
         _mark(tensor, longest)
 
 
 def shard_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its rows spread over the devices; one without dimensions is whole on each."""
+    """Shards the rows of a tensor over the devices; a tensor without dimensions is replicated."""
     if tensor.dim():
         _mark(tensor, 0)
     return tensor

@@ -1,1 +1,1 @@
-"""States of engines, and DeepSpeed checkpoint folders."""
+"""State dicts of engines, and import of DeepSpeed checkpoint folders."""

@@ -1,8 +1,8 @@
-"""States of DeepSpeed's engines under the names of parameters, whole or as DTensors, and back.
+"""State dicts of DeepSpeed's engines by FQN, as full tensors or DTensors.
 
-Whatever the stage, a parameter's weight and optimizer state are put together one tensor at a time, and each rank keeps
-its rows. So a state fits any other stage, number of ranks and backend, and no rank ever holds more than its share and
-one tensor.
+At every ZeRO stage a parameter's weight and optimizer state are assembled one tensor at a time, and each rank keeps its
+rows. A state therefore fits any other stage, world size and backend, and no rank ever holds more than its shard and one
+full tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,30 +27,30 @@ STEP, EXTRA_STATE = "step", "_extra_state"
 @final
 @dataclass(frozen=True, slots=True)
 class PartitionLayout:
-    """How states are handed out: over which mesh (None: whole), and under which names groups hold parameters.
+    """Layout of saved states: the mesh over which they are sharded (None: full), and the names in each parameter group.
 
     Attributes:
-        mesh: one dimension of ranks that tensors are sharded over.
-        groups: names of each group's parameters, as the optimizer had them before the engine took over.
+        mesh: one-dimensional mesh over which tensors are sharded.
+        groups: FQNs of each group's parameters, as in the optimizer before the engine was created.
     """
 
     mesh: Any
     groups: tuple[tuple[str, ...], ...]
 
     def sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor that every rank has."""
+        """Returns this rank's rows of a full tensor, as a DTensor."""
         if self.mesh is None or whole.dim() == 0:
             return whole
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
         placed = distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
-        local = placed.to_local().clone()  # so that the rest of the whole is freed
+        local = placed.to_local().clone()  # so that the memory of the full tensor is freed
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
     def empty(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A tensor without values, of the parameter's shape and placed as states of it are."""
+        """Returns an uninitialised tensor of the parameter's full shape, sharded like its states."""
         shape = shape_of(parameter)
         if self.mesh is None or not shape:
             return torch.empty(shape, dtype=torch.float32, device=parameter.device)
@@ -64,7 +64,10 @@ class PartitionLayout:
 
 
 def full_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-    """A parameter's weight as the optimizer has it, or one of its optimizer states, whole on every rank; collective."""
+    """Returns a parameter's weight in the optimizer's dtype, or one of its optimizer states, in full on every rank.
+
+    Collective: every rank of the group must call this.
+    """
     import torch.distributed as dist
 
     shape = local_shape_of(parameter)
@@ -79,12 +82,12 @@ def full_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) 
 
 
 def put_full(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-    """Writes this rank's part of a weight or a state that every rank has whole."""
+    """Writes this rank's shard of a full weight or state."""
     put_part(parts, parameter, shard_of_full(parameter, value), key)
 
 
 def put_part(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-    """Writes what the rank's optimizer has of a weight or a state, of which ``value`` is all that it computes with."""
+    """Writes this rank's shard of a weight or state; ``value`` is the tensor-parallel shard (full without AutoTP)."""
     with parts.held(parameter, changed=True) as part:
         if part.size and part.flat is not None:
             target = part.of(_source(parts, part, key))
@@ -92,7 +95,7 @@ def put_part(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, ke
 
 
 def _dtype_elsewhere(parts: Partitions, key: str | None) -> torch.dtype:
-    """The dtype of a weight or a state that other ranks have: that of this rank's own."""
+    """Returns the dtype of a weight or state that only other ranks have, which is the dtype of this rank's own ones."""
     flats = parts.flats()
     found = flats if key is None else [parts.state[flat][key] for flat in flats if key in parts.state.get(flat, ())]
     return found[0].dtype if found else torch.float32
@@ -110,7 +113,10 @@ def _source(parts: Partitions, part: Partition, key: str | None) -> torch.Tensor
 
 
 def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) -> dict[str, Any]:
-    """Parameters in fp32 where the optimizer keeps them so, else as they are; buffers whole. Collective."""
+    """Returns parameters, in fp32 if the optimizer has master weights, and full buffers.
+
+    Collective: every rank of the group must call this.
+    """
     state: dict[str, Any] = {}
     for name, parameter in named_parameters(engine).items():
         if parts is not None and parts.holds(parameter):
@@ -122,7 +128,10 @@ def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) 
 
 
 def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter whole, in the dtype that the model computes with; collective at stage 3."""
+    """Returns a full parameter in the compute dtype. At stage 3 or with AutoTP this is a collective.
+
+    Collective: every rank of the group must call this.
+    """
     if not hasattr(parameter, "ds_id"):
         return full_of_shard(parameter, parameter.detach())
     from deepspeed.runtime.zero import GatheredParameters
@@ -133,7 +142,10 @@ def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, Any]) -> None:
-    """Loads checked values into weights, fp32 copies and buffers; collective."""
+    """Loads validated values into weights, master weights and buffers.
+
+    Collective: every rank of the group must call this.
+    """
     for name, parameter in named_parameters(engine).items():
         if name not in state:
             continue
@@ -161,7 +173,7 @@ def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _buffers(engine: Any) -> dict[str, Any]:
-    """Buffers that are saved, and what else modules save (``get_extra_state``), by name."""
+    """Returns persistent buffers and extra states (``get_extra_state``) of modules, by FQN."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for place in places(engine):
@@ -189,7 +201,7 @@ def _load_buffers(engine: Any, state: Mapping[str, Any]) -> None:
 
 
 def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A state under the names that the engine's parameters and buffers are stored under, all of it checked.
+    """Returns a validated state under the FQNs by which the engine's parameters and buffers are stored.
 
     Raises:
         CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
@@ -215,9 +227,11 @@ def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict
 
 
 def full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
-    """Full tensors on the host, put together one at a time; empty unless they are to be kept here. Collective.
+    """Returns full tensors in host memory, assembled one at a time; an empty dict without ``keep``.
 
-    Without ``parts``, weights are those that the model computes with.
+    Without ``parts``, weights have the compute dtype.
+
+    Collective: every rank of the group must call this.
     """
     gather = recorded("get_state_dict")(_full_state) if engine.zero_optimization() else _full_state
     return gather(engine, parts, keep=keep)
@@ -238,7 +252,7 @@ def _full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[st
 
 
 def _order(engine: Any, state: Mapping[str, Any]) -> Iterable[str]:
-    """Names in the order of the model's own state."""
+    """Returns the names in the order of the model's own state dict."""
     seen = dict.fromkeys(name for name in first_names(innermost(engine)).values() if name in state)
     return (*seen, *(name for name in state if name not in seen))
 
@@ -247,7 +261,7 @@ def _order(engine: Any, state: Mapping[str, Any]) -> Iterable[str]:
 
 
 def optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout) -> dict[str, Any]:
-    """The optimizer's state by parameter names; collective."""
+    """Returns the optimizer's state by FQN. Collective: every rank of the group must call this."""
     parameters = named_parameters(engine)
     keys = _tensor_keys(parts)
     numbers = _numbers(parts)
@@ -263,7 +277,10 @@ def optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout) -> 
 
 
 def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout, state: Mapping[str, Any]) -> None:
-    """Loads what ``optimizer_state`` of any backend gave, whose names and groups are known to fit; collective."""
+    """Loads an ``optimizer_state`` of any backend whose names and groups have been validated.
+
+    Collective: every rank of the group must call this.
+    """
     parameters = named_parameters(engine)
     saved = state[STATE]
     _load_options(engine, layout, state)
@@ -281,7 +298,7 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
         for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
                 own = parts.state[flat]
-                before = dict(own)  # DeepSpeed finds what is on a disk by the tensor
+                before = dict(own)  # DeepSpeed finds states on disk by their tensor
                 own.clear()
                 own.update(_copied(number, plain=plain))
                 for key, dtype in tensors.items():
@@ -299,10 +316,10 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
 
 
 def _copied(values: Mapping[str, Any], *, plain: bool = False, behind: int = 0) -> dict[str, Any]:
-    """Values of their own: torch counts steps in place, so no two parameters may share a count.
+    """Copies non-elementwise state values, because torch increments step counters in place.
 
-    The count is a tensor, as torch's optimizers keep it; with ``plain`` a number, as DeepSpeed's for the host do.
-    ``behind``: how many of the counted steps were missed.
+    ``step`` becomes a tensor, as in torch's optimizers; with ``plain`` an integer, as in DeepSpeed's host optimizers.
+    ``behind``: number of counted steps that the parameter missed.
     """
     copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     if STEP in copied:
@@ -316,7 +333,7 @@ def _is_alike(one: Any, other: torch.Tensor) -> bool:
 
 
 def _tensor_keys(parts: Partitions) -> list[str]:
-    """Names of the states that have a value for each element, agreed on by construction: ranks step together."""
+    """Returns the keys of the elementwise states; equal on all ranks, because ranks step together."""
     for flat in parts.flats():
         own = parts.state.get(flat)
         if own:
@@ -325,7 +342,7 @@ def _tensor_keys(parts: Partitions) -> list[str]:
 
 
 def _numbers(parts: Partitions) -> dict[int, dict[str, Any]]:
-    """The other values by number of the group: counts of steps."""
+    """Returns optimizer state that is not per element (Adam's ``step``), by param-group index."""
     found: dict[int, dict[str, Any]] = {}
     keys = _tensor_keys(parts)
     groups = parts.group_numbers()
@@ -342,7 +359,7 @@ def _group_of(layout: PartitionLayout, name: str) -> int:
 
 
 def _saved_tensors(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
-    """Names and dtypes of the saved states that have a value for each element."""
+    """Returns keys and dtypes of the saved elementwise states."""
     found: dict[str, torch.dtype] = {}
     for name, values in saved.items():
         for key, value in values.items():
@@ -352,10 +369,10 @@ def _saved_tensors(saved: Mapping[str, Any], parameters: Mapping[str, nn.Paramet
 
 
 def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], tensors: set[str]) -> dict[str, Any]:
-    """The values that are not per element, of which DeepSpeed keeps one for all parameters of a group.
+    """Returns the non-elementwise state of a group, of which DeepSpeed keeps one value for all parameters.
 
     Raises:
-        CheckpointMismatchError: they differ between parameters.
+        CheckpointMismatchError: values other than ``step`` differ between parameters.
     """
     common: dict[str, Any] = {}
     for own in values:
@@ -378,7 +395,7 @@ def _common_numbers(values: Sequence[Mapping[str, Any]], names: Sequence[str], t
 
 
 def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str, Any]) -> dict[str, int]:
-    """How many of a group's steps some parameters have missed, which had no gradient then; others have no state."""
+    """Returns, by FQN, how many of a group's steps a parameter missed because it had no gradient."""
     if STEP not in number:
         return {}
     own = {name: saved.get(name, {STEP: 0.0}).get(STEP, number[STEP]) for name in names}
@@ -387,7 +404,7 @@ def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str,
 
 
 def _options(engine: Any, layout: PartitionLayout) -> list[dict[str, Any]]:
-    """The groups' options, each with the names of its parameters."""
+    """Returns the options of each group, with the FQNs of its parameters."""
     return [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
         for group, names in zip(engine.basic_optimizer.param_groups, layout.groups, strict=True)
@@ -395,7 +412,7 @@ def _options(engine: Any, layout: PartitionLayout) -> list[dict[str, Any]]:
 
 
 def _load_options(engine: Any, layout: PartitionLayout, state: Mapping[str, Any]) -> None:
-    """Takes over the saved options that each group of the optimizer has."""
+    """Loads the saved options that each group of the optimizer has."""
     optimizer = engine.basic_optimizer
     for group, options in zip(optimizer.param_groups, fitted_groups(optimizer, layout.groups, state), strict=True):
         group.update({key: value for key, value in options.items() if key in group or key == "initial_lr"})

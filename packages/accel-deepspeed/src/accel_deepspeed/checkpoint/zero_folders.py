@@ -1,7 +1,7 @@
-"""Reads the folders that DeepSpeed's own ``engine.save_checkpoint`` writes, of any stage and number of ranks.
+"""Reader of the folders that DeepSpeed's ``engine.save_checkpoint`` writes, of any stage and number of ranks.
 
-They are pickles. Only tensors, plain values and the few classes of DeepSpeed in them are accepted, and DeepSpeed itself
-is not needed.
+The files are pickles. Only tensors, plain values and a few of DeepSpeed's classes are accepted, and DeepSpeed does not
+have to be installed.
 """
 
 import math
@@ -30,13 +30,13 @@ _EXPERTS_STATES = "expp_rank_0_mp_rank_00_optim_states.pt"
 @final
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One model and its optimizer, whole and on the host.
+    """One model and its optimizer, as full tensors in host memory.
 
     Attributes:
-        model: tensors by name, weights in fp32 where the optimizer keeps them so.
-        optimizer: as ``Backend.optimizer_state`` gives it; None where none was saved, or without parameter names.
-        counts: steps taken and left out, by DeepSpeed's names.
-        scale: the loss scale of fp16, as a ``LossScaler`` has it; None where nothing was scaled.
+        model: tensors by FQN, in fp32 if the optimizer has master weights.
+        optimizer: as ``Backend.optimizer_state`` returns it; None if none was saved, or without parameter names.
+        counts: taken and skipped steps, by DeepSpeed's names.
+        scale: loss scale of fp16, in the form of ``LossScaler.state_dict``; None without a loss scale.
     """
 
     model: dict[str, torch.Tensor]
@@ -46,11 +46,11 @@ class Folder:
 
 
 class _Noted:
-    """Stands for an object of DeepSpeed's: whatever it held is an attribute."""
+    """Placeholder of an instance of a DeepSpeed class; the pickled attributes are its attributes."""
 
 
 class _Stage(IntEnum):
-    """Stands for DeepSpeed's own, member by member."""
+    """Placeholder of DeepSpeed's ``ZeroStageEnum``, with the same members."""
 
     disabled = 0
     optimizer_states = 1
@@ -59,7 +59,7 @@ class _Stage(IntEnum):
 
 
 def _member(stages: Any, name: str) -> _Stage:
-    """Stands for ``getattr``, with which some versions of Python 3.11 pickle members of an enumeration."""
+    """Placeholder of ``getattr``, with which some versions of Python 3.11 pickle enum members."""
     if stages is not _Stage or name not in _Stage.__members__:
         raise pickle.UnpicklingError(f"getattr({stages!r}, {name!r})")
     return _Stage[name]
@@ -75,17 +75,17 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[Sequence[str]] | None = None) -> Folder:
-    """Reads a checkpoint by its tag; None: what ``latest`` names.
+    """Reads a checkpoint by its tag; None: the tag in the file ``latest``.
 
     Args:
-        folder: that ``save_checkpoint`` was given.
-        tag: of the checkpoint.
-        groups: names of the parameters of each of the optimizer's groups, which a folder of stage 0 does not say;
-            None: those of the full model in its order.
+        folder: the folder that was passed to ``save_checkpoint``.
+        tag: tag of the checkpoint.
+        groups: FQNs of the parameters in each param group, which a stage 0 folder does not contain; None: those of the
+            full model in its order.
 
     Raises:
-        CheckpointError: there is no such checkpoint, a rank's file is missing, it holds objects of other classes, or
-            it is spread over pipeline or expert ranks, or over tensor-parallel ones without saying what each has.
+        CheckpointError: no such checkpoint; a rank's file is missing; a file has objects of other classes; or states
+            are split over pipeline or expert ranks, or over tensor-parallel ranks without a partition map.
     """
     place = _tagged(Path(folder), tag)
     names = sorted(path.name for path in place.iterdir())
@@ -111,7 +111,7 @@ def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[
 def _read_rank(
     place: Path, names: Sequence[str], sharing: int, groups: Sequence[Sequence[str]] | None
 ) -> tuple[Folder, Mapping[str, Any]]:
-    """What one of the ranks that share layers has, or all there is; and what the first file of it says."""
+    """Reads the states of one tensor-parallel rank; also returns the contents of its first file."""
     optim = _by_rank(place, names, "optim", sharing)
     models = _by_rank(place, names, "model", sharing) or [_load(place / f"mp_rank_{sharing:02d}_model_states.pt")]
     facts = models[0]
@@ -131,7 +131,7 @@ def _read_rank(
 
 
 def _add_experts(place: Path, names: Sequence[str], facts: dict[str, Any]) -> None:
-    """Puts experts of ``deepspeed.moe``, of which every rank has all, beside the other parameters of a model."""
+    """Adds the experts of ``deepspeed.moe`` to the other parameters of a model; every rank has to have all experts."""
     experts: dict[str, torch.Tensor] = {}
     for name in filter(_EXPERT.match, names):
         experts |= _load(place / name)
@@ -146,7 +146,7 @@ def _add_experts(place: Path, names: Sequence[str], facts: dict[str, Any]) -> No
 
 
 def _aliases(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The first names of parameters that have several; the further ones stand in the files with rounded values."""
+    """Maps further names of tied parameters to the first name; files store the further ones with rounded values."""
     found: dict[str, str] = dict(facts.get("shared_params") or {})
     seen: dict[Any, str] = {}
     for name, value in facts["module"].items():
@@ -202,11 +202,11 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- shared layers
+# --------------------------------------------------------------------------------------------- tensor parallelism
 
 
 def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]) -> Folder:
-    """Full tensors, of what each of the ranks has that share layers."""
+    """Assembles full tensors from the shards of the tensor-parallel ranks."""
     told = facts.get("universal_checkpoint_info") or {}
     maps = told.get("affine_map", {}).get("params", {})
     if told.get("affine_map", {}).get("version") != 1:
@@ -249,7 +249,7 @@ def _put_together(place: Path, parts: Sequence[Folder], facts: Mapping[str, Any]
 
 
 def _states(part: Folder) -> Mapping[str, dict[str, Any]]:
-    """The optimizer's, by names of parameters."""
+    """Returns the optimizer's state by FQN."""
     return {} if part.optimizer is None else part.optimizer[STATE]
 
 
@@ -259,7 +259,7 @@ def _states(part: Folder) -> Mapping[str, dict[str, Any]]:
 @final
 @dataclass(slots=True)
 class _Optimizer:
-    """An optimizer's state, put together by the names of parameters."""
+    """Optimizer state in assembly, by FQN."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class _Optimizer:
 def _whole(
     facts: Mapping[str, Any], groups: Sequence[Sequence[str]] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None, Any]:
-    """Stage 0: parameters and states one by one, in 16 bits beside fp32 copies."""
+    """Reads a stage 0 state: unsharded parameters and states, in 16 bits with fp32 master weights beside."""
     model = dict(facts["module"])
     saved = facts.get("optimizer")
     if saved is None:
@@ -301,7 +301,7 @@ def _whole(
 def _partitioned(
     facts: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
-    """Stages 1 and 2: each group is flattened, and each rank has the next piece of it."""
+    """Reads a stage 1 or 2 state: each group is flattened, and each rank has the next slice of it."""
     model = dict(facts["module"])
     bases = [rank["base_optimizer_state"] for rank in ranks]
     found = _Optimizer()
@@ -331,7 +331,7 @@ def _cut(flat: torch.Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple
 def _sharded(
     models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
-    """Stage 3: every parameter is cut into as many equal pieces as there are ranks."""
+    """Reads a stage 3 state: every parameter is split into as many equal slices as there are ranks."""
     facts = models[0]
     buffers = set(facts.get("buffer_names") or ())
     model = {name: value for name, value in facts["module"].items() if name in buffers}
@@ -357,7 +357,7 @@ def _sharded(
 
 
 def _own(value: Any) -> Any:
-    """A count of its own for each parameter: torch counts in place."""
+    """Copies a step counter for each parameter, because torch increments counters in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,1 +1,1 @@
-"""Options of DeepSpeed and their resolution."""
+"""Options of DeepSpeed, and their resolution."""

@@ -1,4 +1,4 @@
-"""Agreement between DeepSpeed's options and the other settings of a run."""
+"""Consistency of DeepSpeed's options with the other settings of a run."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from accel_state.errors import ConfigError
 SEQUENCES = "sequence_parallel_size"
 TENSOR = "tensor_parallel"
 LAYERS = f"{TENSOR}.autotp_size"
-# Why the planner cannot choose a stage where ranks share something.
+# Reasons why the planner cannot choose a stage together with sequence or tensor parallelism.
 _UNPLANNED = {
     "sp": "the planner chooses when a model is prepared, and its attention and its loaders need the groups of ranks "
     "that share sequences before",
@@ -20,7 +20,7 @@ _UNPLANNED = {
 
 
 class Options(Protocol):
-    """The part of ``DeepSpeedConfig`` that is read here."""
+    """Attributes of ``DeepSpeedConfig`` that this module reads."""
 
     hf_ds_config: Any
     gradient_accumulation_steps: Any
@@ -36,7 +36,7 @@ class Options(Protocol):
 
 
 def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
-    """The values that the options of one run, by name, give the Accelerator's settings.
+    """Returns the values that the options of one run, by plugin name, imply for the Accelerator's settings.
 
     Raises:
         ConfigError: two of them differ.
@@ -55,7 +55,7 @@ def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
 
 
 def _implied(options: Options) -> dict[str, Implied]:
-    """What these options set themselves: accumulation, precision, how many ranks share sequences, and layers."""
+    """Returns the settings in these options: accumulation, precision, sequence-parallel and tensor-parallel size."""
     found: dict[str, Implied] = {}
     origin = options.origins["gradient_accumulation_steps"]
     if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
@@ -82,10 +82,10 @@ def _implied(options: Options) -> dict[str, Implied]:
 
 
 def check_groups(world_size: int, size: int, key: str) -> None:
-    """Refuses groups of ``size`` ranks, the value of ``key``, where those of the run do not divide into them.
+    """Refuses groups of ``size`` ranks, the value of ``key``, if the world size is not divisible by ``size``.
 
     Raises:
-        ConfigError: names the nearest size that does.
+        ConfigError: with the nearest valid size.
     """
     if world_size % size:
         raise ConfigError(
@@ -95,24 +95,24 @@ def check_groups(world_size: int, size: int, key: str) -> None:
 
 
 def largest_divisor(total: int, most: int) -> int:
-    """The largest divisor of ``total`` that is ``most`` or less."""
+    """Returns the largest divisor of ``total`` that is at most ``most``."""
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
 def share_sequences(options: Options, size: int) -> None:
-    """Makes ``size`` ranks share every sequence.
+    """Sets the sequence-parallel size to ``size``.
 
     Raises:
-        ConfigError: the options say something else, or let the planner choose.
+        ConfigError: the options have another value, or leave the stage to the planner.
     """
     _share(options, size, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
 
 
 def share_layers(options: Options, size: int) -> None:
-    """Makes ``size`` ranks share every layer.
+    """Sets the tensor-parallel size to ``size``.
 
     Raises:
-        ConfigError: the options say something else, or let the planner choose.
+        ConfigError: the options have another value, or leave the stage to the planner.
     """
     _share(options, size, options.tensor_parallel_size, axis="tp", key=LAYERS)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration: where it is read from, which keys it has, and what stands at a dotted key."""
+"""DeepSpeed's own configuration: its sources, its known keys, and access by dotted keys."""
 
 import base64
 import binascii
@@ -14,8 +14,8 @@ from accel_state.errors import ConfigError
 AUTO = "auto"
 ZERO = "zero_optimization"
 
-# Keys that DeepSpeed 0.19 reads. At the top level it ignores all others, so that a misspelt key would
-# silently leave a default in place. Source: its configuration reference.
+# Keys that DeepSpeed 0.19 reads. It ignores all others at the top level, so that a misspelt key would silently leave a
+# default in place. Source: DeepSpeed's configuration reference.
 TOP_KEYS = frozenset(
     [
         "train_batch_size",
@@ -188,7 +188,7 @@ _GONE = {
 }
 
 
-# Sections that replace modules by others, whose parameters no state, norm or gradient here includes.
+# Sections that replace modules by ones whose parameters are not covered by state dicts, norms and gradients here.
 _UNKNOWN_PARTS = {
     "expert_parallel": "AutoEP gives each rank other experts, packed into weights of other names; nearest: experts as "
     "ordinary modules at stage 3, their class in transformer_moe_cls_names, or deepspeed.moe at stages 0 to 2",
@@ -196,12 +196,12 @@ _UNKNOWN_PARTS = {
 
 
 def read_document(source: object) -> tuple[dict[str, Any], str]:
-    """A configuration as a dictionary of its own, and where it came from, in words.
+    """Reads a configuration; returns a new dictionary and a description of its source.
 
     ``source`` is a mapping, the path of a JSON file, JSON itself, or JSON in URL-safe base64.
 
     Raises:
-        ConfigError: none of these, or JSON that is no object or names a key twice.
+        ConfigError: ``source`` is none of these, or JSON that is no object or has a duplicate key.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), "the DeepSpeed config given as a dictionary"
@@ -226,10 +226,10 @@ def read_document(source: object) -> tuple[dict[str, Any], str]:
 
 
 def check_keys(document: Mapping[str, Any], origin: str) -> None:
-    """Refuses keys that DeepSpeed would ignore or does not have any more, and what it does that cannot be followed.
+    """Refuses keys that DeepSpeed ignores or no longer has, and features that this backend does not support.
 
     Raises:
-        ConfigError: the first such key, where it stands, and the nearest known.
+        ConfigError: the first such key, its source, and the nearest known key.
     """
     for section, reason in _UNKNOWN_PARTS.items():
         if find(document, f"{section}.enabled", False):
@@ -248,13 +248,13 @@ def check_keys(document: Mapping[str, Any], origin: str) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean ...?"``, or nothing where no known name resembles it."""
+    """Returns ``"; did you mean ...?"``, or an empty text if no known name is similar."""
     found = get_close_matches(name, list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def find(document: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key."""
+    """Returns the value at a dotted key."""
     node: Any = document
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -264,7 +264,7 @@ def find(document: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def put(document: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value at a dotted key, making the sections above it."""
+    """Sets the value at a dotted key; creates missing sections."""
     *above, last = key.split(".")
     node = document
     for part in above:
@@ -276,7 +276,7 @@ def put(document: dict[str, Any], key: str, value: Any) -> None:
 
 
 def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key; lists are values."""
+    """Yields every value with its dotted key; lists are values."""
     for key, value in document.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -286,13 +286,13 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class HfDeepSpeedConfig:
-    """Read access to a DeepSpeed configuration by dotted keys, as Transformers' integration reads it.
+    """Read access to a DeepSpeed configuration by dotted keys, as Transformers' integration expects it.
 
-    It is subclassed there, so it is neither final nor abstract.
+    Transformers subclasses this class, so it is neither final nor abstract.
 
     Attributes:
-        config: the configuration, a copy of what was given.
-        origin: where it came from, in words.
+        config: the configuration, a copy of the given one.
+        origin: description of its source.
     """
 
     def __init__(self, config_file_or_dict: object) -> None:
@@ -301,26 +301,26 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Notes the ZeRO stage (-1: none is given) and whether anything is offloaded."""
+        """Sets the ZeRO stage (-1 if none is given) and whether anything is offloaded."""
         self._stage = self.get_value(f"{ZERO}.stage", -1)
         devices = {self.get_value(f"{ZERO}.offload_{kind}.device") for kind in ("optimizer", "param")}
         self._offload = bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section that a dotted key stands in (None: there is none), and its last part."""
+        """Returns the section of a dotted key (None if it does not exist), and the key's last part."""
         above, _, last = ds_key_long.rpartition(".")
         node = find(self.config, above) if above else self.config
         return (node if isinstance(node, dict) else None), last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value at a dotted key."""
+        """Returns the value at a dotted key."""
         return find(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Removes a key and what stands under it.
+        """Removes a key or a section.
 
         Raises:
-            ConfigError: it is not there, and ``must_exist``.
+            ConfigError: the key does not exist, and ``must_exist``.
         """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
@@ -338,22 +338,22 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether gradients are partitioned, too."""
+        """Whether the ZeRO stage is 2 (gradients are partitioned)."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are partitioned, too."""
+        """Whether the ZeRO stage is 3 (parameters are partitioned)."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters are kept on the host or on disk."""
+        """Whether optimizer states or parameters are offloaded to host memory or disk."""
         return self._offload
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # text too long for a name
+    except OSError:  # text too long for a file name
         return False
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the optimizer and the scheduler that DeepSpeed's configuration describes."""
+"""Placeholders of the optimizer and the scheduler that DeepSpeed's configuration describes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -10,15 +10,15 @@ from accel_state.errors import PrepareError
 
 @final
 class DummyOptim(Optimizer):
-    """Says where the optimizer of DeepSpeed's configuration belongs: prepare gives that optimizer in its place.
+    """Placeholder of the optimizer of DeepSpeed's configuration; ``prepare`` returns that optimizer in its place.
 
-    It fills what the configuration leaves "auto": ``optimizer.params.lr`` and ``optimizer.params.weight_decay``.
+    Its values replace "auto" at ``optimizer.params.lr`` and ``optimizer.params.weight_decay``.
 
     Attributes:
-        params: what was given.
+        params: as given.
         lr: learning rate.
         weight_decay: weight decay.
-        kwargs: whatever else was given; nothing is done with it.
+        kwargs: further arguments, which are ignored.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DummyOptim(Optimizer):
         super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refuses: only what prepare returns steps.
+        """Refuses to step: only the optimizer that ``prepare`` returns can step.
 
         Raises:
             PrepareError: always.
@@ -48,18 +48,18 @@ class DummyOptim(Optimizer):
 
 @final
 class DummyScheduler:
-    """Says where the scheduler of DeepSpeed's configuration belongs: prepare gives that scheduler in its place.
+    """Placeholder of the scheduler of DeepSpeed's configuration; ``prepare`` returns that scheduler in its place.
 
-    It fills what the configuration leaves "auto": ``scheduler.params.total_num_steps``, ``warmup_num_steps``,
-    ``warmup_max_lr`` and ``warmup_min_lr``. With ``lr_scheduler_callable`` that function makes the scheduler of the
-    optimizer, and the configuration needs none.
+    Its values replace "auto" at ``scheduler.params.total_num_steps``, ``warmup_num_steps``, ``warmup_max_lr`` and
+    ``warmup_min_lr``. With ``lr_scheduler_callable`` that function creates the scheduler, and the configuration needs
+    none.
 
     Attributes:
-        optimizer: the optimizer that it drives.
-        total_num_steps: optimizer steps of the whole run.
-        warmup_num_steps: of those, the ones in which the rate rises.
-        lr_scheduler_callable: makes a scheduler of an optimizer.
-        kwargs: whatever else was given; nothing is done with it.
+        optimizer: the optimizer that the scheduler drives.
+        total_num_steps: optimizer steps of the run.
+        warmup_num_steps: optimizer steps of the warmup, in which the learning rate rises.
+        lr_scheduler_callable: creates a scheduler for an optimizer.
+        kwargs: further arguments, which are ignored.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: only what prepare returns steps.
+        """Refuses to step: only the scheduler that ``prepare`` returns can step.
 
         Raises:
             PrepareError: always.
@@ -88,8 +88,8 @@ class DummyScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: it has no state."""
+        """Returns an empty dict: a placeholder has no state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: it has no state."""
+        """Does nothing: a placeholder has no state."""

@@ -1,4 +1,4 @@
-"""Values of DeepSpeed's options, read as the types of their fields."""
+"""Parsing of DeepSpeed's options to the types of their fields."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ OFFLOAD = ("none", "cpu", "nvme")
 
 
 def read(name: str, value: Any, origin: str) -> Any:
-    """A value as its field's type.
+    """Returns a value as the type of the field ``name``.
 
     Raises:
-        ConfigError: it cannot be read as one, with what can.
+        ConfigError: the value is invalid; with valid ones.
     """
     reader: Callable[[str, Any, str], Any] = _READERS.get(name, _path)
     return reader(name, value, origin)

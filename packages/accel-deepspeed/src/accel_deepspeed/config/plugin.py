@@ -24,7 +24,7 @@ from accel_state.errors import ConfigError
 
 PREFIX = "ACCELERATE_DEEPSPEED_"
 _NVME = "{}_nvme_path"
-# The key of DeepSpeed's JSON that means the same as a field, and the environment variable of the field.
+# For each field: its key in DeepSpeed's JSON, and its environment variable.
 _KEYS: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
     "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
@@ -49,45 +49,47 @@ _DEFAULTS: Mapping[str, Any] = {
     "zero3_save_16bit_model": False,
 }
 _WORDS = {"true": True, "false": False}
-# Short names that a plain mapping may use: a switch, a device, or DeepSpeed's own section.
+# Short names in a plain mapping: a switch, a device, or DeepSpeed's own section.
 _SHORT = {"offload_optimizer": "offload_optimizer_device", "offload_param": "offload_param_device"}
 
 
 @final
 @dataclass(slots=True)
 class DeepSpeedConfig(BackendConfig):
-    """How DeepSpeed trains.
+    """Options of training with DeepSpeed.
 
-    Each value is decided by the first of: a field that was given, its environment variable, DeepSpeed's configuration
-    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable and a configuration that
-    differ are refused, naming both; ``explain`` returns the origin of every value.
+    Each value has the first of these sources: a given field, its environment variable, DeepSpeed's configuration
+    (``hf_ds_config``), the default. ``"auto"`` counts as not given. A field or variable that differs from the
+    configuration is refused with both origins; ``explain`` returns the origin of every value.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a mapping, a path, JSON, or JSON in base64.
-        gradient_accumulation_steps: micro-batches of one optimizer step; "auto": what the Accelerator says.
-        gradient_clipping: norm that every step's gradients are clipped to; "auto": by ``clip_grad_norm_`` only.
-        zero_stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; "auto": the planner chooses
-            the stage, and what is offloaded where these options leave it open, when a model is prepared.
-        is_train_batch_min: of several loaders the smallest batch, not the largest, is what DeepSpeed reports.
+        gradient_accumulation_steps: micro-batches per optimizer step; "auto": the Accelerator's setting.
+        gradient_clipping: norm to which every step clips gradients; "auto": only ``clip_grad_norm_`` clips.
+        zero_stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters; "auto": on ``prepare``
+            the planner chooses the stage, and offloading unless these options set it.
+        is_train_batch_min: of several loaders report the smallest batch size to DeepSpeed, not the largest.
         offload_optimizer_device: where optimizer states are kept: "none", "cpu" or "nvme".
         offload_param_device: where parameters are kept at stage 3: "none", "cpu" or "nvme".
         offload_optimizer_nvme_path: folder for optimizer states on "nvme".
         offload_param_nvme_path: folder for parameters on "nvme".
-        zero3_init_flag: let ``zero3_init`` partition a model while it is built; stage 3 only, where it is the default.
-        zero3_save_16bit_model: weights are handed out as the model computes with them (16 bits, say), and not as the
-            fp32 copies that the optimizer keeps.
-        transformer_moe_cls_names: names of classes, with commas, that stage 3 gathers as a whole.
-        inference: options of ``deepspeed.init_inference`` for models that are only evaluated; None: they are as given.
+        zero3_init_flag: partition a model while it is built within ``zero3_init``; stage 3 only, where it is the
+            default.
+        zero3_save_16bit_model: full weights have the compute dtype (16 bits, for example) instead of the dtype of the
+            optimizer's fp32 master weights.
+        transformer_moe_cls_names: names of classes, with commas, whose modules stage 3 gathers as one unit.
+        inference: options of ``deepspeed.init_inference`` for models that are only evaluated; None: such models stay as
+            they are.
         enable_msamp: MS-AMP is not supported; True is refused.
-        msamp_opt_level: taken and ignored, as MS-AMP is off.
-        chooses_stage: whether ``zero_stage`` was given as "auto"; until the planner has chosen it is 2.
-        sequence_attention: which attention of Transformers computes where ranks share sequences; None: the model's.
-        plugins: those that may take this one's place, by name, itself among them; see ``several``.
-        sources: where fields were given, by their names, for messages; where not said: the plugin itself.
-        origins: where each key of the configuration came from, filled in here and by prepare.
+        msamp_opt_level: accepted and ignored, because MS-AMP is off.
+        chooses_stage: whether ``zero_stage`` was given as "auto"; it is 2 until the planner has chosen.
+        sequence_attention: attention function of Transformers to use with sequence parallelism; None: the model's.
+        plugins: all plugins of the run by name, this one included; see ``several``.
+        sources: origins of given fields, by field name, for messages; default: the plugin itself.
+        origins: origin of each key of the configuration, completed here and by ``prepare``.
 
     Raises:
-        ConfigError: a value that cannot be, an unknown key, or two sources that contradict each other.
+        ConfigError: an invalid value, an unknown key, or two sources that contradict each other.
     """
 
     backend = "deepspeed"
@@ -115,10 +117,10 @@ class DeepSpeedConfig(BackendConfig):
 
     @classmethod
     def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
-        """The options themselves, or made of a mapping of fields, of DeepSpeed's own keys, or of both.
+        """Returns ``values`` if they are such options already; otherwise builds them from a mapping.
 
-        ``offload_optimizer`` and ``offload_param`` may be switches (True: to the CPU), devices, or DeepSpeed's
-        sections.
+        The mapping may have fields, DeepSpeed's own keys, or both. ``offload_optimizer`` and ``offload_param`` may be
+        switches (True: to the CPU), devices, or DeepSpeed's sections.
         """
         if values is None or isinstance(values, cls):
             return cls() if values is None else values
@@ -149,10 +151,12 @@ class DeepSpeedConfig(BackendConfig):
 
     @classmethod
     def several(cls, plugins: Mapping[str, "DeepSpeedConfig | Mapping[str, Any]"]) -> "DeepSpeedConfig":
-        """The first of several plugins for one run, which holds the others; each prepares models while it is selected.
+        """Returns the first of several plugins of one run, which has references to all.
+
+        Each applies while it is selected.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: ``plugins`` is empty.
         """
         built = {name: cls.build(one) for name, one in plugins.items()}
         if not built:
@@ -181,7 +185,7 @@ class DeepSpeedConfig(BackendConfig):
         self.hf_ds_config.set_stage_and_offload()
 
     def _decide(self, name: str, key: str, variable: str, where: str, env: Mapping[str, str]) -> None:
-        """Settles one value, in the field and in the document."""
+        """Resolves one value, in the field and in the document."""
         document = self.hf_ds_config.config
         written = find(document, key)
         found, origin = getattr(self, name), self.sources.get(name, f"deepspeed_plugin {name}")
@@ -237,7 +241,7 @@ class DeepSpeedConfig(BackendConfig):
             self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
 
     def settled(self, options: Mapping[str, Any]) -> Self | None:
-        """These options with a stage and offloading that were left open; None where they have other values already."""
+        """Returns these options with the planner's stage and offloading; None if the user set other values."""
         for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
             is_open = self.origins[_KEYS[name][0]] == "default"
             if not is_open and options.get(name, "none") != getattr(self, name):
@@ -248,23 +252,23 @@ class DeepSpeedConfig(BackendConfig):
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many ranks share every sequence."""
+        """Size of a sequence-parallel group."""
         found = find(self.deepspeed_config, SEQUENCES)
         return 1 if _unset(found) else int(found)
 
     @property
     def tensor_parallel_size(self) -> int:
-        """How many ranks share every layer."""
+        """Size of a tensor-parallel group."""
         found = find(self.deepspeed_config, LAYERS)
         return 1 if _unset(found) else max(1, as_number(LAYERS, found))
 
     def share(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
-        """Takes over from ``parallelism_config`` how many ranks share each sequence, and each layer.
+        """Sets the sizes of sequence-parallel and tensor-parallel groups from ``parallelism_config``.
 
-        ``attention`` is that of Transformers which computes where sequences are shared.
+        ``attention``: attention function of Transformers to use with sequence parallelism.
 
         Raises:
-            ConfigError: these options, or others of the run, have other values; or the planner is to choose.
+            ConfigError: these options, or another plugin's, have other values; or the planner chooses the stage.
         """
         for plugin in self.plugins.values() or (self,):
             share_sequences(plugin, sequences)
@@ -273,12 +277,12 @@ class DeepSpeedConfig(BackendConfig):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration with the fields in it; values that only preparing settles are ``"auto"``."""
+        """DeepSpeed's configuration with the fields merged in; values that ``prepare`` resolves are ``"auto"``."""
         config: dict[str, Any] = self.hf_ds_config.config
         return config
 
     def implied(self) -> Mapping[str, Implied]:
-        """The values that these options, and the others of the run, give the Accelerator's settings.
+        """Returns the values that these options, and the other plugins', imply for the Accelerator's settings.
 
         Raises:
             ConfigError: two of them differ.
@@ -286,7 +290,7 @@ class DeepSpeedConfig(BackendConfig):
         return implied_by(self.plugins or {"": self})
 
     def explain(self) -> tuple[tuple[str, Any, str], ...]:
-        """Every key of DeepSpeed's configuration with its value and the origin of the value."""
+        """Returns every key of DeepSpeed's configuration with its value and the origin of the value."""
         where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
         rows = [
             (key, value, self.origins.get(key, "until prepare" if value == AUTO else where))
@@ -294,23 +298,23 @@ class DeepSpeedConfig(BackendConfig):
         ]
         return tuple(sorted(rows))
 
-    # What Transformers' integration calls
+    # Methods that Transformers' integration calls
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the key says "auto"."""
+        """Whether the value at the key is "auto"."""
         return bool(self.hf_ds_config.get_value(ds_key_long) == AUTO)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value at a dotted key."""
+        """Returns the value at a dotted key."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fills an "auto" from ``kwargs`` (by the same dotted key), or notes that the two values differ.
+        """Replaces "auto" by the value in ``kwargs`` (same dotted key), or appends to ``mismatches`` if the two differ.
 
         Raises:
-            ConfigError: it says "auto", and ``kwargs`` has no such key.
+            ConfigError: the value is "auto", and ``kwargs`` has no such key.
         """
         node, last = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
@@ -335,7 +339,7 @@ class DeepSpeedConfig(BackendConfig):
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """``fill_match`` for every key of the configuration.
+        """Calls ``fill_match`` for every key of the configuration.
 
         Raises:
             ConfigError: lists every value that contradicts ``kwargs``.
@@ -350,10 +354,10 @@ class DeepSpeedConfig(BackendConfig):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Enables the precision's section.
+        """Enables the section of the precision.
 
         Raises:
-            ConfigError: the configuration enables the other one.
+            ConfigError: the configuration enables the other precision.
         """
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
         if other is None:
@@ -379,7 +383,7 @@ def _unset(value: object) -> bool:
 
 
 def _shortened(name: str, value: Any, given: dict[str, Any], document: dict[str, Any]) -> None:
-    """Puts a short name where it belongs: a field, or DeepSpeed's section."""
+    """Writes the value of a short name into a field, or into DeepSpeed's section."""
     if isinstance(value, Mapping):
         put(document, f"{ZERO}.{name}", dict(value))
     else:

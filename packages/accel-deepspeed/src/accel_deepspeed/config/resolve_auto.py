@@ -1,4 +1,4 @@
-"""The configuration that an engine gets: every "auto" decided from the model, the run and the options. Pure."""
+"""Resolution of every "auto" in DeepSpeed's configuration from the model, the run and the options; pure."""
 
 import copy
 import math
@@ -13,28 +13,28 @@ from accel_precision.policy import PrecisionPolicy, dtype_name
 from accel_state.errors import ConfigError
 
 _MICRO, _TOTAL, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
-# DeepSpeed's own defaults of buffers, which are larger than small models are.
+# DeepSpeed's default bucket sizes, which exceed the size of small models.
 _BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known when a model is prepared.
+    """Facts that are known when a model is prepared.
 
     Attributes:
         policy: the run's precision.
-        world_size: number of ranks over which batches are spread.
-        elements: how many elements the parameters that train have.
-        hidden_size: width of the model, if its config has it.
-        batch_sizes: samples of a micro-batch of each loader of the same prepare.
-        smallest: of several batch sizes take the smallest, else the largest.
+        world_size: data-parallel size: number of ranks with different samples.
+        elements: number of elements of all trainable parameters.
+        hidden_size: width of the model, if its config states it.
+        batch_sizes: micro-batch size of each loader of the same ``prepare``.
+        smallest: report the smallest of several batch sizes, otherwise the largest.
         rates: ``lr`` and ``weight_decay`` of a ``DummyOptim``.
         steps: ``total_num_steps`` and ``warmup_num_steps`` of a ``DummyScheduler``.
         own_optimizer: the user gave an optimizer of their own.
-        scaler: options of the loss scale, if the user gave any.
-        device_type: of the devices that it trains on.
-        share_layers: number of ranks that share layers, and samples with them.
+        scaler: options of the loss scale, if given.
+        device_type: type of the training devices.
+        share_layers: size of a tensor-parallel group.
     """
 
     policy: PrecisionPolicy
@@ -51,15 +51,15 @@ class RunFacts:
     share_layers: int = 1
 
 
-# What of ZeRO++ packs numbers on the device, for which DeepSpeed has code for GPUs alone.
+# Options of ZeRO++ that quantize on the device, which DeepSpeed implements for GPUs only.
 _PACKING = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 def check_abilities(config: Mapping[str, Any], run: RunFacts) -> None:
-    """Refuses what DeepSpeed cannot do here, or what would train wrongly behind an ordinary loop.
+    """Refuses options that DeepSpeed does not support here, or that would train wrongly in an ordinary loop.
 
     Raises:
-        ConfigError: the key, why, and the nearest that works.
+        ConfigError: with the key, the reason, and the nearest alternative.
     """
     packing = [key for key in _PACKING if find(config, f"{ZERO}.{key}") is True]
     if packing and run.device_type == "cpu":
@@ -72,7 +72,7 @@ def check_abilities(config: Mapping[str, Any], run: RunFacts) -> None:
 
 
 def _check_shared_layers(config: Mapping[str, Any], run: RunFacts) -> None:
-    """Refuses what cannot be beside AutoTP."""
+    """Refuses options that cannot be combined with AutoTP."""
     halves = run.policy.compute is not None and dtype_name(run.policy.compute) in ("bf16", "fp16")
     if int(find(config, f"{ZERO}.stage", 0)) == 0 and halves:
         raise ConfigError(
@@ -87,13 +87,12 @@ def _check_shared_layers(config: Mapping[str, Any], run: RunFacts) -> None:
 
 
 def settle(document: Mapping[str, Any], run: RunFacts) -> tuple[dict[str, Any], dict[str, str]]:
-    """The engine's configuration, and the origin of each value that was decided here.
+    """Returns the engine's configuration, and the origin of each value that was resolved here.
 
-    The engine is set to one micro-batch a step, because the clock counts them: ``gradient_accumulation_steps`` is the
-    Accelerator's.
+    The engine's ``gradient_accumulation_steps`` is always 1, because the Accelerator counts micro-batches.
 
     Raises:
-        ConfigError: batch sizes that do not multiply, or an "auto" for which nothing is known.
+        ConfigError: batch sizes that contradict each other, or an "auto" without a source.
     """
     check_abilities(document, run)
     config = copy.deepcopy(dict(document))
@@ -126,7 +125,7 @@ def settle(document: Mapping[str, Any], run: RunFacts) -> tuple[dict[str, Any], 
 
 
 def _batches(config: dict[str, Any], run: RunFacts, origins: dict[str, str]) -> None:
-    """Micro-batch and batch, which must multiply; the engine's own batch is one micro-batch on every rank."""
+    """Resolves micro-batch and global batch size; the engine's own batch is one micro-batch on every rank."""
     stated = {key: config.get(key) for key in (_MICRO, _TOTAL, _STEPS)}
     given = {key: int(value) for key, value in stated.items() if value is not None and value != AUTO}
     steps = given.get(_STEPS, 1)
@@ -146,12 +145,12 @@ def _batches(config: dict[str, Any], run: RunFacts, origins: dict[str, str]) -> 
         )
     config.update({_MICRO: micro, _TOTAL: micro * run.world_size, _STEPS: 1})
     if run.share_layers > 1:
-        del config[_TOTAL]  # DeepSpeed multiplies it out by all ranks here, and by those with other samples there
+        del config[_TOTAL]  # with AutoTP DeepSpeed is inconsistent: world size here, data-parallel size there
     origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
 
 
 def _shares(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
-    """What DeepSpeed reads for groups of its own: given both degrees, it would reduce over one of them."""
+    """Removes keys of DeepSpeed's own groups: with both degrees, DeepSpeed would reduce over one of the groups only."""
     travels = config.pop("seq_parallel_communication_data_type", None)
     if travels not in (None, AUTO) and find(config, "sequence_parallel_size", AUTO) not in (AUTO, 1):
         fill("communication_data_type", travels, "seq_parallel_communication_data_type", absent=True)
@@ -164,7 +163,7 @@ def _shares(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
 
 
 def _precision(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
-    """Which 16-bit section is on, the dtype in which gradients are reduced and accumulated, and the loss scale."""
+    """Resolves the enabled 16-bit section, the dtypes of gradient reduction and accumulation, and the loss scale."""
     policy = run.policy
     name = dtype_name(policy.compute) if policy.compute is not None else "no"
     if "bfloat16" in config:
@@ -195,10 +194,10 @@ def _precision(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
 
 
 def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) -> None:
-    """No fp32 copies: the optimizer updates weights, and keeps states, in the dtype that the model computes in.
+    """Resolves training without master weights: weights and optimizer states have the compute dtype.
 
     Raises:
-        ConfigError: stage 0, where DeepSpeed always makes such copies; or the configuration wants them.
+        ConfigError: stage 0, where DeepSpeed always has master weights; or the configuration enables them.
     """
     if int(find(config, f"{ZERO}.stage", 0)) == 0:
         raise ConfigError(
@@ -220,7 +219,7 @@ def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) 
 
 
 def _sizes(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
-    """Buffers by the width of the model where it is known, and never larger than the model."""
+    """Resolves bucket sizes from the width of the model, if known, limited to the size of the model."""
     width = run.hidden_size
     if width is not None:
         origin = f"hidden_size {width}"
@@ -235,7 +234,7 @@ def _sizes(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
 
 
 def _dummies(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
-    """What a DummyOptim and a DummyScheduler set in the optimizer and scheduler of the configuration."""
+    """Resolves optimizer and scheduler values from a ``DummyOptim`` and a ``DummyScheduler``."""
     rates = run.rates or {}
     for key in ("lr", "weight_decay"):
         if key in rates:

@@ -1,1 +1,1 @@
-"""Engines of DeepSpeed: making, binding and optimizers."""
+"""DeepSpeed's engines: construction, binding, optimizers."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing: configured, and kept from losing gradients."""
+"""Configuration of DeepSpeed's activation checkpointing, and refusal of calls whose gradients it would lose."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ SECTION = "activation_checkpointing"
 
 
 def configure_checkpointing(config: Mapping[str, Any]) -> None:
-    """Gives DeepSpeed the configuration's section, if it has one."""
+    """Configures DeepSpeed's activation checkpointing from the configuration's section, if there is one."""
     section = config.get(SECTION)
     if not section:
         return
@@ -30,10 +30,10 @@ def configure_checkpointing(config: Mapping[str, Any]) -> None:
 
 
 def guard_checkpointing(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Configures checkpointing, and makes DeepSpeed's refuse calls whose gradients it would lose.
+    """Configures activation checkpointing, and makes DeepSpeed's function refuse calls whose gradients it would lose.
 
-    It recomputes in a backward of its own, which autograd only reaches through inputs that require gradients. Without
-    one, everything inside counts as constant, and its parameters silently train on nothing.
+    DeepSpeed recomputes activations in a custom autograd function, whose backward runs only if an input requires
+    gradients. Otherwise everything inside is constant for autograd, and its parameters silently get no gradients.
     """
     configure_checkpointing(config)
     from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -59,12 +59,12 @@ def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trained_in(function: Any) -> str:
-    """The class of a module that trains in what is checkpointed; empty: none, or none that can be seen from it."""
+    """Returns the class name of a trainable module that a checkpointed function refers to; empty if none is found."""
     seen: list[Any] = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
     for cell in getattr(function, "__closure__", None) or ():
         try:
             seen.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # the closure variable has no value yet
             continue
     for one in seen:
         modules = one if isinstance(one, list | tuple) else [one]

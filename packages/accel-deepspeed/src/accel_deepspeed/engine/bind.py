@@ -1,4 +1,4 @@
-"""Engines made of a model, its optimizer and its schedulers."""
+"""Binding of a model, its optimizer and its schedulers to an engine."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ _log = get_logger(__name__)
 
 
 class Owner(Protocol):
-    """The part of the backend that binding uses."""
+    """Attributes of the backend that binding uses."""
 
     session: "Session"
     policy: PrecisionPolicy
@@ -68,10 +68,10 @@ class Owner(Protocol):
 
 
 def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
-    """Refuses what cannot become an engine, before anything is changed.
+    """Refuses a bundle that cannot become an engine, before any change.
 
     Raises:
-        PrepareError: an optimizer without its model, or pieces that contradict each other.
+        PrepareError: an optimizer without its model, or models, optimizers and schedulers that contradict each other.
     """
     if bundle.optimizers and not bundle.models:
         raise PrepareError(
@@ -106,10 +106,10 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
 
 
 def check_sparse(model: nn.Module) -> None:
-    """Refuses embeddings whose gradients are sparse, which ZeRO cannot spread over ranks.
+    """Refuses trainable embeddings with sparse gradients, which ZeRO cannot shard.
 
     Raises:
-        PrepareError: the module.
+        PrepareError: with the name of the module.
     """
     for name, module in sparse_embeddings(model):
         if module.weight.requires_grad:
@@ -120,10 +120,10 @@ def check_sparse(model: nn.Module) -> None:
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuses parameters that an engine, whose widest dtype is fp32, would round without a word.
+    """Refuses float64 parameters, which an engine would silently round to fp32.
 
     Raises:
-        PrepareError: the parameter, and what trains it as it is.
+        PrepareError: with the parameter and the strategies that train in float64.
     """
     wide = [name for name, parameter in named_parameters(model).items() if parameter.dtype == torch.float64]
     if wide:
@@ -135,7 +135,10 @@ def check_values(model: nn.Module) -> None:
 
 
 def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
-    """The engine of a bundle's model, and the bundle with its optimizer and schedulers; collective."""
+    """Creates the engine of a bundle's model; returns it, and the bundle with the engine's optimizer and schedulers.
+
+    Collective: every rank of the group must call this.
+    """
     options, session = owner._options, owner.session
     model = bundle.models[0]
     given = bundle.optimizers[0] if bundle.optimizers else None
@@ -153,7 +156,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
         given.state.clear()
         optimizer = expert_groups(innermost(model), on_host(given) if wants_host(config, given) else given)
     if "nvme" in (find(config, f"{ZERO}.offload_{what}.device") for what in ("optimizer", "param")):
-        build_operation(DISK)  # DeepSpeed would, with errors that do not name what is missing
+        build_operation(DISK)  # DeepSpeed's own build error does not say that libaio is missing
     groups = () if given is None else group_names(optimizer or given, parameters)
     if bundle.placed[0] and not _partitioned(parameters):
         model.to(owner.device)
@@ -185,7 +188,10 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
 
 @contextmanager
 def zero3_init(owner: Owner) -> Iterator[None]:
-    """Within it, modules are partitioned as soon as they are built; collective."""
+    """Context in which modules are partitioned as soon as they are built.
+
+    Collective: every rank of the group must call this.
+    """
     run = RunFacts(owner.policy, _data_ranks(owner), device_type=owner.device.type, share_layers=owner._layers.size)
     config, _ = settle(owner._options.deepspeed_config, run)
     with partitioned(owner.session, config):
@@ -193,7 +199,7 @@ def zero3_init(owner: Owner) -> Iterator[None]:
 
 
 def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> RunFacts:
-    """What is known about the run."""
+    """Collects the facts about the run."""
     optimizer = bundle.optimizers[0] if bundle.optimizers else None
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
     stand = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
@@ -215,12 +221,12 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
 
 
 def _data_ranks(owner: Owner) -> int:
-    """Over how many ranks batches are spread: those that share sequences or layers have the same."""
+    """Returns the data-parallel size: ranks of a sequence- or tensor-parallel group have the same samples."""
     return owner.session.world_size // (owner._options.sequence_parallel_size * owner._layers.size)
 
 
 def _first_gradients(owner: Owner, prepared: Prepared) -> FirstGradients | None:
-    """What compares them, where ranks share layers."""
+    """Returns the comparison of the first gradients within a tensor-parallel group; None without AutoTP."""
     group = owner._layers.group
     if group is None or prepared.gradients is None:
         return None
@@ -229,7 +235,7 @@ def _first_gradients(owner: Owner, prepared: Prepared) -> FirstGradients | None:
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """The width that a model's config states, of several the largest."""
+    """Returns the width in a model's config, the largest if there are several; None if the config states none."""
     config: Any = getattr(model, "config", None)
     for source in (config, getattr(config, "text_config", None)):
         one, several = getattr(source, "hidden_size", None), getattr(source, "hidden_sizes", None)
@@ -241,7 +247,7 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _fp32_values(config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Copies of fp32 parameters that DeepSpeed is going to round, so that its fp32 copies are exact."""
+    """Copies fp32 parameters that DeepSpeed is going to round, so that master weights can be exact."""
     halves = any(find(config, f"{section}.enabled") is True for section in ("bf16", "fp16"))
     if not halves or _partitioned(parameters):
         return {}
@@ -257,7 +263,7 @@ def _partitioned(parameters: Mapping[str, nn.Parameter]) -> bool:
 
 
 def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of an engine that only computes."""
+    """Returns the configuration of an engine without an optimizer."""
     return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
 
@@ -266,7 +272,7 @@ def _clip(config: Mapping[str, Any], options: DeepSpeedConfig) -> tuple[float, s
 
 
 def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -> Any:
-    """The scheduler that drives the engine's optimizer."""
+    """Returns the scheduler that drives the engine's optimizer."""
     if not isinstance(scheduler, DummyScheduler):
         point_at(scheduler, before, after)
         return scheduler
@@ -274,7 +280,7 @@ def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -
 
 
 def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
-    """Loads the state of an optimizer that has stepped before into the engine."""
+    """Loads the state of an optimizer that has stepped before ``prepare`` into the engine."""
     assert prepared.optimizer is not None
     groups = [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}

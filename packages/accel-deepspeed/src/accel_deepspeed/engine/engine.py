@@ -1,4 +1,4 @@
-"""Making of engines, and what is kept for each."""
+"""Construction of engines, and the record of each."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """A hook or a replacement, which ``remove`` undoes."""
+    """A hook or a replaced method, which ``remove`` undoes."""
 
     def remove(self) -> None: ...
 
 
-# The key under which a graph node of an engine's output holds the id of its ``Prepared``.
+# Metadata key of the autograd nodes of an engine's outputs; its value is the id of the engine's ``Prepared``.
 _ENGINE = "accel_engine"
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """One engine and what was found out about it.
+    """One engine and the facts about it.
 
     Attributes:
         engine: DeepSpeed's engine, which is the prepared model.
-        optimizer: the one inside, whose groups schedulers change.
-        gradients: what has been accumulated; None for an engine that does not train.
-        parts: where weights and states are; None where the optimizer updates the parameters themselves.
-        groups: names of each group's parameters.
-        clip: the norm that the configuration clips to, 0 for none, and the origin of that value.
-        saves_16bit: full weights are handed out as the model computes with them.
+        optimizer: the optimizer inside, whose param groups schedulers change.
+        gradients: accumulated gradients; None for an engine that does not train.
+        parts: partitions of weights and states; None if the optimizer updates the parameters themselves.
+        groups: FQNs of each param group's parameters.
+        clip: norm to which the configuration clips (0: none), and the origin of that value.
+        saves_16bit: full weights are returned in the compute dtype.
         handles: hooks on the model and its optimizer.
-        open: there has been a forward with a graph since the last backward.
-        first: the comparison of the first backward's gradients; None if there is none, or it has been made.
-        edits: finds what the loop writes into parameters.
+        open: a forward with a graph has run since the last backward.
+        first: comparison of the first backward's gradients; None if there is none, or if it is done.
+        edits: finds values that the training loop writes into parameters.
     """
 
     engine: Any
@@ -69,13 +69,16 @@ class Prepared:
     first: FirstGradients | None = None
 
     def compare_first(self) -> None:
-        """After the first backward, compares gradients over the ranks that share layers; collective."""
+        """Compares gradients within the tensor-parallel group after the first backward.
+
+        Collective: every rank of the group must call this.
+        """
         if self.first is not None:
             first, self.first = self.first, None
             first.check(self.engine.device)
 
     def release(self) -> None:
-        """Destroys the engine; the user's module stays."""
+        """Destroys the engine; the user's module remains."""
         for handle in self.handles:
             handle.remove()
         if self.first is not None:
@@ -90,10 +93,12 @@ class Prepared:
 def start_engine(
     session: "Session", model: nn.Module, optimizer: Optimizer | Callable[..., Any] | None, config: Mapping[str, Any]
 ) -> Any:
-    """DeepSpeed's engine of a model; collective. The model is on its device, and changed in place.
+    """Creates the engine of a model that is on its device; changes the model in place.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        PrepareError: DeepSpeed refuses, in its words.
+        PrepareError: DeepSpeed refuses, with its message.
     """
     deepspeed = library(session.device.type)
     count_alike(session)
@@ -119,9 +124,10 @@ def start_engine(
 
 @contextmanager
 def _as_given() -> Iterator[None]:
-    """Within it, stage 3 spreads parameters in the dtype that it is given, which is theirs.
+    """Context in which stage 3 partitions parameters in their own dtype.
 
-    DeepSpeed 0.19.8 takes bf16 instead where the device does not compute in fp16, and rounds what it writes to a disk.
+    DeepSpeed 0.19.8 otherwise uses bf16 on devices that do not compute in fp16, and rounds parameters that it writes to
+    disk.
     """
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
 
@@ -141,10 +147,13 @@ def _as_given() -> Iterator[None]:
 
 
 def count_alike(session: "Session") -> None:
-    """Makes all ranks give the next module, and the next parameter, the same number.
+    """Synchronises DeepSpeed's counters of modules and parameters over ranks.
 
-    Stage 3 numbers both over all engines of a process and compares the numbers between ranks, which differ if one of
-    them had an engine of its own before. Modules are counted in the default argument of the method that numbers them.
+    Collective: every rank of the group must call this.
+
+    Stage 3 numbers modules and parameters over all engines of a process and compares the numbers between ranks; they
+    differ if one rank had an engine of its own before. The module counter is a default argument of the method that
+    numbers modules.
     """
     if session.world_size == 1:
         return
@@ -162,12 +171,12 @@ def count_alike(session: "Session") -> None:
 def take_engine(
     engine: Any, groups: tuple[tuple[str, ...], ...], policy: PrecisionPolicy, clip: tuple[float, str]
 ) -> Prepared:
-    """The ``Prepared`` of a new engine, with its hooks."""
+    """Creates the ``Prepared`` of a new engine, with its hooks."""
     trains = engine.basic_optimizer is not None
     gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
     if gradients is not None:
-        engine.lr_scheduler = None  # the user's loop moves schedules
+        engine.lr_scheduler = None  # the user's loop steps schedulers
         if parts is not None and not isinstance(parts, OwnParts):
             gradients.left_out = LeftOut(engine.basic_optimizer, parts)
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
@@ -178,7 +187,7 @@ def take_engine(
 
 
 def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
-    """Writes rank 0's fp32 values into the optimizer's copies, which DeepSpeed makes of rounded weights."""
+    """Writes rank 0's fp32 values into the master weights, which DeepSpeed creates from rounded weights."""
     import torch.distributed as dist
 
     parts = prepared.parts
@@ -193,16 +202,16 @@ def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session:
 
 
 def forget_first_step(prepared: Prepared) -> None:
-    """Undoes the step with zero gradients that DeepSpeed takes at stage 0 in 16 bits to fill the optimizer's states.
+    """Undoes the step with zero gradients with which DeepSpeed fills the optimizer's states at stage 0 in 16 bits.
 
-    It would count as a step, and decay the weights.
+    Otherwise that step would count as a step, and decay the weights.
     """
     if hasattr(prepared.engine.optimizer, "fp16_groups") and prepared.optimizer is not None:
         prepared.optimizer.state.clear()
 
 
 def engine_of_graph(candidates: list[Prepared], loss: torch.Tensor) -> list[Prepared]:
-    """The engines whose outputs a loss was computed from, in the order of ``candidates``."""
+    """Returns the engines whose outputs a loss was computed from, in the order of ``candidates``."""
     wanted = set(map(id, candidates))
     found: set[int] = set()
     seen: set[Any] = set()
@@ -220,10 +229,10 @@ def engine_of_graph(candidates: list[Prepared], loss: torch.Tensor) -> list[Prep
 
 
 def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-    """One backward through one engine or several that a loss goes through.
+    """Runs one backward through all engines that a loss depends on.
 
     Raises:
-        BackendError: several engines that scale the loss, each by a factor of its own.
+        BackendError: several engines with fp16 loss scales, which differ.
     """
     first, *others = engines
     assert first.gradients is not None
@@ -241,7 +250,7 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
 
 
 def _through(others: list[Prepared], run: Callable[[], None]) -> None:
-    """Runs the first engine's backward within the bookkeeping of each other engine's."""
+    """Runs the first engine's backward within the backward bookkeeping of each other engine."""
     if not others:
         run()
         return
@@ -265,7 +274,7 @@ def _through(others: list[Prepared], run: Callable[[], None]) -> None:
 
 @final
 class _Remember:
-    """Marks the graph nodes of an engine's outputs; the marks last as long as the graph."""
+    """Forward hook that marks the autograd nodes of an engine's outputs; the marks live as long as the graph."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
@@ -287,7 +296,7 @@ class _Remember:
 
 
 def _dtype_hooks(engine: Any, policy: PrecisionPolicy) -> list[RemovableHandle]:
-    """Inputs of the model in the dtype it computes in, outputs in that of the policy."""
+    """Registers hooks that convert inputs to the compute dtype, and outputs to the policy's output dtype."""
     compute, output = policy.compute, policy.output
     if compute is None or compute.itemsize > 2:
         return []

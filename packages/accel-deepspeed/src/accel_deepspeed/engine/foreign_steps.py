@@ -1,4 +1,4 @@
-"""Refusal of steps of an engine's optimizer that the engine does not take itself."""
+"""Refusal of optimizer steps that the engine does not run itself."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -17,8 +17,8 @@ class GivenSteps:
     Any other step would have no gradients, or those of one rank, and its updates would not reach the other ranks.
 
     Args:
-        engine: a method of it is replaced until ``remove``.
-        optimizers: the engine's, and the one that was given to ``prepare``.
+        engine: one of its methods is replaced until ``remove``.
+        optimizers: the engine's optimizer, and the optimizer that was given to ``prepare``.
     """
 
     def __init__(self, engine: Any, optimizers: Iterable[Optimizer]) -> None:

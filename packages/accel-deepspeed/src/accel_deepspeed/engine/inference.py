@@ -1,4 +1,4 @@
-"""DeepSpeed's engine for inference, for models that are only evaluated."""
+"""DeepSpeed's inference engine, for models that are only evaluated."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def start_inference(
     session: "Session", model: nn.Module, policy: PrecisionPolicy, options: Mapping[str, Any]
 ) -> nn.Module:
-    """What ``deepspeed.init_inference`` makes of a model, in the dtype of the policy unless ``options`` say another.
+    """Returns the inference engine of a model, in the policy's dtype unless ``options`` set another.
 
     Raises:
-        BackendError: on a CPU, where its collectives take the process down.
-        PrepareError: DeepSpeed refuses, in its words.
+        BackendError: on a CPU, where DeepSpeed's collectives crash the process.
+        PrepareError: DeepSpeed refuses, with its message.
     """
     if session.device.type == "cpu":
         raise BackendError(

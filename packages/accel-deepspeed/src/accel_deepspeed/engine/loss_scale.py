@@ -1,4 +1,4 @@
-"""DeepSpeed's own loss scale and its counts of steps, to be saved and put back."""
+"""State of DeepSpeed's loss scale and of its step counters, for checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, final
@@ -12,15 +12,15 @@ HYSTERESIS = "cur_hysteresis"
 
 @final
 class EngineScale:
-    """The loss scale of one engine in fp16, in the numbers of ``LossScaler``, so that each loads the other's.
+    """Loss scale of one fp16 engine, in the form of ``LossScaler.state_dict``, so that each loads the other's state.
 
-    ``growth_tracker`` counts steps without overflow since the scale changed last. The number of overflows
-    that DeepSpeed tolerates before it lowers the scale is in ``EngineCounts``.
+    ``growth_tracker`` counts steps without overflow since the scale changed last. The number of overflows that
+    DeepSpeed tolerates before it lowers the scale is in ``EngineCounts``.
     """
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
-        # From stage 1 on it is an object of its own; at stage 0 a record of the same names.
+        # A scaler object from stage 1 on, a record with the same attribute names at stage 0.
         self._scaler = optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
 
     @property
@@ -28,21 +28,21 @@ class EngineScale:
         return bool(getattr(self._scaler, "dynamic", False) or getattr(self._scaler, "dynamic_loss_scale", False))
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers."""
+        """Returns plain numbers."""
         scaler, found = self._scaler, {SCALE: float(self._scaler.cur_scale), TRACKER: 0}
         if self._moves:
             window = int(scaler.scale_window)
             stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
-            # After a whole window without overflow, the scale grows at the next step.
+            # After a full window without overflow, the scale grows at the next step.
             found[TRACKER] = (stable - 1) % window + 1 if stable else 0
             found |= {"growth_factor": scaler.scale_factor, "growth_interval": window}
         return found
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Takes over the scale and the counts; factors and windows stay as configured.
+        """Loads the scale and the counts; factors and windows stay as configured.
 
         Raises:
-            PrecisionError: the state holds no scale or no count.
+            PrecisionError: the state has no scale or no count.
         """
         missing = {SCALE, TRACKER} - set(state)
         if missing:
@@ -58,7 +58,7 @@ class EngineScale:
 
 @final
 class EngineCounts:
-    """How many steps an engine has taken and left out, which its schedules, logs and own checkpoints count by."""
+    """Step counters of an engine (taken and skipped), which its schedules, logs and own checkpoints use."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -66,13 +66,13 @@ class EngineCounts:
         self._engine = engine
 
     def state_dict(self) -> dict[str, int]:
-        """The numbers by DeepSpeed's names."""
+        """Returns the counters by DeepSpeed's names."""
         found = {name: int(getattr(self._engine, name)) for name in self.NAMES}
         scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
         return found | ({HYSTERESIS: int(scaler.cur_hysteresis)} if hasattr(scaler, HYSTERESIS) else {})
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sets those that ``state`` has."""
+        """Sets the counters that ``state`` has."""
         for name in self.NAMES:
             if name in state:
                 setattr(self._engine, name, int(state[name]))

@@ -16,13 +16,14 @@ _ONCE = "_backward_prologue"
 class ByHand:
     """Checks every backward that reaches the outputs of an engine, before it reaches the model.
 
-    ``loss.backward()`` would accumulate gradients that no step takes, without the loss scale and in DeepSpeed's own
-    windows. ``torch.autograd.grad`` changes no gradient and is allowed, but its result cannot be differentiated at
-    stage 3, which has freed the parameters before. For the same reason each forward has one backward there.
+    A direct ``loss.backward()`` would accumulate gradients that no step uses, without the loss scale and in DeepSpeed's
+    own accumulation windows. ``torch.autograd.grad`` changes no gradient and is allowed, but not with
+    ``create_graph=True`` at stage 3, which frees gathered parameters before the result is differentiated. For the same
+    reason each forward can have only one backward at stage 3.
 
     Args:
-        engine: two methods of it are replaced until ``remove``.
-        runs: whether a backward of the backend is running.
+        engine: two of its methods are replaced until ``remove``.
+        runs: returns whether a backward of the backend is running.
 
     Attributes:
         own: the engine's own ``backward`` has been called since the backend's.
@@ -42,11 +43,11 @@ class ByHand:
             self._engine.__dict__.pop(name, None)
 
     def start(self) -> None:
-        """A backward of the backend starts."""
+        """Marks the start of a backward of the backend."""
         self._begun = self.own = False
 
     def _look(self) -> None:
-        """Called once for each forward, in the first backward that reaches its outputs."""
+        """Replaces the prologue that runs once for each forward, in the first backward that reaches its outputs."""
         if self._engine._running_engine_backward:
             self.own |= not self._runs()
             self._begin()
@@ -55,7 +56,7 @@ class ByHand:
             self._refuse()
 
     def _look_again(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Called for each output in every backward."""
+        """Replaces the prologue that runs for each output in every backward."""
         if not self._engine._running_engine_backward:
             self._refuse()
         elif self._runs() and not self._begun and not self._whole:
@@ -81,12 +82,12 @@ class ByHand:
 
 
 def _accumulates(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the running backward adds to the gradient of any parameter; ``torch.autograd.grad`` adds to none."""
+    """Whether the running backward accumulates into any parameter; ``torch.autograd.grad`` accumulates into none."""
     from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
     with torch.enable_grad():
         nodes = [_get_grad_fn_or_grad_acc(parameter) for parameter in parameters if parameter.requires_grad]
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # of a parameter whose gradient torch.autograd.grad returns
+    except RuntimeError:  # for a parameter whose gradient torch.autograd.grad returns
         return False

@@ -1,4 +1,4 @@
-"""Mixtures of experts: groups of the experts' parameters, and layers that stage 3 gathers as a whole."""
+"""Mixtures of experts: param groups of experts, and layers that stage 3 gathers as one unit."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from accel_state.errors import BackendError, PrepareError
 
 
 def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """The optimizer, its groups split where they mix experts, whose gradients other ranks share, with the rest."""
+    """Splits param groups that mix experts and other parameters, whose gradients are averaged over different ranks."""
     if not any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters()):
         return optimizer
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -23,10 +23,10 @@ def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 
 
 def check_experts(model: nn.Module, stage: int) -> None:
-    """Refuses layers of ``deepspeed.moe`` at stage 3, which DeepSpeed refuses when the model is half an engine.
+    """Refuses ``deepspeed.moe`` layers at stage 3, before DeepSpeed does so in the middle of engine construction.
 
     Raises:
-        PrepareError: with what works.
+        PrepareError: with alternatives.
     """
     if stage < 3:
         return
@@ -39,10 +39,10 @@ def check_experts(model: nn.Module, stage: int) -> None:
 
 
 def check_experts_are_alike(model: nn.Module) -> None:
-    """Refuses states of a model whose ranks have different experts under the same names.
+    """Refuses state dicts of a model whose ranks have different experts under the same names.
 
     Raises:
-        BackendError: with the nearest that works.
+        BackendError: with the nearest alternative.
     """
     experts = [p for p in model.parameters() if getattr(p, "allreduce", True) is False]
     names = dict.fromkeys(getattr(p, "group_name", None) for p in experts)
@@ -61,7 +61,7 @@ def check_experts_are_alike(model: nn.Module) -> None:
 
 
 def mark_leaf_modules(model: nn.Module, names: object) -> None:
-    """Makes stage 3 gather the modules of these classes as a whole, because ranks run different experts.
+    """Makes stage 3 gather each module of these classes as one unit, because ranks run different experts.
 
     Raises:
         PrepareError: the model has no module of such a class.

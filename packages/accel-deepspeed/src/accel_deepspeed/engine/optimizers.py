@@ -1,4 +1,4 @@
-"""The optimizer and scheduler of an engine: the user's, DeepSpeed's for the host, or those of its configuration."""
+"""Optimizer and scheduler of an engine: the user's, DeepSpeed's host version, or those of the configuration."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
     """Refuses optimizers and schedulers that contradict the configuration or each other.
 
     Raises:
-        PrepareError: what contradicts what, and what to leave out.
+        PrepareError: with the contradiction, and the setting to leave out.
     """
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -63,12 +63,12 @@ def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], sch
 
 
 def check_full(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
-    """Refuses an optimizer that needs full parameters where each rank has pieces, or one that needs a closure.
+    """Refuses an optimizer that needs full parameters where ranks have shards, or one that needs a closure.
 
-    ``cut``: ranks share layers, so that no rank has full parameters at any stage.
+    ``cut``: tensor parallelism is on, so that no rank has full parameters at any stage.
 
     Raises:
-        PrepareError: with what works.
+        PrepareError: with alternatives.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -95,17 +95,17 @@ def check_full(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
 
 
 def _needs_two_backwards(optimizer: Optimizer) -> bool:
-    """Whether a step consists of two (SAM and the like), or cannot do without a closure."""
+    """Whether a step needs two backwards (SAM and similar), or requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs = closure is not None and closure.default is closure.empty
     return needs or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
 
 
 def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuses an optimizer that cannot update states on the host.
+    """Refuses an optimizer that cannot update offloaded states on the host.
 
     Raises:
-        PrepareError: with those that can.
+        PrepareError: with optimizers that can.
     """
     if not wants_host(config, optimizer) or is_host(optimizer):
         return
@@ -122,16 +122,16 @@ def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def wants_host(config: Mapping[str, Any], optimizer: Optimizer) -> bool:
-    """Whether the optimizer's states are offloaded and are to be updated by DeepSpeed's own code."""
+    """Whether the optimizer's states are offloaded and DeepSpeed's host optimizer is to update them."""
     offloads = find(config, f"{ZERO}.offload_optimizer.device", "none") != "none"
     return offloads and config.get(FORCE, True) is not False and not isinstance(optimizer, DummyOptim)
 
 
 def on_host(optimizer: Optimizer) -> Optimizer:
-    """DeepSpeed's counterpart of an optimizer of torch, with the same groups, options and parameters.
+    """Returns DeepSpeed's host version of a torch optimizer, with the same groups, options and parameters.
 
     Raises:
-        BackendError: its operation cannot be compiled here.
+        BackendError: its op cannot be compiled here.
     """
     if is_host(optimizer):
         return optimizer
@@ -152,7 +152,7 @@ def on_host(optimizer: Optimizer) -> Optimizer:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """DeepSpeed's counterpart of an optimizer for states on the host, or the optimizer itself if there is none."""
+    """Returns DeepSpeed's host version of a torch optimizer, or the optimizer itself if there is none."""
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ON_HOST
     return on_host(optimizer) if known else optimizer
 
@@ -166,7 +166,7 @@ def point_at(scheduler: Any, before: Optimizer, after: Optimizer) -> None:
 
 
 def group_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters of each group that has any."""
+    """Returns the FQNs of the parameters of each non-empty param group."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return tuple(
         tuple(names[id(parameter)] for parameter in group["params"])
@@ -176,7 +176,7 @@ def group_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def state_by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """What an optimizer that has stepped already holds, by parameter names."""
+    """Returns the states of an optimizer that has stepped already, by FQN."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {
         names[id(parameter)]: dict(values)
@@ -186,5 +186,5 @@ def state_by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) 
 
 
 def is_host(optimizer: Optimizer) -> bool:
-    """Whether it is DeepSpeed's own for states on the host."""
+    """Whether the optimizer is one of DeepSpeed's host optimizers."""
     return type(optimizer).__name__.startswith("DeepSpeedCPU")

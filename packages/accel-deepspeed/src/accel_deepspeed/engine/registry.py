@@ -1,4 +1,4 @@
-"""The engines of one process: which of them a model, an optimizer, parameters or a loss belong to."""
+"""Registry of the engines of one process, searched by model, optimizer, parameters or loss."""
 
 from collections.abc import Iterable, Iterator
 from typing import final
@@ -16,7 +16,7 @@ from accel_state.errors import BackendError, PrepareError
 
 @final
 class Engines:
-    """All that are prepared, in that order."""
+    """All prepared engines, in order of preparation."""
 
     def __init__(self) -> None:
         self._all: list[Prepared] = []
@@ -25,7 +25,7 @@ class Engines:
         return iter(self._all)
 
     def add(self, prepared: Prepared) -> None:
-        """Appends one."""
+        """Appends an engine."""
         self._all.append(prepared)
 
     def release(self, models: Iterable[nn.Module]) -> None:
@@ -36,18 +36,18 @@ class Engines:
             prepared.release()
 
     def clear(self) -> None:
-        """Destroys all of them."""
+        """Destroys all engines."""
         for prepared in self._all:
             prepared.release()
         self._all.clear()
 
     def find(self, model: nn.Module) -> Prepared | None:
-        """The engine of a model; None: it has none."""
+        """Returns the engine of a model; None if it has none."""
         inner = innermost(model)
         return next((one for one in self._all if innermost(one.engine) is inner), None)
 
     def find_stated(self, model: nn.Module) -> Prepared | None:
-        """As ``find``, for saving or loading states; first carries what was written to parameters into them.
+        """As ``find``, for saving or loading states; first copies edits of parameters into the master weights.
 
         Raises:
             BackendError: ranks have different parameters under the same names, or see ``Edits.carry``.
@@ -59,10 +59,10 @@ class Engines:
         return prepared
 
     def of_optimizer(self, optimizer: Optimizer) -> Prepared:
-        """The engine that an optimizer is inside of.
+        """Returns the engine that contains an optimizer.
 
         Raises:
-            BackendError: it belongs to none.
+            BackendError: the optimizer is in no engine.
         """
         for prepared in self._all:
             if prepared.optimizer is optimizer:
@@ -72,10 +72,10 @@ class Engines:
     def of_parameters(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], owned: Ownership, what: str
     ) -> tuple[Prepared, frozenset[int] | None]:
-        """The engine of these parameters, and their ids; None: they are all of it that train.
+        """Returns the engine of these parameters, and their ids; None if they are all of its trainable parameters.
 
         Raises:
-            BackendError: they are none's or several engines'; ``what`` was to be done with them.
+            BackendError: parameters of no engine or of several; ``what`` names the call.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = frozenset(map(id, listed))
@@ -89,7 +89,7 @@ class Engines:
         raise BackendError(f"{what} was given parameters of several models or of none that trains; call it for each")
 
     def used(self, loss: torch.Tensor) -> list[Prepared]:
-        """The engines that a loss went through.
+        """Returns the engines that a loss depends on.
 
         Raises:
             PrepareError: no engine trains.

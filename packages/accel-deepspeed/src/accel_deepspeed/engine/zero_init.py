@@ -1,4 +1,4 @@
-"""Modules that stage 3 partitions while they are built."""
+"""Context in which stage 3 partitions modules while they are built."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def partitioned(session: "Session", config: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, modules are partitioned as soon as they are built; collective.
+    """Context in which modules are partitioned as soon as they are built.
+
+    Collective: every rank of the group must call this.
 
     Raises:
         PrepareError: a parameter that was built in float64, which DeepSpeed would round.
@@ -37,13 +39,13 @@ def partitioned(session: "Session", config: Mapping[str, Any]) -> Iterator[None]
             hook.remove()
 
 
-# What makes another dtype of a tensor on purpose.
+# Functions that convert the dtype of a tensor on purpose.
 _NARROWING = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to, torch.Tensor.type)
 
 
 @final
 class _Doubles(TorchFunctionMode):
-    """Notes what was made in float64, and computed from it, because DeepSpeed rounds every new tensor at once."""
+    """Records tensors created in float64 and tensors computed from them, because DeepSpeed rounds new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class _Doubles(TorchFunctionMode):
         return result
 
     def refuse(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Raises PrepareError for a parameter that is one of them."""
+        """Raises PrepareError for a parameter that is one of the recorded tensors."""
         if parameter is None or not parameter.numel():
             return
         if parameter.data_ptr() in {one.data_ptr() for one in self._made.values()}:

@@ -1,1 +1,1 @@
-"""Tensor parallelism by AutoTP."""
+"""Tensor parallelism with DeepSpeed's AutoTP."""

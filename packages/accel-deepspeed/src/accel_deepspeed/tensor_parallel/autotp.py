@@ -1,4 +1,4 @@
-"""AutoTP: neighbouring ranks share every layer, each computes with a part of its rows or columns."""
+"""AutoTP: layers are split by rows or columns over a tensor-parallel group of neighbouring ranks."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from accel_state.session import Session
 
-# Layers whose forward and whose note of what each rank has are known to agree with those that they replace.
+# AutoTP layers whose forward and partition map are known to agree with the layers that they replace.
 _SOUND = frozenset(
     [
         "GateUpPack_LinearLayer",
@@ -39,10 +39,10 @@ _INSTEAD = (
 
 @final
 class Layers:
-    """The ranks that share layers: ``size`` neighbours each.
+    """Tensor-parallel groups of a run: ``size`` neighbouring ranks each.
 
     Raises:
-        ConfigError: the ranks do not divide into such groups.
+        ConfigError: the world size is not divisible by ``size``.
     """
 
     def __init__(self, session: "Session", size: int) -> None:
@@ -51,14 +51,18 @@ class Layers:
 
     @property
     def first(self) -> int:
-        """The lowest rank of those that share layers with this one."""
+        """First rank of this rank's tensor-parallel group."""
         return self.session.rank // self.size * self.size
 
     def open(self) -> None:
-        """Makes DeepSpeed's groups, which are those of all engines of a process; collective the first time.
+        """Creates DeepSpeed's tensor-parallel groups, which all engines of a process share.
+
+        A collective on the first call.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: engines of this process are there that share layers among another number of ranks.
+            BackendError: this process has engines with another tensor-parallel size.
         """
         from deepspeed.utils import groups
 
@@ -74,12 +78,15 @@ class Layers:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """Those that share layers with this rank, once it is open; None: each has full layers."""
+        """Tensor-parallel group of this rank, after ``open``; None without tensor parallelism."""
         return self._group("get_tensor_model_parallel_group")
 
     @property
     def data_group(self) -> "ProcessGroup | None":
-        """Those that have the same parts of layers, and other samples; None: all."""
+        """Data-parallel group: ranks with the same shards of layers and other samples.
+
+        None: no tensor parallelism, all ranks of the session.
+        """
         return self._group("get_data_parallel_group")
 
     def _group(self, name: str) -> "ProcessGroup | None":
@@ -91,10 +98,11 @@ class Layers:
         return found
 
     def check(self, model: nn.Module) -> None:
-        """Refuses what cannot be cut, before anything is.
+        """Refuses models that cannot be split, before any change.
 
         Raises:
-            PrepareError: a model that was cut already, of fewer heads than ranks, or with experts of DeepSpeed.
+            PrepareError: a model that was split before, one with fewer key heads than ranks, or with experts of
+                DeepSpeed.
         """
         if getattr(model, "ds_autotp_parsed", False):
             raise PrepareError(
@@ -116,9 +124,12 @@ class Layers:
             )
 
     def gather_in(self, model: nn.Module) -> None:
-        """Gives all ranks the parameters, buffers and random numbers of one, of which each is to keep a part.
+        """Broadcasts rank 0's parameters and buffers to all ranks, each of which keeps a shard later.
 
-        Random numbers go to those that share layers, because they drop out the same of what all of them have.
+        Also synchronises the random generators of a tensor-parallel group, whose ranks have to draw the same dropout
+        masks for replicated activations.
+
+        Collective: every rank of the group must call this.
         """
         if self.size == 1:
             return
@@ -132,19 +143,19 @@ class Layers:
 
 
 def kinds_of(model: nn.Module) -> dict[str, type[nn.Module]]:
-    """The class of each module, by name, to be compared with what AutoTP makes of it."""
+    """Returns the class of each module by name, for a comparison with the layers that AutoTP creates."""
     return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[RemovableHandle]:
-    """Checks what AutoTP has made of a model, and puts right what is not: hooks, and what norms count.
+    """Validates the layers that AutoTP created, adds hooks that correct them, and marks parameters for norms.
 
     Args:
-        engine: that has just been started.
-        before: the classes that modules had.
+        engine: engine that has just been started.
+        before: classes of the modules before.
 
     Raises:
-        PrepareError: nothing is cut, or something in a way that trains wrongly or that no state is put together from.
+        PrepareError: nothing is split, or a parameter is split so that it trains wrongly or cannot be assembled.
     """
     model = innermost(engine)
     _check_layers(model, before)
@@ -153,10 +164,10 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
         _check_note(type(model).__name__, name, parameter)
     if not any(map(is_cut, parameters.values())):
         raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to share; {_INSTEAD}")
-    engine._config.train_batch_size //= engine.mp_world_size  # those that share layers have the same samples
+    engine._config.train_batch_size //= engine.mp_world_size  # ranks of a tensor-parallel group have the same samples
     handles: list[RemovableHandle] = []
     for parameter in parameters.values():
-        # DeepSpeed's norms add up what has this mark, and count the rest on one rank.
+        # DeepSpeed's norms sum parameters with this mark over the group, and count others on one rank.
         parameter.tensor_model_parallel = is_cut(parameter)  # type: ignore[attr-defined]
     for module in _shared(model).values():
         handles.append(module.register_forward_pre_hook(_in_order))
@@ -164,12 +175,12 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
 
 
 def _in_order(module: nn.Module, inputs: Any) -> Any:
-    """Makes inputs contiguous: of other gradients AutoTP 0.19.8 sums a copy, and continues with its unsummed part."""
+    """Makes inputs contiguous: of a non-contiguous gradient AutoTP 0.19.8 reduces a copy, but uses the original."""
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
 def _shared(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that AutoTP has put in, by name."""
+    """Returns the layers that AutoTP created, by name."""
     from deepspeed.module_inject.layers import TensorParallel_Layer
 
     return {name: one for name, one in model.named_modules() if isinstance(one, TensorParallel_Layer)}
@@ -194,7 +205,7 @@ def _check_layers(model: nn.Module, before: Mapping[str, type[nn.Module]]) -> No
 
 
 def _check_note(kind: str, name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter without an exact note of the part that each rank, and no other, has of it."""
+    """Refuses a split parameter unless its partition map is exact and gives each element to one rank only."""
     if not is_cut(parameter):
         return
     note = getattr(parameter, NOTE)
@@ -212,7 +223,7 @@ def _check_note(kind: str, name: str, parameter: nn.Parameter) -> None:
 
 
 def _heads(model: nn.Module) -> int | None:
-    """How many heads of keys a model's config states, which AutoTP does not cut."""
+    """Returns the number of key heads in a model's config, which AutoTP does not split."""
     from deepspeed.module_inject.tp_shard import AutoTPMeta
 
     found: int | None = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads

@@ -1,4 +1,4 @@
-"""The blocks of a parameter on each rank that shares layers, as AutoTP records them and writes them to folders."""
+"""Partition maps: the blocks of a parameter on each tensor-parallel rank, as AutoTP records and saves them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import torch
 @final
 @dataclass(frozen=True, slots=True)
 class ParameterBlock:
-    """A block that has the same elements, in the same arrangement, in a whole and in a rank's part of it.
+    """A block with the same elements and arrangement in the full parameter and in a rank's shard.
 
     Attributes:
-        shape: of the block.
-        source: offset and strides in the whole, in elements.
-        dest: the same in the part.
+        shape: shape of the block.
+        source: offset and strides in the full parameter, in elements.
+        dest: offset and strides in the shard, in elements.
     """
 
     shape: tuple[int, ...]
@@ -23,23 +23,23 @@ class ParameterBlock:
     dest: tuple[int, tuple[int, ...]]
 
     def of_full(self, flat: torch.Tensor) -> torch.Tensor:
-        """The block, as a view of a flat whole that begins its storage."""
+        """Returns the block as a view of a flat full parameter that starts at offset 0 of its storage."""
         return torch.as_strided(flat, self.shape, self.source[1], self.source[0])
 
     def of_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """The block, as a view of a flat part that begins its storage."""
+        """Returns the block as a view of a flat shard that starts at offset 0 of its storage."""
         return torch.as_strided(flat, self.shape, self.dest[1], self.dest[0])
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PartMap:
-    """How one parameter is cut.
+    """Partition map of one parameter.
 
     Attributes:
-        shape: of the whole.
-        shapes: of each rank's part.
-        pieces: of each rank, which together are its part.
+        shape: shape of the full parameter.
+        shapes: shape of each rank's shard.
+        pieces: for each rank, the blocks that make up its shard.
     """
 
     shape: torch.Size
@@ -48,10 +48,10 @@ class PartMap:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> "PartMap":
-        """Reads DeepSpeed's description (its ``affine_ir_spec.md``, version 1).
+        """Parses DeepSpeed's description (its ``affine_ir_spec.md``, version 1).
 
         Raises:
-            ValueError: parts are not just cut but scaled, too.
+            ValueError: shards are scaled.
         """
         ranks = [described["ranks"][rank] for rank in sorted(described["ranks"], key=int)]
         if any(piece.get("scale", 1.0) != 1.0 for rank in ranks for piece in rank["pieces"]):
@@ -64,17 +64,17 @@ class PartMap:
 
     @property
     def cut(self) -> bool:
-        """Whether some rank has less than all."""
+        """Whether any rank has less than the full parameter."""
         return any(shape != self.shape for shape in self.shapes)
 
     def put(self, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-        """Copies a rank's part to where it is in a flat whole."""
+        """Copies a rank's shard into a flat full parameter."""
         flat = _flat(part)
         for piece in self.pieces[rank]:
             piece.of_full(whole).copy_(piece.of_part(flat))
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's part of a whole, flat and its own."""
+        """Returns a rank's shard of a full parameter, as a new flat tensor."""
         source = _flat(whole)
         part = torch.empty(self.shapes[rank].numel(), dtype=whole.dtype, device=whole.device)
         for piece in self.pieces[rank]:
@@ -82,10 +82,10 @@ class PartMap:
         return part
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of all ranks' parts, each of its shape.
+        """Assembles the full parameter from all ranks' shards.
 
         Raises:
-            ValueError: other parts than described, or the description leaves something out.
+            ValueError: shapes that differ from the map, or a map that does not cover all elements.
         """
         if [part.shape for part in parts] != list(self.shapes):
             found, expected = ([tuple(shape) for shape in shapes] for shapes in ([p.shape for p in parts], self.shapes))
@@ -105,7 +105,7 @@ class PartMap:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in their order, from the start of a storage, as pieces count them."""
+    """Returns the elements as a flat tensor at offset 0 of a storage, as the blocks' offsets require."""
     flat = tensor.detach().reshape(-1)
     return flat.clone() if flat.storage_offset() else flat
 

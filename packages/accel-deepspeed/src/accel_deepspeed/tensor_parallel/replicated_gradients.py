@@ -1,4 +1,4 @@
-"""Comparison of the first gradients of parameters that ranks which share layers have whole."""
+"""Comparison of the first gradients of parameters that are replicated in a tensor-parallel group."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
@@ -12,20 +12,20 @@ from accel_state.errors import BackendError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Sums of the same numbers differ in their last bits between devices; other samples, or a part of a sum, differ wholly.
+# Relative tolerance: sums of the same numbers differ by rounding; other samples or partial sums differ far more.
 _NOISE = 1e-2
 
 
 @final
 class FirstGradients:
-    """Measures the gradients of the first backward, each before ZeRO takes it.
+    """Measures the gradients of replicated parameters in the first backward, before ZeRO reduces them.
 
-    A weight that is whole on every rank and is applied to a part (a norm within heads, say) gets a part of its gradient
-    on each, and so does anything behind other random numbers. Otherwise ranks would drift apart without an error.
+    A replicated weight that is applied to a shard (a norm within heads, for example) gets a partial gradient on each
+    rank, as does any weight behind different random numbers. Without this check the replicas would diverge silently.
 
     Args:
-        parameters: what every rank has whole, by name; those that need no gradient are left out.
-        group: the ranks that share layers.
+        parameters: replicated parameters by FQN; frozen ones are ignored.
+        group: the tensor-parallel group.
         session: all ranks, which raise together.
     """
 
@@ -45,10 +45,12 @@ class FirstGradients:
         return keep
 
     def check(self, device: torch.device) -> None:
-        """Compares, once; collective.
+        """Compares the gradients over the tensor-parallel group, once.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: gradients differ; on all ranks.
+            BackendError: gradients differ; raised on all ranks.
         """
         import torch.distributed as dist
 

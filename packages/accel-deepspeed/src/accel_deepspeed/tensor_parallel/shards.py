@@ -1,4 +1,4 @@
-"""A rank's blocks of each parameter where ranks share layers, and full parameters made of them."""
+"""Tensor-parallel shards of parameters, and full parameters assembled from them."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -7,25 +7,28 @@ import torch
 
 from accel_deepspeed.tensor_parallel.partition_map import PartMap
 
-# Where DeepSpeed notes how AutoTP has cut a parameter.
+# Attribute in which DeepSpeed records how AutoTP has split a parameter.
 NOTE = "ds_autotp_universal_checkpoint_meta"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TensorParallelShard:
-    """One parameter of which each rank of a group has other rows, columns or blocks.
+    """Sharding of one parameter over a tensor-parallel group.
 
     Attributes:
-        map: which blocks of the whole each rank has.
-        group: the ranks that share layers.
+        map: blocks of the full parameter on each rank.
+        group: the tensor-parallel group.
     """
 
     map: PartMap
     group: Any
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of which every rank has a part, on every rank; collective over the group."""
+        """Assembles the full parameter on every rank of the group from all shards.
+
+        Collective: every rank of the group must call this.
+        """
         import torch.distributed as dist
 
         found = torch.zeros(self.map.shape.numel(), dtype=part.dtype, device=part.device)
@@ -34,18 +37,18 @@ class TensorParallelShard:
         return found.view(self.map.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole that every rank has, flat."""
+        """Returns this rank's shard of a full parameter, as a flat tensor."""
         return self.map.take(whole, self.group.rank())
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether each rank of those that share layers has another part of a parameter."""
+    """Whether a parameter is sharded over the tensor-parallel group."""
     note = getattr(parameter, NOTE, None)
     return note is not None and not note["replicated"]
 
 
 def cut_of(parameter: torch.Tensor) -> TensorParallelShard | None:
-    """How a parameter is cut; None: every rank has all that ZeRO does not spread."""
+    """Returns the tensor-parallel sharding of a parameter; None if it is replicated in the group."""
     if not is_cut(parameter):
         return None
     from deepspeed.utils import groups
@@ -55,24 +58,29 @@ def cut_of(parameter: torch.Tensor) -> TensorParallelShard | None:
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, also where only a part of it is here."""
+    """Returns the full shape of a parameter."""
     cut = cut_of(parameter)
     return local_shape_of(parameter) if cut is None else cut.map.shape
 
 
 def local_shape_of(parameter: torch.Tensor) -> torch.Size:
-    """The shape of what this rank computes with, also where ZeRO has spread it."""
+    """Returns the shape of this rank's tensor-parallel shard, also if ZeRO has partitioned the parameter."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def full_of_shard(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A value of a parameter, or a state of it, whole on every rank, from this rank's part; collective if it is cut."""
+    """Returns a full value or state of a parameter from this rank's tensor-parallel shard.
+
+    A collective if it is sharded.
+
+    Collective: every rank of the group must call this.
+    """
     cut = cut_of(parameter)
     return part if cut is None else cut.whole(part)
 
 
 def shard_of_full(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a full value of a parameter, or of a state of it, flat."""
+    """Returns this rank's tensor-parallel shard of a full value or state of a parameter, as a flat tensor."""
     cut = cut_of(parameter)
     return whole.reshape(-1) if cut is None else cut.part(whole)

@@ -1,1 +1,1 @@
-"""Sequence parallelism by Ulysses."""
+"""Sequence parallelism with DeepSpeed-Ulysses."""

@@ -1,7 +1,8 @@
 """Ulysses: every rank computes on a part of each sequence, and attention exchanges heads for tokens.
 
-DeepSpeed's engine has no setting for it: all ranks are data-parallel, so gradients are averaged over all of them and
-ZeRO shards over all of them; with the weights of the batches, that average is the mean over all tokens.
+DeepSpeed's engine has no setting for sequence parallelism. For the engine all ranks are data-parallel: gradients are
+averaged over all of them, and ZeRO shards over all of them. With the weights of the batches that average is the mean
+over all tokens.
 """
 
 import copy
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 @final
 class Sequences:
-    """The ranks that share sequences: ``size`` neighbours each.
+    """Sequence-parallel groups of a run: ``size`` neighbouring ranks each.
 
     Raises:
-        ConfigError: the ranks do not divide into such groups.
+        ConfigError: the world size is not divisible by ``size``.
     """
 
     def __init__(self, session: "Session", size: int) -> None:
@@ -38,7 +39,10 @@ class Sequences:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """This rank's; None where each has full sequences. Collective when first read."""
+        """Sequence-parallel group of this rank; None without sequence parallelism. The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
         if self.size > 1 and self._group is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -51,7 +55,7 @@ class Sequences:
         """Refuses a model that would attend to this rank's part of a sequence only.
 
         Raises:
-            PrepareError: nothing in it exchanges heads for tokens.
+            PrepareError: the model has no attention that exchanges heads for tokens.
         """
         if self.size == 1:
             return
@@ -67,14 +71,14 @@ class Sequences:
             )
 
     def take(self, model: nn.Module, group: "ProcessGroup | None", attention: str | None) -> None:
-        """Makes a model of Transformers attend over the parts of all ranks.
+        """Makes a Transformers model attend over full sequences.
 
         Args:
-            group: this rank's; None: sequences are whole.
-            attention: which of Transformers' computes; None: the model's own.
+            group: the sequence-parallel group; None: no sequence parallelism.
+            attention: attention function of Transformers to use; None: the model's own.
 
         Raises:
-            ConfigError: ``attention`` is given, and the model is none of theirs.
+            ConfigError: ``attention`` is given, and the model is not a Transformers model.
         """
         if group is None or model in self._taken:
             return
@@ -100,10 +104,12 @@ class Sequences:
 
 @final
 class SequenceAttention(nn.Module):
-    """DeepSpeed's ``DistributedAttention`` around an attention: (samples, tokens, heads, size) in and out.
+    """DeepSpeed's ``DistributedAttention`` around an attention function.
 
-    Each rank has as many tokens as the others, and gives and gets all heads of them; the attention inside gets all
-    tokens of a share of the heads.
+    Tensors are (samples, tokens, heads, head size).
+
+    All ranks have equally many tokens. Inputs and outputs have this rank's tokens and all heads; the inner function
+    receives all tokens and a part of the heads.
     """
 
     def __init__(self, attention: Callable[..., torch.Tensor], group: "ProcessGroup") -> None:
@@ -116,10 +122,12 @@ class SequenceAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """What ``attention`` gives for full sequences, of this rank's tokens; collective.
+        """Returns ``attention`` over full sequences, for this rank's tokens.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: heads that do not divide among the ranks.
+            BackendError: the number of heads is not divisible by the number of ranks.
         """
         for what, heads in (("query", query.shape[2]), ("key", key.shape[2])):
             if heads % self.ranks:
@@ -131,5 +139,5 @@ class SequenceAttention(nn.Module):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceAttention":
-        """With a copy of the attention; the group is no thing to copy."""
+        """Copies the attention function, but not the process group."""
         return SequenceAttention(copy.deepcopy(self.exchange.local_attn, memo), self.exchange.spg)

@@ -1,4 +1,4 @@
-"""Models of Transformers attend over sequences that ranks share, through DeepSpeed's own attention for them."""
+"""Sequence parallelism for models of Transformers, with DeepSpeed's ``UlyssesSPAttentionHF``."""
 
 import sys
 from typing import TYPE_CHECKING, Any, final
@@ -15,24 +15,24 @@ _WHOLE = "full_attention"
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of Transformers, which is not imported to find out."""
+    """Whether a model is one of Transformers'; does not import Transformers."""
     library = sys.modules.get("transformers")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 @final
 class SharedAttention:
-    """The attention of one model while it is prepared; ``release`` restores its own.
+    """Sequence-parallel attention of one prepared Transformers model; ``release`` restores the model's own.
 
-    The model's configuration names an attention function of our own among those of Transformers. It gets no mask:
-    every token attends to those before it.
+    The attention is registered with Transformers under a new name, which the model's config selects. It receives no
+    mask: every token attends to itself and earlier tokens.
 
     Args:
-        attention: which of Transformers' computes; None: the one that the model has.
+        attention: attention function of Transformers to use; None: the model's own.
 
     Raises:
-        ConfigError: one that is not there, or needs a mask.
-        PrepareError: layers that attend otherwise, or heads that do not divide among the ranks.
+        ConfigError: an attention function that does not exist, or needs a mask.
+        PrepareError: layers with another kind of attention, or a number of heads that is not divisible.
     """
 
     def __init__(self, model: Any, group: "ProcessGroup", attention: str | None) -> None:
@@ -59,7 +59,7 @@ class SharedAttention:
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def release(self) -> None:
-        """Leaves the model as it was."""
+        """Restores the model's own attention."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self._hook.remove()
@@ -76,7 +76,10 @@ class SharedAttention:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As Transformers calls it: (samples, heads, tokens, size); DeepSpeed's is made for one number of samples."""
+        """Attention in Transformers' form (samples, heads, tokens, head size).
+
+        Keeps one DeepSpeed object for each number of samples, which is fixed in its constructor.
+        """
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         samples = len(query)
@@ -87,7 +90,7 @@ class SharedAttention:
         return self._by_batch[samples](module, query, key, value, None, *args, **kwargs)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Makes the model compute its loss from labels that are shifted already; checks positions."""
+        """Passes shifted labels to the model's loss, and validates position ids; forward pre-hook."""
         places = kwargs.get("position_ids")
         if places is None:
             raise BackendError(
@@ -108,13 +111,17 @@ class SharedAttention:
 
 
 def _heads(model: Any, ranks: int) -> dict[str, int]:
-    """Numbers and size of the heads; refuses what cannot be shared."""
+    """Returns number and size of the heads.
+
+    Raises:
+        PrepareError: layers or heads that cannot be used with sequence parallelism.
+    """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {_WHOLE}
     if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
         kinds = {"sliding_window"}
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        kinds = {"attention to later tokens"}  # to padding, too, which only a mask could hide
+        kinds = {"attention to later tokens"}  # attention to padding too, which only a mask could hide
     if kinds:
         raise PrepareError(
             f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}, which would see a rank's part of a "

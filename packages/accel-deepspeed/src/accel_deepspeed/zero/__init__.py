@@ -1,1 +1,1 @@
-"""ZeRO: gradients, partitions and gathered parameters of each stage."""
+"""ZeRO stages 0 to 3: accumulated gradients, partitions and gathered parameters."""

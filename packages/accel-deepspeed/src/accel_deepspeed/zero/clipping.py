@@ -1,4 +1,4 @@
-"""Norms and clipping of the gradients that an engine has accumulated, of all parameters or some of them."""
+"""Norms and clipping of an engine's accumulated gradients, of all parameters or some of them."""
 
 import math
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ _NORM, _VALUE = "clip_grad_norm_", "clip_grad_value_"
 
 
 class ZeroClipping(BackendGradients):
-    """How the backend measures and limits gradients, of which every rank holds a part from stage 1 on."""
+    """Base of the backend that measures and clips gradients, which are partitioned over ranks from stage 1 on."""
 
     device: torch.device
     _engines: "Engines"
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: "Factor") -> None:
-        """Multiplies what engines have accumulated, before the reduction where there has been none."""
+        """Multiplies the accumulated gradients of engines, unreduced ones before their reduction."""
         for model in models:
             prepared = self._engines.find(model)
             if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
@@ -39,15 +39,17 @@ class ZeroClipping(BackendGradients):
         *,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """The norm over all ranks before clipping to ``max_norm``. Collective.
+        """Clips to ``max_norm`` and returns the norm over all ranks before clipping.
 
-        The engine's next step clips all parameters to their 2-norm while it updates; other norms, and some of the
-        parameters, are clipped at once.
+        The 2-norm of all parameters is clipped in the engine's next step, other norms and subsets of parameters at
+        once.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: a norm that is not positive; parameters of no or several engines; a clip beside the
-                configuration's ``gradient_clipping``; another norm, or some of the parameters, of a model with experts
-                or layers that ranks share, with Muon, or with gradients on a disk.
+            BackendError: a norm that is not positive; parameters of no engine or of several; a clip that conflicts with
+                ``gradient_clipping`` of the configuration; another norm or a subset of parameters together with
+                experts, tensor parallelism, Muon, or gradients on disk.
         """
         if not norm_type > 0.0:
             raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
@@ -73,10 +75,10 @@ class ZeroClipping(BackendGradients):
     def norm_so_far(
         self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
     ) -> torch.Tensor:
-        """As every backend; the loss scale is the engine's own.
+        """As every backend, divided by the engine's own loss scale.
 
         Raises:
-            BackendError: parameters of no or several engines.
+            BackendError: parameters of no engine or of several.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         prepared, _ = self._engines.of_parameters(parameters, self._owned, _NORM)
@@ -84,10 +86,12 @@ class ZeroClipping(BackendGradients):
         return super().norm_so_far(parameters, models, norm_type) / prepared.gradients.loss_scale
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limits the elements of the gradients that this rank's optimizer updates; collective.
+        """Clamps the gradients that this rank's optimizer updates.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: a negative limit; parameters of no or several engines; gradients that are not here (nvme).
+            BackendError: a negative limit; parameters of no engine or of several; gradients on disk (nvme).
         """
         if not clip_value >= 0.0:
             raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
@@ -98,15 +102,17 @@ class ZeroClipping(BackendGradients):
 
 @final
 class PartOfGradients:
-    """The reduced gradients of some parameters of an engine, as its next step takes them; making one is collective.
+    """Reduced gradients of some parameters of an engine, as its next step uses them; the constructor is a collective.
+
+    Collective: every rank of the group must call this.
 
     Args:
-        gradients: the engine's, of at least one backward.
+        gradients: the engine's gradients, after at least one backward.
         chosen: ids of the parameters; None: all.
-        what: the call that is made, for errors.
+        what: name of the user's call, for errors.
 
     Raises:
-        BackendError: the gradients are on a disk, or the optimizer has made updates of them (Muon).
+        BackendError: the gradients are on disk, or the optimizer has replaced them by its updates (Muon).
     """
 
     def __init__(self, gradients: "Gradients", chosen: frozenset[int] | None, what: str) -> None:
@@ -118,10 +124,12 @@ class PartOfGradients:
         self._pieces = [pieces[key] for key in wanted if pieces[key].numel()]
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """Their joint norm over all ranks, without the loss scale; inf where it is not finite. Collective.
+        """Returns the joint norm over all ranks, without the loss scale; inf if it is not finite.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: some elements are on several ranks, and others on one.
+            BackendError: some elements are replicated, and others are on one rank only.
         """
         import torch.distributed as dist
 
@@ -144,13 +152,13 @@ class PartOfGradients:
         return finite
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiplies them in place."""
+        """Multiplies the gradients in place."""
         for piece in self._pieces:
             piece.mul_(factor.to(piece.device, piece.dtype))
         self._gradients.changed()
 
     def limit(self, value: float) -> None:
-        """Limits each element in place, the loss scale taken into account."""
+        """Clamps each element in place; the limit is multiplied by the loss scale."""
         bound = value * self._gradients.loss_scale
         for piece in self._pieces:
             piece.clamp_(-bound, bound)
@@ -158,7 +166,7 @@ class PartOfGradients:
 
 
 def _check_stated(prepared: "Prepared", max_norm: float, *, usual: bool) -> None:
-    """Refuses a clip that the configuration's would follow.
+    """Refuses a clip that conflicts with ``gradient_clipping`` of the configuration.
 
     Raises:
         BackendError: see the messages.

@@ -1,4 +1,4 @@
-"""The tensors in which an engine keeps what one rank trains."""
+"""Tensors in which an engine keeps parameters, gradients and optimizer state of one rank."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from accel_deepspeed.engine.engine import Prepared
 
 
 def held_by(prepared: Prepared) -> Held:
-    """All of them; what an engine keeps on the host is among them."""
+    """Returns all tensors of an engine, those in host memory included."""
     engine = prepared.engine
     parameters: list[torch.Tensor] = []
     for parameter in engine.module.parameters():
         part = getattr(parameter, "ds_tensor", None)
-        # At stage 3 its part, and the whole where DeepSpeed keeps small ones gathered.
+        # At stage 3 this rank's partition, and the full tensor of small parameters that DeepSpeed keeps gathered.
         parameters += [parameter.data] if part is None else [part, parameter.data]
     flats = [] if prepared.parts is None else prepared.parts.flats()
     gradients = [] if prepared.gradients is None else [*prepared.gradients.pending()]
@@ -24,7 +24,7 @@ def held_by(prepared: Prepared) -> Held:
 
 
 def _reserved(optimizer: Any) -> list[torch.Tensor]:
-    """Stage 3's buffers, which are made once: of gradients, and of what is on its way to other ranks."""
+    """Returns stage 3's persistent buffers: the gradient buffer and the reduction buckets."""
     found = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     found += [getattr(bucket, "buffer", None) for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
     return [one for one in found if isinstance(one, torch.Tensor)]

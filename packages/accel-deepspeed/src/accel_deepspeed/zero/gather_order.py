@@ -1,4 +1,4 @@
-"""The gathers of an engine of stage 3: the same parameters in the same order on every rank, or an error."""
+"""Verification that all ranks of a stage 3 engine all-gather the same parameters in the same order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ _METHOD = "_PartitionedParameterCoordinator__all_gather_params_"
 
 @final
 class Gathers:
-    """Records every gather of one engine, and compares them over ranks before a step.
+    """Records every all-gather of one engine, and compares the records over ranks before a step.
 
-    Each is an operation of the hang doctor's record, so that ranks that compute different modules get an error with the
-    modules' names in place of a hang. If the modules have the same size there is no hang, and each rank gets values of
-    other parameters: ``compare`` finds those.
+    The watchdog records each all-gather, so that ranks that compute different modules raise an error with the modules'
+    names instead of a hang. Different modules of the same size do not hang: each rank gets values of other parameters,
+    which ``compare`` detects.
 
     Args:
-        engine: of stage 3; two methods of its coordinator are replaced until ``remove``.
+        engine: engine of stage 3; two methods of its coordinator are replaced until ``remove``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -34,7 +34,7 @@ class Gathers:
         setattr(self._coordinator, _METHOD, self._gather)
         self._wait: Callable[[nn.Module, bool], None] = self._coordinator.fetch_sub_module
         self._coordinator.fetch_sub_module = self._fetch
-        self._texts: dict[tuple[int, ...], str] = {}  # names of the parameters of each gather that there has been
+        self._texts: dict[tuple[int, ...], str] = {}  # parameter names of each all-gather so far
         self._newest: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self._count = self._digest = 0
 
@@ -44,7 +44,7 @@ class Gathers:
             self._coordinator.__dict__.pop(name, None)
 
     def _fetch(self, module: nn.Module, forward: bool) -> None:
-        """Replaces the method that waits for a module's gathers."""
+        """Replaces the method that waits for a module's all-gathers."""
         own = tuple([one.ds_id for one in module._parameters.values() if one is not None])  # type: ignore[attr-defined]
         _waits(self._wait, self._named(own), module, forward)
 
@@ -68,9 +68,12 @@ class Gathers:
         return text
 
     def compare(self, beside: torch.Tensor) -> torch.Tensor:
-        """Compares the gathers since the last comparison, and returns the maximum over ranks of ``beside``; collective.
+        """Compares the all-gathers since the last comparison; returns the maximum over ranks of ``beside``.
+
+        Collective: every rank of the group must call this.
+
         Raises:
-            CollectiveMismatchError: ranks gathered different parameters; on all ranks.
+            CollectiveMismatchError: ranks gathered different parameters; raised on all ranks.
         """
         import torch.distributed as dist
 
@@ -104,7 +107,7 @@ class Gathers:
 
 
 def _at(gathers: tuple[int, list[tuple[int, ...]]], place: int) -> tuple[int, ...]:
-    """The parameters of one gather by its number since the last comparison; none if it is not there."""
+    """Returns the parameters of an all-gather by its number since the last comparison; empty if not recorded."""
     count, newest = gathers
     place -= count - len(newest)
     return newest[place] if 0 <= place < len(newest) else ()

@@ -1,4 +1,4 @@
-"""Full parameters of an engine, to be read or changed."""
+"""Context with the full parameters of an engine, to read or change them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,10 +13,12 @@ from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut, shard_
 
 @contextmanager
 def full_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
-    """Within it, parameters are whole on every rank, in the dtype that the model computes with; collective.
+    """Context in which parameters are full on every rank, in the compute dtype.
 
-    What is changed reaches the optimizer's fp32 copies; every rank has to make the same changes. What is not changed
-    keeps the bits that those have more.
+    Changes reach the optimizer's master weights; every rank has to make the same changes. Unmodified parameters keep
+    the precision of their master weights instead of being rounded through the compute dtype.
+
+    Collective: every rank of the group must call this.
     """
     prepared.edits.carry()
     parameters = list(named_parameters(prepared.engine).values())
@@ -41,7 +43,7 @@ def full_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
 
 @contextmanager
 def _put_together(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Within it, parameters of which each rank computes with a part are whole; each part is written back."""
+    """Context in which tensor-parallel shards are replaced by full parameters; each shard is written back."""
     cut = [(parameter, parameter.data) for parameter in parameters if is_cut(parameter)]
     for parameter, part in cut:
         parameter.data = full_of_shard(parameter, part)

@@ -1,4 +1,4 @@
-"""Refusal of reads of ``parameter.grad`` after an engine has spread gradients over ranks, when it is None."""
+"""Refusal of reads of ``parameter.grad`` after an engine has partitioned gradients, when ``grad`` is None."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from torch import nn
 from accel_state.errors import BackendError
 
 _NAME = "_accel_name"
-# Modules whose reads are allowed: DeepSpeed's, our own, and those of torch that clear, move or copy gradients.
+# Packages and modules that may read: DeepSpeed, accel, and torch's functions that clear, move or copy gradients.
 _PACKAGES = frozenset({"accel", "accel_backends", "deepspeed"})
 _MODULES = frozenset({"torch._tensor", "torch.nn.modules.module", "torch.nn.parameter"})
 _GRAD: Any = torch.Tensor.grad
@@ -18,7 +18,7 @@ _GRAD: Any = torch.Tensor.grad
 
 @final
 class ReducedGradient(nn.Parameter):
-    """A parameter whose gradient is spread over ranks; reading ``grad`` raises an error unless there is one."""
+    """A parameter whose gradient is partitioned over ranks; reading ``grad`` raises BackendError if it is None."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -50,7 +50,7 @@ class Reads:
     """Refuses reads of the gradients of some parameters while they are hidden.
 
     Args:
-        parameters: by name; those of a class of their own are left out.
+        parameters: by FQN; instances of subclasses of ``nn.Parameter`` are ignored.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -61,7 +61,7 @@ class Reads:
                 parameter.__dict__[_NAME] = name
 
     def hide(self) -> None:
-        """Refuses from now on."""
+        """Refuses reads from now on."""
         if not self._hidden:
             self._hidden = True
             _become(self._parameters, ReducedGradient)
@@ -73,7 +73,7 @@ class Reads:
             _become(self._parameters, nn.Parameter)
 
     def remove(self) -> None:
-        """Leaves the parameters as they were."""
+        """Restores the parameters."""
         self.show()
         for parameter in self._parameters:
             parameter.__dict__.pop(_NAME, None)

@@ -1,8 +1,9 @@
-"""The gradients that an engine has accumulated: reduced when they are needed, measured, scaled and dropped.
+"""Accumulated gradients of an engine: reduced when they are needed, measured, scaled and dropped.
 
-DeepSpeed reduces in the last backward of a window of fixed length. Here no backward is marked as the last: each adds to
-what has been accumulated, and ``settle`` reduces when a norm or a step needs it. So a window may end after any
-backward, a micro-batch may have several losses, and gradients may be weighted before they are reduced.
+DeepSpeed reduces in the last backward of an accumulation window of fixed length. Here no backward is marked as the last
+one: each adds to the accumulated gradients, and ``settle`` reduces them when a norm or a step needs them. A window may
+therefore end after any backward, a micro-batch may have several losses, and gradients may be weighted before they are
+reduced.
 """
 
 from abc import ABC, abstractmethod
@@ -27,22 +28,22 @@ Factor = float | torch.Tensor
 
 
 class Gradients(ABC):
-    """What one engine has accumulated since its last step.
+    """Gradients that one engine has accumulated since its last step.
 
     Attributes:
         engine: the engine.
-        parameters: the model's, by id.
-        names: of those, by id.
-        filled: whether there has been a backward since the last step.
-        settled: whether they have been reduced to where the engine's step reads them.
-        written: what is settled has been changed since.
+        parameters: the model's parameters by id.
+        names: FQNs of the parameters by id.
+        filled: a backward has run since the last step.
+        settled: gradients are reduced, in the tensors that the engine's step reads.
+        written: settled gradients have been changed since.
         running: a backward of the backend is running.
-        order: in which order backwards reduce; None where none does.
-        backwards: how many have begun.
-        keeps: whether parameters hold gradients when these are settled.
-        spread: whether ranks hold different parts when they are settled.
-        presence: which parameters have got any.
-        left_out: keeps parameters without a gradient on any rank unchanged in a step; None: the optimizer does.
+        order: order in which backwards reduce; None if backwards do not reduce.
+        backwards: number of backwards that have begun.
+        keeps: whether settled gradients are in ``parameter.grad``.
+        spread: whether settled gradients are partitioned over ranks.
+        presence: records which parameters have received a gradient.
+        left_out: keeps parameters without a gradient on any rank unchanged in a step; None if the optimizer does so.
     """
 
     keeps: ClassVar[bool] = False
@@ -61,11 +62,11 @@ class Gradients(ABC):
         self.left_out: LeftOut | None = None
         held = {id(one) for group in engine.basic_optimizer.param_groups for one in group["params"]}
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
-        # Called with this rank's parts just before each step.
+        # Called with this rank's shards just before each step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
-        # The norm that the next step clips to, and the norm that was measured then; None: no clip waits for the step.
+        # Norm to which the next step clips, and the norm measured at that call; None: no clip is pending.
         self._clip: tuple[float, torch.Tensor] | None = None
-        # An object, the name of a method of it, and the result for the settled gradients, which the step takes instead.
+        # Object, method name, and the method's result for the settled gradients, which the step reuses.
         self._done: tuple[Any, str, Any] | None = None
         self.order: ReductionOrder | None = None
         self._by_hand = ByHand(engine, lambda: self.running)
@@ -81,7 +82,7 @@ class Gradients(ABC):
         self.at_boundary(False)
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
-            clear()  # without it stage 3 takes two backwards with no forward between them for one
+            clear()  # otherwise stage 3 takes two backwards with no forward between them for one
         if self.order is not None:
             self.order.forget()
         self._by_hand.start()
@@ -103,10 +104,12 @@ class Gradients(ABC):
             self.order.remove()
 
     def settle(self) -> None:
-        """Reduces what has been accumulated; collective.
+        """Reduces the accumulated gradients.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: there has been no backward.
+            BackendError: no backward has run.
         """
         if self.settled:
             return
@@ -119,10 +122,10 @@ class Gradients(ABC):
             self._reads.hide()
 
     def check_empty(self) -> None:
-        """Refuses to leave out a step for which there are gradients of other backwards than the backend's.
+        """Refuses to skip a step for which gradients exist that do not come from the backend's backward.
 
         Raises:
-            BackendError: the engine's own ``backward`` was called, or one by hand.
+            BackendError: the user called the engine's own ``backward``, or ``loss.backward()``.
         """
         if self._by_hand.own:
             raise BackendError(
@@ -132,7 +135,7 @@ class Gradients(ABC):
         self._check()
 
     def _check(self) -> None:
-        """Refuses a step that would leave out gradients or parameters silently.
+        """Refuses a step that would silently ignore gradients or parameters.
 
         Raises:
             BackendError: see the messages.
@@ -153,18 +156,21 @@ class Gradients(ABC):
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
 
     def norm(self) -> torch.Tensor:
-        """The norm over all ranks, the loss scale taken out; inf where it is not finite; collective."""
+        """Returns the norm over all ranks, without the loss scale; inf if it is not finite.
+
+        Collective: every rank of the group must call this.
+        """
         self.settle()
         norm = torch.as_tensor(self.scaled_norm(), dtype=torch.float32)
         return norm if self.loss_scale == 1.0 else norm / self.loss_scale
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Makes the next step clip to ``max_norm``; ``norm`` is the norm now."""
+        """Makes the next step clip to ``max_norm``; ``norm`` is the present norm."""
         self.optimizer.clip_grad = max_norm
         self._clip = max_norm, norm
 
     def clip_now(self) -> None:
-        """Clips to what the next step would clip to, before gradients are changed in another way."""
+        """Applies the pending clip at once, before gradients are changed in another way."""
         if self._clip is None:
             return
         max_norm, norm = self._clip
@@ -173,29 +179,31 @@ class Gradients(ABC):
         self.changed()
 
     def shrink(self, factor: torch.Tensor) -> None:
-        """Multiplies what is settled."""
+        """Multiplies the settled gradients."""
         for tensor in self.in_place():
             tensor.mul_(factor.to(tensor.device, tensor.dtype))
 
     def changed(self) -> None:
-        """What is settled was written to: it has to be measured again."""
+        """Records that settled gradients were written to, and measures them again."""
         self._done = None
         self.written = True
         self.measure()
 
     def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
-        """What of each parameter's settled gradient the next step takes, by the parameter's id. Default: ``parts``.
+        """Returns, by parameter id, the slice of the settled gradient that the next step uses. Default: ``parts``.
 
         Raises:
-            BackendError: it is on a disk; ``what`` was to be done with it.
+            BackendError: gradients are on disk; ``what`` names the call.
         """
         return self.parts()
 
     def step(self) -> bool:
-        """Reduces what is left to reduce, and updates; False if the engine left the step out. Collective.
+        """Reduces unreduced gradients and steps; returns False if the engine skipped the step.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: it would leave out gradients or parameters silently.
+            BackendError: the step would silently ignore gradients or parameters.
         """
         self._reads.show()
         self._check()
@@ -219,7 +227,7 @@ class Gradients(ABC):
         return bool(self.engine.was_step_applied())
 
     def stepped(self) -> None:
-        """Starts the next window: the gradients have been stepped with or dropped, and a clip was for them only."""
+        """Starts the next accumulation window: gradients have been used or dropped, and a pending clip expires."""
         self._reads.show()
         self._unclip()
         self.filled = self.settled = self.written = False
@@ -238,13 +246,13 @@ class Gradients(ABC):
             self.optimizer.clip_grad = self.engine.gradient_clipping()
 
     def at_boundary(self, boundary: bool) -> None:
-        """Whether what the engine does next is for the end of a window: a reduction or a step."""
-        if boundary is not self._boundary:  # setting it costs as much as a small kernel
+        """Sets whether the engine's next operation (reduction or step) is at the end of an accumulation window."""
+        if boundary is not self._boundary:  # the setter costs as much as a small kernel
             self.engine.set_gradient_accumulation_boundary(boundary)
             self._boundary = boundary
 
     def _open(self) -> None:
-        """Before accumulated gradients are added to or changed."""
+        """Makes settled gradients accumulate again, before more is added or they are scaled."""
         if self.settled:
             self.clip_now()
             self.reopen()
@@ -252,9 +260,11 @@ class Gradients(ABC):
         self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Full gradients by name, of which the average over ranks is the gradient; collective. Default: reduced.
+        """Returns full gradients by FQN, whose mean over ranks is the gradient. Default: reduced gradients.
 
-        Parameters that no rank has a gradient of are left out.
+        Parameters without a gradient on any rank are left out.
+
+        Collective: every rank of the group must call this.
         """
         self.settle()
         absent = set(map(id, self.absent()))
@@ -264,12 +274,15 @@ class Gradients(ABC):
     def hold(
         self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, torch.Tensor], brought: Collection[str]
     ) -> None:
-        """Starts a window with the average of these shares; ``brought`` are the names that any rank has. Collective."""
+        """Starts an accumulation window with the mean of ``shares``; ``brought``: names that any rank has.
+
+        Collective: every rank of the group must call this.
+        """
         import torch.distributed as dist
 
         for name, parameter in parameters.items():
             if not parameter.requires_grad or (name not in brought and self.order is None):
-                continue  # without an order parameters hold gradients, and one of zeros would count as present
+                continue  # without an order parameters hold gradients, and a gradient of zeros would count as present
             shape = shape_of(parameter)
             device, dtype = self.engine.device, self.dtype
             mine = shares.get(name)
@@ -286,7 +299,7 @@ class Gradients(ABC):
         self.filled = True
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of; collective."""
+        """Returns the parameters without a gradient on any rank. Collective: every rank of the group must call this."""
         import torch.distributed as dist
 
         if dist.get_world_size() == 1:
@@ -296,89 +309,95 @@ class Gradients(ABC):
         return self.presence.absent(everywhere)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as the engine's backward is to get it. Default: as it is, the engine scales it."""
+        """Returns the loss to pass to the engine's backward. Default: unchanged, the engine scales it."""
         return loss
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which gradients are multiplied until the step."""
+        """Loss scale that gradients carry until the step."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @property
     def group(self) -> Any:
-        """The ranks that settled gradients are spread over; None: all."""
+        """Ranks over which settled gradients are partitioned; None: all."""
         return getattr(self.optimizer, "dp_process_group", None)
 
     @property
     def uneven(self) -> str:
-        """What makes some elements count on several ranks and others on one; empty: nothing."""
+        """Reason why some elements are replicated and others are on one rank only; empty if there is none."""
         if self.engine.autotp_size() > 1:
             return "layers that ranks share"
         return "experts" if getattr(self.optimizer, "has_moe_layers", False) else ""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What gradients add up in."""
+        """Dtype in which gradients accumulate."""
         found: torch.dtype = self.engine.get_data_types()[1]
         return found
 
     def measure(self) -> None:
-        """Measures again what the optimizer measured while it copied gradients to the host."""
+        """Measures again the norms that the optimizer measured when it copied gradients to the host."""
         for parameter, part in self.on_host():
             self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(parameter)] = torch.linalg.vector_norm(part)
 
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """This rank's parts of gradients that were copied to the host, by parameter. Default: none were."""
+        """Yields parameters and this rank's slices of their gradients in host memory. Default: none."""
         return ()
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A settled gradient, whole on every rank; collective."""
+        """Returns a full settled gradient. Collective: every rank of the group must call this."""
         from deepspeed.utils import safe_get_full_grad
 
         found: torch.Tensor = safe_get_full_grad(parameter)
         return full_of_shard(parameter, found.detach().clone())
 
     def begun(self) -> None:
-        """All parameters have been given to ``begin``. Default: nothing is left to do."""
+        """Called after ``begin`` of all parameters. Default: does nothing."""
 
     @abstractmethod
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Stores the first gradient of a window, averaged over ranks, of the part that this rank computes with."""
+        """Stores the first gradient of a window, already averaged over ranks.
+
+        ``gradient`` is a tensor-parallel shard.
+        """
 
     @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
-        """The settled tensors, as the step takes them."""
+        """Returns the tensors of settled gradients that the step reads."""
 
     @abstractmethod
     def parts(self) -> dict[int, torch.Tensor]:
-        """What of each parameter's settled gradient this rank steps with, by the parameter's id."""
+        """Returns, by parameter id, this rank's slices of settled gradients."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """Reduces and puts in place; collective."""
+        """Reduces gradients into the tensors that the step reads.
+
+        Collective: every rank of the group must call this.
+        """
 
     @abstractmethod
     def reopen(self) -> None:
-        """Before more is added after ``reduce``."""
+        """Prepares for further accumulation after ``reduce``."""
 
     @abstractmethod
     def pending(self) -> Iterable[torch.Tensor]:
-        """The tensors that hold what is not settled."""
+        """Returns the tensors with unsettled gradients."""
 
     @abstractmethod
     def scaled_norm(self) -> Any:
-        """The norm of what is settled, times the loss scale; inf where it is not finite."""
+        """Returns the norm of settled gradients times the loss scale; inf if it is not finite."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drops everything accumulated."""
+        """Drops all accumulated gradients."""
 
 
 def gradients_of(engine: Any) -> Gradients:
-    """The accumulated gradients of an engine, by where its optimizer keeps them.
+    """Returns the accumulated gradients of an engine, by the kind of its optimizer.
 
     Raises:
-        BackendError: an optimizer that keeps them elsewhere.
+        BackendError: an unsupported optimizer of DeepSpeed.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "grad_partitions_flat_buffer"):

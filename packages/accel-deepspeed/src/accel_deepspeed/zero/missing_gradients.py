@@ -1,4 +1,4 @@
-"""Parameters without a gradient on any rank: the optimizer of an engine leaves them as they are, as torch's do."""
+"""Parameters without a gradient on any rank, which a step leaves unchanged, as torch's optimizers do."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ STEP = "step"
 
 @final
 class Presence:
-    """Which parameters have received a gradient since the last step.
+    """Record of the parameters that have received a gradient since the last step.
 
     Args:
-        parameters: those that train, in an order that is every rank's.
-        device: of the vectors that ranks add up.
+        parameters: trainable parameters, in the same order on every rank.
+        device: device of the vectors that are all-reduced.
 
     Attributes:
-        received: ids of those that have received one on this rank.
+        received: ids of the parameters that have received a gradient on this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -34,17 +34,20 @@ class Presence:
         self.received: set[int] = set()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes parameters that have received one."""
+        """Records parameters that have received a gradient."""
         self.received.update(self._known.intersection(map(id, parameters)))
 
     def here(self) -> torch.Tensor:
-        """1 for each that has one on this rank, 0 for the others."""
+        """Returns a vector with 1 for each parameter with a gradient on this rank, and 0 for others."""
         if len(self.received) == len(self._parameters):
             return self._ones
         return self._ones.new_tensor([id(parameter) in self.received for parameter in self._parameters])
 
     def absent(self, everywhere: torch.Tensor | None) -> list[nn.Parameter]:
-        """Those that have none on any rank, of which ``everywhere`` is the sum; None: there is one rank."""
+        """Returns parameters without a gradient on any rank.
+
+        ``everywhere``: sum of ``here`` over ranks, None for one rank.
+        """
         if len(self.received) == len(self._parameters):
             return []
         counts = [0.0] * len(self._parameters) if everywhere is None else everywhere.tolist()
@@ -53,7 +56,10 @@ class Presence:
 
 
 class FlatSlice(NamedTuple):
-    """A parameter's part on this rank, and how many steps it has missed; None: this one, too."""
+    """A parameter's partition on this rank, and the number of steps that it has missed.
+
+    ``behind`` is None if the parameter misses this step too.
+    """
 
     part: Partition
     behind: int | None
@@ -62,7 +68,7 @@ class FlatSlice(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a piece was before a step: its weights, its states, and the counts of the tensor that it lies in."""
+    """Values of a slice before a step: weights, elementwise states, and the step counters of its flat tensor."""
 
     piece: FlatSlice
     group: dict[str, Any]
@@ -73,14 +79,14 @@ class Kept:
 
 @final
 class LeftOut:
-    """Steps the flat tensors of an engine as if the optimizer had each parameter by itself.
+    """Steps the flat tensors of an engine as if each parameter were a separate tensor of the optimizer.
 
-    The weights and states of absent parameters are restored after the step. An optimizer that counts steps has one
-    count for a whole flat tensor, so a parameter that was absent in an earlier step is stepped by itself, with its own.
+    Weights and states of absent parameters are restored after the step. An optimizer with step counters has one counter
+    for a flat tensor, so a parameter that was absent in an earlier step is stepped separately, with its own counter.
 
     Args:
-        optimizer: the engine's, of torch's kind.
-        parts: where parameters lie in its tensors; they keep how many steps each is behind.
+        optimizer: the engine's torch optimizer.
+        parts: partitions of the parameters in the flat tensors, and the number of steps that each parameter is behind.
     """
 
     def __init__(self, optimizer: Optimizer, parts: Partitions) -> None:
@@ -91,10 +97,10 @@ class LeftOut:
 
     @contextmanager
     def around(self, absent: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within it, the engine steps.
+        """Context of the engine's step.
 
         Raises:
-            BackendError: a parameter that was absent before, and an optimizer with a count that is none of steps.
+            BackendError: a parameter that was absent before, and an optimizer with a counter other than ``step``.
         """
         behind = self._parts.behind
         if not absent and not behind:
@@ -166,7 +172,7 @@ class LeftOut:
         self._kept.clear()
 
     def _step_alone(self, optimizer: Optimizer, kept: Kept, behind: int) -> None:
-        """Steps a piece with a count of its own."""
+        """Steps a slice with its own step counter."""
         part = kept.piece.part
         assert part.flat is not None
         assert part.flat.grad is not None
@@ -189,7 +195,7 @@ class LeftOut:
 
 
 def _is_spread(value: object, flat: torch.Tensor) -> bool:
-    """Whether a state has a value for each element."""
+    """Whether a state is elementwise."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
 
 

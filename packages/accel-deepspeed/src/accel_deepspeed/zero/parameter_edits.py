@@ -1,4 +1,4 @@
-"""Weights that a loop writes into an engine's parameters, copied to the tensors that its optimizer steps."""
+"""Edits of an engine's parameters by the training loop, copied to the tensors that its optimizer steps."""
 
 from typing import Any, final
 
@@ -17,19 +17,19 @@ from accel_state.watchdog.decorator import recorded
 class Edits:
     """Finds parameters that were written to since the last check, by torch's version counters.
 
-    What was written is copied to the optimizer's tensors, which have another dtype or device. Elements of a copy that
-    round to the parameter's values keep their bits. Writes that torch does not count (``parameter.data``) are seen only
-    where the optimizer's tensor shares the parameter's memory: at stages 1 and 2 in fp32 without offloading.
+    Edits are copied to the optimizer's tensors, which have another dtype or device. Elements of a master weight that
+    round to the parameter's value keep their precision. Writes that torch does not count (``parameter.data``) are seen
+    only if the optimizer's tensor shares the parameter's memory: at stages 1 and 2 in fp32 without offloading.
 
     Args:
-        engine: whose parameters are checked.
-        parts: where the copies are; None: the optimizer updates the parameters themselves.
+        engine: engine whose parameters are checked.
+        parts: partitions of the optimizer's tensors; None: the optimizer updates the parameters themselves.
     """
 
     def __init__(self, engine: Any, parts: Partitions | None) -> None:
         self._parts = parts
         self._named = list(named_parameters(engine).items())
-        # At stage 3 also this rank's pieces, which DeepSpeed writes after a gather with ``modifier_rank``.
+        # At stage 3 also this rank's partitions, which DeepSpeed writes after a gather with ``modifier_rank``.
         self._pieces = [getattr(parameter, "ds_tensor", None) for _, parameter in self._named]
         self._watched: list[torch.Tensor] = [parameter for _, parameter in self._named]
         self._watched += [piece for piece in self._pieces if piece is not None]
@@ -43,16 +43,16 @@ class Edits:
             self._handle.remove()
 
     def _look(self, *_: object) -> None:
-        """Before each forward of stage 3, which gathers pieces over parameters that were written to."""
+        """Forward pre-hook at stage 3, whose all-gathers would overwrite edited parameters."""
         self.carry()
 
     def forget(self) -> None:
-        """Starts from the present version counters: copies hold everything that has been written until now."""
+        """Resets to the present version counters: all edits so far are in the optimizer's tensors."""
         self._seen = [one._version for one in self._watched]
 
     @torch.no_grad()
     def carry(self) -> None:
-        """Copies what was written since the last check to the optimizer's copies and this rank's pieces.
+        """Copies edits since the last check to the optimizer's tensors and to this rank's partitions.
 
         Raises:
             BackendError: writes at stage 3 into parameters that were not gathered.
@@ -97,17 +97,17 @@ class Edits:
 
 
 def _is_here(parameter: Any) -> bool:
-    """Whether a parameter of stage 3 is whole."""
+    """Whether a stage 3 parameter is gathered."""
     return bool(parameter.ds_status.name == "AVAILABLE")
 
 
 def _starts_at(parameter: Any, piece: torch.Tensor) -> int:
-    """The place of this rank's piece in the flattened parameter."""
+    """Returns the offset of this rank's partition in the flattened parameter."""
     return piece.numel() * torch.distributed.get_rank(parameter.ds_process_group)
 
 
 def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrites the elements of a copy that do not round to these values."""
+    """Overwrites the elements of a master weight that do not round to these values."""
     if copy.data_ptr() == values.data_ptr():
         return
     values = values.to(copy.device)
@@ -117,7 +117,8 @@ def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
 def hook_loading(engine: Any) -> list[RemovableHandle]:
     """Makes ``load_state_dict`` of the engine's modules gather at stage 3, and refuse ``assign=True`` at every stage.
 
-    It gathers the parameters of one module at a time, so all ranks have to call it; rank 0's values are loaded.
+    Parameters are gathered module by module, and rank 0's values are loaded, so all ranks have to call
+    ``load_state_dict``.
     """
     handles = []
     for module in engine.module.modules():

@@ -1,4 +1,4 @@
-"""The part of each parameter that a rank's optimizer updates, and the tensors that it keeps for it."""
+"""Partitions: the slice of each parameter that a rank's optimizer updates, and the optimizer's tensor that holds it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from accel_state.errors import BackendError
 @final
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What one rank keeps of one parameter.
+    """This rank's slice of one parameter.
 
     Attributes:
-        start: first element of the flattened parameter that is here.
-        size: number of elements that are here; 0: none.
-        flat: the optimizer's tensor that they lie in, which is the key of the optimizer's state.
-        offset: where they start in it.
+        start: first element of the slice in the flattened parameter.
+        size: number of elements of the slice; 0: none.
+        flat: the optimizer's tensor that contains the slice, which is the key of the optimizer's state.
+        offset: first element of the slice in ``flat``.
     """
 
     start: int
@@ -30,16 +30,16 @@ class Partition:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in a tensor of the shape of ``flat``: its weights, or a state of them."""
+        """Returns the slice of a tensor shaped like ``flat``: its weights, or one of its states."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
 class Partitions(ABC):
-    """Finds the parts of an engine's parameters.
+    """Partitions of an engine's parameters.
 
     Attributes:
-        spread: whether ranks hold different parts, and not all the same.
-        behind: how many steps parameters have missed of those that their tensors count.
+        spread: whether ranks hold different slices, not replicas.
+        behind: number of steps, counted by the flat tensor, that a parameter has missed.
     """
 
     spread: ClassVar[bool] = True
@@ -52,42 +52,45 @@ class Partitions(ABC):
 
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
-        """The part, its tensors in memory meanwhile; they are written back if ``changed``."""
+        """Context with the partition in memory; its tensors are written back if ``changed``."""
         yield self.part(parameter)
 
     @contextmanager
     def opened(self, flat: torch.Tensor) -> Iterator[None]:
-        """Within it, one of the optimizer's tensors is in memory with its states, and is written back after."""
+        """Context with one of the optimizer's tensors and its states in memory; written back on exit."""
         yield
 
     @abstractmethod
     def part(self, parameter: nn.Parameter) -> Partition:
-        """Where the parameter's elements are."""
+        """Returns this rank's partition of the parameter."""
 
     @abstractmethod
     def flats(self) -> list[torch.Tensor]:
-        """The optimizer's tensors."""
+        """Returns the optimizer's tensors."""
 
     def group_numbers(self) -> dict[int, int]:
-        """The number of the group of each of the optimizer's tensors, by its id. Default: one tensor for each group."""
+        """Returns the param-group index of each of the optimizer's tensors, by id.
+
+        Default: one tensor for each group.
+        """
         return {id(flat): index for index, flat in enumerate(self.flats())}
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer updates the parameter at all (on whatever rank)."""
+        """Whether the optimizer updates the parameter (on any rank)."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Makes the weights that the model computes with those of the optimizer; collective."""
+        """Copies the optimizer's weights to the model's. Collective: every rank of the group must call this."""
 
     def group(self, parameter: nn.Parameter) -> Any:
-        """The ranks that the parts are spread over."""
+        """Returns the process group over which the parameter is partitioned."""
         return getattr(self.optimizer, "dp_process_group", None)
 
 
 @final
 class OwnParts(Partitions):
-    """Stage 0 in fp32: the optimizer updates the parameters themselves, as the rank has them."""
+    """Stage 0 in fp32: the optimizer updates this rank's parameters themselves."""
 
     spread: ClassVar[bool] = False
 
@@ -96,31 +99,31 @@ class OwnParts(Partitions):
         self._known: frozenset[int] = frozenset()
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """All of it."""
+        """Returns the full parameter as the only slice."""
         return Partition(0, parameter.numel(), parameter, 0)
 
     def flats(self) -> list[torch.Tensor]:
-        """The parameters."""
+        """Returns the parameters."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def group_numbers(self) -> dict[int, int]:
-        """Of each parameter."""
+        """Returns the param-group index of each parameter."""
         groups = enumerate(self.optimizer.param_groups)
         return {id(parameter): index for index, group in groups for parameter in group["params"]}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether it is in a group."""
+        """Whether the parameter is in a param group."""
         if len(self._known) != sum(len(group["params"]) for group in self.optimizer.param_groups):
             self._known = frozenset(self.group_numbers())
         return id(parameter) in self._known
 
     def refresh(self) -> None:
-        """They are the weights that the model computes with."""
+        """Does nothing: the optimizer's weights are the model's."""
 
 
 @final
 class CopiedParts(Partitions):
-    """Stage 0 in 16 bits: every rank has fp32 copies of all parameters, one by one or flattened by group."""
+    """Stage 0 in 16 bits: every rank has all master weights, one by one or flattened by group."""
 
     spread: ClassVar[bool] = False
 
@@ -137,26 +140,26 @@ class CopiedParts(Partitions):
                 offset += size
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """All of it."""
+        """Returns the master weight of the full parameter."""
         return self._found[id(parameter)]
 
     def flats(self) -> list[torch.Tensor]:
-        """The copies."""
+        """Returns the master weights."""
         return list({id(part.flat): part.flat for part in self._found.values() if part.flat is not None}.values())
 
     def group_numbers(self) -> dict[int, int]:
-        """Of each copy, or of each group's flattened ones."""
+        """Returns the param-group index of each master weight, or of each group's flat tensor."""
         copies = getattr(self.optimizer, "fp32_groups", None)
         if copies is None:
             return super().group_numbers()
         return {id(flat): index for index, group in enumerate(copies) for flat in group}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether there is a copy."""
+        """Whether the parameter has a master weight."""
         return id(parameter) in self._found
 
     def refresh(self) -> None:
-        """Copies back."""
+        """Copies master weights to the model's parameters."""
         for group in self.optimizer.fp16_groups:
             for parameter in group:
                 part = self.part(parameter)
@@ -166,16 +169,16 @@ class CopiedParts(Partitions):
 
 @final
 class PartitionedParts(Partitions):
-    """Stages 1 and 2: each group is flattened and cut into as many pieces as there are ranks, wherever that cuts.
+    """Stages 1 and 2: each param group is flattened and split into equal slices over ranks, across parameters.
 
-    Where the model computes in fp32 on the optimizer's device, the optimizer updates the model's own memory in the
-    place of a copy of it, so that a loop may write into parameters in any way.
+    If the model computes in fp32 on the optimizer's device, the optimizer updates the model's own memory instead of a
+    copy, so that the training loop may write to parameters in any way.
     """
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         optimizer = self.optimizer
-        # Not by DeepSpeed's attribute, which parameters keep of an engine that was destroyed.
+        # Not by DeepSpeed's attribute, which stays on parameters of an engine that was destroyed.
         self._ids = {id(parameter) for group in optimizer.bit16_groups for parameter in group}
         if optimizer.cpu_offload:
             return
@@ -187,7 +190,7 @@ class PartitionedParts(Partitions):
         optimizer._link_all_hp_params()
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """What of it is in this rank's piece."""
+        """Returns the part of the parameter that lies in this rank's slice of its group."""
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return Partition(0, 0, None, 0)
@@ -196,36 +199,36 @@ class PartitionedParts(Partitions):
         return Partition(here.start, here.numel, flat, there.start)
 
     def flats(self) -> list[torch.Tensor]:
-        """This rank's piece of each group."""
+        """Returns this rank's slice of each group."""
         return list(self.optimizer.single_partition_of_fp32_groups)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether it is in a group."""
+        """Whether the parameter is in a param group."""
         return id(parameter) in self._ids
 
     def group(self, parameter: nn.Parameter) -> Any:
-        """The ranks that its group is spread over: experts have their own."""
+        """Returns the process group over which the parameter's group is partitioned; experts have their own."""
         return getattr(parameter, "_dp_group", self.optimizer.dp_process_group)
 
     def refresh(self) -> None:
-        """Every rank copies its piece, and all get all pieces."""
+        """All-gathers the updated slices of all ranks into the model's parameters."""
         self.optimizer.update_lp_params()
 
 
 @final
 class ShardedParts(Partitions):
-    """Stage 3: each parameter is cut into as many equal pieces as there are ranks, the last one padded."""
+    """Stage 3: each parameter is split into equal slices over ranks, the last one padded."""
 
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
-        """The part, read from the disk and written back if it is kept there."""
+        """Context with the partition in memory, read from disk and written back if offloaded there."""
         index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
         with self._in_memory(index, changed=changed):
             yield self.part(parameter)
 
     @contextmanager
     def opened(self, flat: torch.Tensor) -> Iterator[None]:
-        """Read from the disk and written back if it is kept there."""
+        """Context with the tensor in memory, read from disk and written back if offloaded there."""
         index = next(number for number, one in enumerate(self.flats()) if one is flat)
         with self._in_memory(index, changed=True):
             yield
@@ -245,7 +248,7 @@ class ShardedParts(Partitions):
                 optimizer._release_swap_buffers(index)
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """This rank's piece, without the padding."""
+        """Returns this rank's slice, without padding."""
         optimizer = self.optimizer
         index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = size * optimizer._get_param_partition_rank(parameter)
@@ -254,23 +257,23 @@ class ShardedParts(Partitions):
         return Partition(min(start, total), max(0, min(size, total - start)), flat, offset)
 
     def flats(self) -> list[torch.Tensor]:
-        """This rank's pieces, of as many parameters together as DeepSpeed updates at once."""
+        """Returns this rank's flat tensors, one for each sub-group that DeepSpeed updates at once."""
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
     def group_numbers(self) -> dict[int, int]:
-        """Several of them may be of one group."""
+        """Returns the param-group index of each flat tensor; one group may have several sub-groups."""
         return {id(flat): self.optimizer.sub_group_to_group_id[index] for index, flat in enumerate(self.flats())}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether DeepSpeed updates it."""
+        """Whether DeepSpeed updates the parameter."""
         return hasattr(parameter, "ds_id") and self.optimizer.get_param_id(parameter) in self.optimizer.grad_position
 
     def group(self, parameter: nn.Parameter) -> Any:
-        """The ranks that it is spread over."""
+        """Returns the process group over which the parameter is partitioned."""
         return self.optimizer._get_param_partition_group(parameter)
 
     def refresh(self) -> None:
-        """Copies pieces to where forward gathers them from."""
+        """Copies the optimizer's slices to the tensors that forward all-gathers."""
         optimizer = self.optimizer
         for index, _ in enumerate(optimizer.fp16_groups):
             swapped = optimizer._swappable_optimizer_subgroup(index)
@@ -286,10 +289,10 @@ class ShardedParts(Partitions):
 
 
 def parts_of(engine: Any) -> Partitions | None:
-    """The parts of an engine's parameters; None where its optimizer updates whole ones themselves (stage 0, fp32).
+    """Returns the partitions of an engine; None if its optimizer updates full parameters themselves (stage 0, fp32).
 
     Raises:
-        BackendError: an optimizer that keeps them in a way that is not known here.
+        BackendError: an unsupported optimizer of DeepSpeed.
     """
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:

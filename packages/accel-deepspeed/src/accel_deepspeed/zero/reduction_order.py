@@ -1,4 +1,4 @@
-"""Gradients of a backward, reduced in the same order on all ranks, with zeros for those that are missing."""
+"""Reduction of gradients in the same order on all ranks, with zeros for missing gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -16,16 +16,16 @@ class ReductionOrder:
     """Passes gradients to an engine of stage 2 or 3 in the same order on every rank.
 
     DeepSpeed reduces gradients in buckets, in the order in which backward computes them. A rank that skips a block
-    would reduce other parameters than its peers in the same bucket, and parameters that all ranks leave out would keep
-    values of an earlier window. Here a gradient is reduced after all before it in one order, and at the end of a
-    backward missing ones are replaced by zeros. The order is that of rank 0's first backward, so that gradients of
-    later backwards rarely wait.
+    would reduce other parameters in the same bucket than other ranks, and parameters that all ranks leave out would
+    keep values of an earlier accumulation window. Here a gradient is reduced after all gradients before it in one fixed
+    order, and at the end of a backward missing gradients are replaced by zeros. The order is that of rank 0's first
+    backward, so that gradients of later backwards rarely wait.
 
     Args:
-        optimizer: DeepSpeed's, two methods of which are replaced until ``remove``.
-        reduce: the name of the method that takes one gradient.
-        gradients: its arguments for each parameter, the parameter first.
-        names: of the parameters, by id.
+        optimizer: DeepSpeed's optimizer; two of its methods are replaced until ``remove``.
+        reduce: name of the method that takes one gradient.
+        gradients: arguments of that method for each parameter, the parameter first.
+        names: FQNs of the parameters, by id.
         presence: records which parameters have received gradients.
     """
 
@@ -53,7 +53,7 @@ class ReductionOrder:
         """Refuses a step that would ignore changes of gradients since the last backward.
 
         Raises:
-            BackendError: gradients of a backward by hand, put into parameters, or changed by late hooks.
+            BackendError: gradients of a direct ``loss.backward()``, assigned to parameters, or changed by late hooks.
         """
         if self._next or any(self._here):
             raise BackendError(
@@ -75,7 +75,7 @@ class ReductionOrder:
                 )
 
     def forget(self) -> None:
-        """Starts again at the first parameter: gradients until now are of a backward that failed."""
+        """Restarts at the first parameter, and drops gradients of a backward that failed."""
         self._next = 0
         self._here = [False] * len(self._calls)
 
@@ -90,12 +90,12 @@ class ReductionOrder:
 
     def _arrived(self, parameter: nn.Parameter, *group: int) -> None:
         if not getattr(parameter, "ds_grad_is_ready", True):
-            return  # a part of it, computed in tiles
+            return  # a partial gradient of a tiled computation
         place = self._places[id(parameter)]
         self._received.add(id(parameter))
         if self._first is not None:
             self._first.append(place)
-        if place < self._next:  # a second one in this backward, of a checkpointed block that is used twice
+        if place < self._next:  # a second gradient in this backward, of a checkpointed block that is used twice
             self._reduce(parameter, *group)
             return
         self._here[place] = True
@@ -115,7 +115,7 @@ class ReductionOrder:
         self.forget()
 
     def _agree(self, mine: Sequence[int]) -> None:
-        """Takes the order of rank 0's first backward; parameters that had no gradient in it are last."""
+        """Broadcasts the order of rank 0's first backward; parameters without a gradient in it are last."""
         import torch.distributed as dist
 
         self._first = None
@@ -132,13 +132,13 @@ class ReductionOrder:
 
 
 def _hooks_of(parameter: nn.Parameter) -> int:
-    """The number of hooks of after accumulation that may change the gradient; methods of observers state otherwise."""
+    """Returns the number of post-accumulate-grad hooks that may change the gradient; observers mark themselves."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return sum(not getattr(getattr(hook, "__self__", None), "observes_gradients", False) for hook in hooks.values())
 
 
 def fill(parameter: nn.Parameter) -> None:
-    """A gradient of zeros in the whole shape, also where stage 3 has freed the values."""
+    """Sets a full-shaped gradient of zeros, also if stage 3 has freed the values."""
     values = parameter.data
     zeros = torch.zeros(getattr(parameter, "ds_shape", values.shape), dtype=values.dtype, device=values.device)
     parameter.data = zeros  # a gradient has to have the shape of its parameter when it is set

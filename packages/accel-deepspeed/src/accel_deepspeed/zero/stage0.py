@@ -1,4 +1,4 @@
-"""The gradients of an engine of stage 0, which parameters hold."""
+"""Accumulated gradients of a stage 0 engine, which are in ``parameter.grad``."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,9 @@ from accel_deepspeed.zero.gradients import Gradients
 
 @final
 class WholeGradients(Gradients):
-    """Stage 0: full gradients in the parameters, averaged over ranks by one all-reduce.
+    """Stage 0: full gradients in the parameters, averaged over ranks by an all-reduce.
 
-    Averaging an average together with later gradients gives the average of all, so a window needs no reopening.
+    The average of an average and later gradients is the average of all, so reduced gradients can accumulate further.
     """
 
     keeps: ClassVar[bool] = True
@@ -26,7 +26,7 @@ class WholeGradients(Gradients):
         self._absent: list[nn.Parameter] = []
 
     def reduce(self) -> None:
-        """One all-reduce for each dtype; what no rank has stays without a gradient, where DeepSpeed puts zeros."""
+        """All-reduces by dtype; parameters without a gradient on any rank get none, where DeepSpeed sets zeros."""
         self.presence.add(one for one in self.parameters.values() if one.grad is not None)
         self.at_boundary(True)
         self.engine.allreduce_gradients()
@@ -35,19 +35,22 @@ class WholeGradients(Gradients):
             parameter.grad = None
 
     def absent(self) -> list[nn.Parameter]:
-        """As the reduction found."""
+        """Returns the parameters that ``reduce`` found without a gradient on any rank."""
         return self._absent
 
     def reopen(self) -> None:
-        """Nothing: what is averaged already is the same on all ranks."""
+        """Does nothing: averaged gradients are equal on all ranks."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Times the loss scale of fp16, which the engine takes out of gradients and leaves to others to put in."""
+        """Multiplies the loss by the fp16 loss scale, because the engine only divides gradients by the scale."""
         record = self._loss_scale
         return loss if record is None else loss.float() * record.cur_scale
 
     def step(self) -> bool:
-        """The engine's step, after which the loss scale grows: it would grow between backward and its own division."""
+        """Runs the engine's step, and lets the loss scale grow afterwards.
+
+        DeepSpeed would grow the scale before it divides the gradients, which carry the previous scale.
+        """
         record = self._loss_scale
         if record is None or not record.dynamic_loss_scale:
             return super().step()
@@ -63,12 +66,12 @@ class WholeGradients(Gradients):
 
     @property
     def _loss_scale(self) -> Any:
-        """DeepSpeed's record of the loss scale; None where nothing is scaled."""
+        """DeepSpeed's record of the loss scale; None without a loss scale."""
         record = getattr(self.optimizer, "loss_scale_config", None)
         return record if record is not None and record.use_grad_scaling else None
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scales the gradients at once, where there is no optimizer of DeepSpeed's to do it."""
+        """Scales the gradients at once if there is no DeepSpeed optimizer that clips in its step."""
         if hasattr(self.optimizer, "clip_grad"):
             super().clip(max_norm, norm)
             return
@@ -76,27 +79,27 @@ class WholeGradients(Gradients):
         self._done = self.engine, "clip_fp32_gradients", None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Those of the parameters: this rank's share until they are reduced, the average after."""
+        """Returns full gradients: this rank's unreduced ones, or the mean after the reduction."""
         return {name: full_of_shard(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """The parameter holds it."""
+        """Sets the parameter's ``grad``."""
         parameter.grad = gradient.to(parameter.dtype)
 
     def in_place(self) -> list[torch.Tensor]:
-        """The parameters' own."""
+        """Returns the gradients of the parameters."""
         return list(self.pending())
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """The parameters' own."""
+        """Returns the gradients of the parameters."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def parts(self) -> dict[int, torch.Tensor]:
-        """The parameters' own."""
+        """Returns the gradients of the parameters, by parameter id."""
         return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
 
     def scaled_norm(self) -> Any:
-        """Of all gradients, which every rank holds, or a part where ranks share layers."""
+        """Returns the norm of all gradients, which are replicated, or sharded with AutoTP."""
         return self._norm_of_all().nan_to_num_(torch.inf, torch.inf)
 
     def _norm_of_all(self) -> torch.Tensor:
@@ -114,7 +117,7 @@ class WholeGradients(Gradients):
         return square.sqrt()
 
     def discard(self) -> None:
-        """Clears the parameters' gradients."""
+        """Clears the gradients of the parameters."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self.stepped()

@@ -1,4 +1,4 @@
-"""The gradients of an engine of stage 1 or 2, whose ranks each get the part that their optimizer updates."""
+"""Accumulated gradients of a stage 1 or 2 engine, partitioned as the optimizer updates them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, final
@@ -12,11 +12,11 @@ from accel_deepspeed.zero.reduction_order import ReductionOrder, fill
 
 @final
 class PartitionedGradients(Gradients):
-    """Stages 1 and 2: each rank gets the part of the gradients that its optimizer updates.
+    """Stages 1 and 2: each rank gets the partition of the gradients that its optimizer updates.
 
-    At stage 1 parameters hold full gradients until they are reduced; at stage 2 every backward reduces, and parts add
-    up. What is settled is replaced by the next reduction, unless it accumulates in a buffer of its own dtype or on the
-    host; so it is kept aside when more is added to it.
+    At stage 1 parameters hold full gradients until the reduction; at stage 2 every backward reduces, and partitions
+    accumulate. The next reduction replaces settled gradients, unless they accumulate in a buffer of their own dtype or
+    in host memory. Settled gradients are therefore kept aside when more is added to them.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -36,17 +36,17 @@ class PartitionedGradients(Gradients):
             )
 
     def at_boundary(self, boundary: bool) -> None:
-        """Set in the engine where a backward reduces, at stage 2."""
+        """Sets the boundary in the engine at stage 2, where backwards reduce."""
         if self.partitions:
             super().at_boundary(boundary)
 
     def reduce(self) -> None:
-        """Reduces (stage 1) or gathers what every backward has reduced (stage 2)."""
+        """Reduces (stage 1), or collects the partitions that every backward has reduced (stage 2)."""
         self.at_boundary(True)
         if self.partitions:
             self.optimizer.finalize_gradient_accumulation_boundary()
         else:
-            self.optimizer.setup_buckets()  # which no backward has done since a checkpoint within a window was loaded
+            self.optimizer.setup_buckets()  # no backward has, after loading a checkpoint within a window
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
             self._note_present()
@@ -64,7 +64,7 @@ class PartitionedGradients(Gradients):
         self.presence.add(one for group in self.optimizer.bit16_groups for one in group if of(one) is not None)
 
     def _fill_missing(self) -> None:
-        """Zeros for parameters without a gradient, of which other ranks may have one: all reduce the same."""
+        """Sets zeros for parameters without a gradient, so that all ranks reduce the same parameters."""
         for group in self.optimizer.bit16_groups:
             for parameter in group:
                 if parameter.requires_grad and self.optimizer.get_gradient_for_reduction(parameter) is None:
@@ -73,7 +73,7 @@ class PartitionedGradients(Gradients):
                         self.optimizer._fill_param_grad_accum_attribute(parameter)
 
     def reopen(self) -> None:
-        """Keeps aside what the next reduction would replace."""
+        """Keeps settled gradients aside if the next reduction would replace them."""
         if self._accumulates():
             if self.offload and self.written:
                 self._write_back()
@@ -83,14 +83,14 @@ class PartitionedGradients(Gradients):
             self.optimizer.averaged_gradients[index] = None
 
     def _write_back(self) -> None:
-        """What adds up on the host becomes what was settled and changed since."""
+        """Copies changed settled gradients back to the accumulation buffers in host memory."""
         for parameter, part in self.on_host():
             key = self.optimizer.get_param_id(parameter)
             _, start, _, size = self.optimizer.grad_position[key]
             self.optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, int(start), int(size)).copy_(part)
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """What is kept aside, and what has been accumulated since."""
+        """Returns the gradients kept aside, and those accumulated since."""
         optimizer = self.optimizer
         found = list(self._aside or ())
         if not self.partitions:
@@ -108,7 +108,7 @@ class PartitionedGradients(Gradients):
         return found
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Goes where a backward would have left it: with the parameter (stage 1), or in this rank's part."""
+        """Stores the gradient where a backward leaves it: in the parameter (stage 1), or in this rank's partition."""
         optimizer = self.optimizer
         if not self.partitions:
             if optimizer.use_grad_accum_attribute:
@@ -135,7 +135,7 @@ class PartitionedGradients(Gradients):
             optimizer._offload_accumulated_param_ids.add(key)
 
     def begun(self) -> None:
-        """What there is counts as a micro-batch."""
+        """Makes the stored gradients count as a micro-batch."""
         optimizer = self.optimizer
         if self.partitions:
             optimizer.micro_step_id = 0
@@ -145,10 +145,10 @@ class PartitionedGradients(Gradients):
         self._begun.clear()
 
     def scaled_norm(self) -> Any:
-        """Over the parts of all ranks; the step takes it instead of measuring again.
+        """Returns the norm over the partitions of all ranks, which the step reuses instead of measuring again.
 
-        DeepSpeed's own where elements do not all count once, or are on the host. It takes a dozen operations for each
-        parameter, which together cost more than a step's bookkeeping here.
+        Uses DeepSpeed's own function if not every element counts once, or if gradients are in host memory. That
+        function takes a dozen operations for each parameter, which costs more than the rest of a step's bookkeeping.
         """
         norm = self._norm_of_parts() if self._alike else self.optimizer.scaled_global_norm()
         self._done = self.optimizer, "scaled_global_norm", norm
@@ -156,13 +156,13 @@ class PartitionedGradients(Gradients):
 
     @property
     def _alike(self) -> bool:
-        """Whether each element of the parts counts once: no experts, no shared layers, no update instead of it."""
+        """Whether each element of the partitions counts once: no experts, no tensor parallelism, no updates instead."""
         optimizer = self.optimizer
         unlike = self.offload or optimizer.has_moe_layers or optimizer.groups_lacking_loss_scale
         return not unlike and optimizer.model_parallel_world_size == 1
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters without a gradient on any rank; counts are reduced with the norm, which the step takes."""
+        """Returns the parameters without a gradient on any rank; presence is all-reduced together with the norm."""
         if not (self._alike and self.optimizer.compute_grad_norm):
             return super().absent()
         if self._done is None:
@@ -181,7 +181,7 @@ class PartitionedGradients(Gradients):
         return square.sqrt_().nan_to_num_(torch.inf, torch.inf)
 
     def discard(self) -> None:
-        """What DeepSpeed does with gradients that overflowed."""
+        """Drops gradients in the same way as DeepSpeed does after an overflow."""
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
         optimizer._release_ipg_buffers()
@@ -198,23 +198,26 @@ class PartitionedGradients(Gradients):
         self.stepped()
 
     def stepped(self) -> None:
-        """Drops what is kept aside as well."""
+        """Also drops the gradients kept aside."""
         super().stepped()
         self._aside = None
 
     def _accumulates(self) -> bool:
-        """Whether later reductions add to what is settled instead of replacing it."""
+        """Whether later reductions add to settled gradients instead of replacing them."""
         compact = all(map(self.optimizer._use_compact_grad_partition_buffer, range(len(self.optimizer.bit16_groups))))
         return compact or (self.partitions and self.offload)
 
     def in_place(self) -> list[torch.Tensor]:
-        """This rank's part."""
+        """Returns this rank's partition."""
         if self.offload:
             return [cast(torch.Tensor, part.grad) for part in self.optimizer.single_partition_of_fp32_groups]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
 
     def parts(self) -> dict[int, torch.Tensor]:
-        """The pieces of those that are in this rank's partition, some of which it shares with its neighbours."""
+        """Returns the slices of parameters in this rank's partition.
+
+        A neighbouring rank may have the rest of a parameter.
+        """
         if self.offload:
             return {id(parameter): part for parameter, part in self.on_host()}
         found: dict[int, torch.Tensor] = {}
@@ -224,10 +227,10 @@ class PartitionedGradients(Gradients):
         return found
 
     def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
-        """The same.
+        """Returns ``parts``.
 
         Raises:
-            BackendError: an optimizer (Muon) whose parts hold its updates already.
+            BackendError: an optimizer (Muon) whose partitions already hold its updates.
         """
         muon = "muon" in type(self.engine.basic_optimizer).__name__.lower()
         if muon and any(getattr(one, "use_muon", False) for one in self.parameters.values()):  # the same on all ranks
@@ -235,7 +238,7 @@ class PartitionedGradients(Gradients):
         return self.parts()
 
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """With offloading, this rank's part."""
+        """Yields this rank's slices with offloading."""
         optimizer = self.optimizer
         for group in optimizer.params_in_partition if self.offload else ():
             for parameter in group:

@@ -1,4 +1,4 @@
-"""The gradients of an engine of stage 3, whose ranks keep parts of them from the first backward on."""
+"""Accumulated gradients of a stage 3 engine, partitioned from the first backward on."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final
@@ -14,7 +14,7 @@ from accel_state.errors import BackendError
 
 @final
 class ShardedGradients(Gradients):
-    """Stage 3: every backward reduces, and each rank's parts add up in one buffer."""
+    """Stage 3: every backward reduces, and this rank's partitions accumulate in one buffer."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -26,11 +26,16 @@ class ShardedGradients(Gradients):
         self._everywhere: torch.Tensor | None = None
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of; their counts are reduced with the comparison of gathers."""
+        """Returns the parameters without a gradient on any rank.
+
+        Presence was all-reduced when all-gathers were compared.
+        """
         return self.presence.absent(self._everywhere)
 
     def reduce(self) -> None:
-        """Every backward has reduced; with offloading, gradients are copied from the device to where the optimizer is.
+        """Compares the all-gathers of ranks; with offloading, copies gradients to the optimizer's device.
+
+        Gradients are reduced by every backward already.
 
         Raises:
             CollectiveMismatchError: ranks computed different modules.
@@ -42,27 +47,27 @@ class ShardedGradients(Gradients):
             self.optimizer.finalize_gradient_accumulation_boundary()
 
     def reopen(self) -> None:
-        """Nothing where the step takes the buffer itself; otherwise the buffer becomes what the step would take."""
+        """Copies changed gradients from the optimizer's device back to the buffer; does nothing without offloading."""
         if self.written and self.optimizer.offload_optimizer:
             held = self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             for parameter, part in self.on_host():
                 held[parameter.ds_id].narrow(0, 0, part.numel()).copy_(part)  # type: ignore[attr-defined]
 
     def shrink(self, factor: torch.Tensor) -> None:
-        """With offloading the buffer, too, because gradients on a disk are copied from it again."""
+        """With offloading also multiplies the buffer, from which gradients on disk are copied again."""
         super().shrink(factor)
         if self.optimizer.offload_optimizer:
             buffer = self.optimizer.grad_partitions_flat_buffer
             buffer.mul_(factor.to(buffer.device, buffer.dtype))
 
     def remove(self) -> None:
-        """Restores the engine's own methods, those of the gathers included."""
+        """Restores the engine's own methods, those for all-gathers included."""
         super().remove()
         if self._gathers is not None:
             self._gathers.remove()
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Copies this rank's part into the buffer."""
+        """Copies this rank's slice into the buffer."""
         optimizer = self.optimizer
         held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]  # type: ignore[attr-defined]
         start = held.numel() * optimizer._get_param_partition_rank(parameter)
@@ -73,7 +78,7 @@ class ShardedGradients(Gradients):
             optimizer._offload_boundary_param_ids.add(parameter.ds_id)  # type: ignore[attr-defined]
 
     def begun(self) -> None:
-        """The next backward adds to the buffer."""
+        """Makes the next backward add to the buffer."""
         optimizer = self.optimizer
         optimizer.micro_step_id = 0
         optimizer._epilogue_ran_this_backward = True
@@ -85,22 +90,22 @@ class ShardedGradients(Gradients):
             }
 
     def in_place(self) -> list[torch.Tensor]:
-        """The one buffer, or with offloading its copies where the optimizer is."""
+        """Returns the buffer, or with offloading its copies on the optimizer's device."""
         if self.optimizer.offload_optimizer:
             return [part.grad for part in self.optimizer.fp32_partitioned_groups_flat if part.grad is not None]
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def parts(self) -> dict[int, torch.Tensor]:
-        """Its part of every one, padded with zeros, as it added up where the model computes."""
+        """Returns this rank's slices, padded with zeros, from the buffer on the training device."""
         optimizer = self.optimizer
         held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return {id(parameter): held[parameter.ds_id] for group in optimizer.fp16_groups for parameter in group}
 
     def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
-        """Its part, with offloading where the optimizer is.
+        """Returns this rank's slices, with offloading those on the optimizer's device.
 
         Raises:
-            BackendError: that is on a disk, or an optimizer (Muon) has made an update of it.
+            BackendError: gradients are on disk, or the optimizer (Muon) has replaced them by its updates.
         """
         if self.optimizer.use_muon:
             self._refuse_updates(what)
@@ -114,7 +119,7 @@ class ShardedGradients(Gradients):
         return {id(parameter): part for parameter, part in self.on_host()}
 
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """With offloading, this rank's part."""
+        """Yields this rank's slices with offloading."""
         optimizer = self.optimizer
         for group in optimizer.fp16_groups if optimizer.offload_optimizer else ():
             for parameter in group:
@@ -123,11 +128,11 @@ class ShardedGradients(Gradients):
                     yield parameter, flat.narrow(0, start, size)
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """The one buffer."""
+        """Returns the buffer."""
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def scaled_norm(self) -> Any:
-        """DeepSpeed's own, over the parts of all ranks."""
+        """Returns DeepSpeed's own norm, over the partitions of all ranks."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         norms = self.optimizer._get_norm_groups()
@@ -138,7 +143,7 @@ class ShardedGradients(Gradients):
         return torch.where(norm >= 0, norm, torch.inf)  # -1 means that it is not finite
 
     def discard(self) -> None:
-        """The next backward overwrites the buffer."""
+        """Clears the buffer, and makes the next backward overwrite it."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.optimizer.offload_optimizer:
             self.optimizer.reset_cpu_buffers()
