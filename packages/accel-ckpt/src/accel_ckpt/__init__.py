@@ -1,6 +1,6 @@
-"""Checkpoints that are committed or not there, readable at any world size.
+"""Checkpoints with an atomic commit, readable at any world size.
 
-Names are imported on first use, so that ``import accel_ckpt`` costs next to nothing.
+Names are imported on first use, so that ``import accel_ckpt`` is fast.
 """
 
 from accel_state.lazy import attach_stub

@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint together: their collective work, and failures of one raised on all."""
+"""Ranks that save or load one checkpoint together: their collectives, with errors of one rank raised on all."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, final
@@ -17,10 +17,12 @@ _LOST = "a rank is gone or does not answer, or the process group was destroyed"
 
 @final
 class PerNode:
-    """The ranks of ``group`` on machines that share no disk, so that each machine keeps a whole copy of its own.
+    """The ranks of ``group`` on machines without a shared disk, so that each machine keeps a full copy of a checkpoint.
 
-    Takes the place of a group wherever one is given. ``node`` says on which machine this rank is: ranks with the same
-    number see the same files, the lowest of them keeps the machine's copy. Made by all ranks together.
+    Accepted wherever a group is. ``node`` is the number of this rank's machine: ranks with the same number see the same
+    files, and the lowest of them is the keeper of the machine's copy.
+
+    Collective: every rank of the group must call this.
     """
 
     def __init__(self, group: "ProcessGroup | None" = None, *, node: int) -> None:
@@ -30,14 +32,14 @@ class PerNode:
 
 
 Ranks: TypeAlias = Union["ProcessGroup", PerNode, "RankGroup", None]
-"""Who saves or loads together: the ranks of a group (None: of torch's default group) with or without a common disk."""
+"""Ranks that save or load together: those of a group (None: torch's default group), with or without a shared disk."""
 
 
 @final
 class RankGroup:
-    """This rank among those of ``group``; without a group it is alone and nothing is sent.
+    """This rank among those of ``group``; without a group there is one rank and no communication.
 
-    ``nodes`` has, for each rank, the machine whose disk it sees; None: all see the same.
+    ``nodes`` has, for each rank, the number of the machine whose disk it sees; None: all ranks see the same disk.
     """
 
     def __init__(self, group: "ProcessGroup | None", nodes: tuple[int, ...] | None = None) -> None:
@@ -46,14 +48,14 @@ class RankGroup:
         self.size = 1 if group is None else group.size()
         self.nodes = (0,) * self.size if nodes is None else nodes
         self.keeper = self.nodes.index(self.nodes[self.rank])
-        """The rank that keeps the copy that this one sees: makes, commits and removes folders there."""
+        """Rank that keeps the copy that this rank sees: it creates, commits and removes folders there."""
         self.keepers = tuple(sorted({self.nodes.index(node) for node in self.nodes}))
         self.neighbours = tuple(rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank])
-        """The ranks that see the same copy, this one among them."""
+        """Ranks that see the same copy, including this one."""
 
     @classmethod
     def of(cls, group: Ranks) -> "RankGroup":
-        """The ranks of ``group``, or of torch's default group if there is one."""
+        """Returns the ranks of ``group``; for None, those of torch's default group if there is one."""
         if isinstance(group, RankGroup):
             return group
         if isinstance(group, PerNode):
@@ -66,7 +68,7 @@ class RankGroup:
         return self.keeper == self.rank
 
     def group_rank(self, global_rank: int) -> int:
-        """This group's number for a process."""
+        """Converts a global rank to a rank of this group."""
         if self.group is None:
             return 0
         import torch.distributed as dist
@@ -74,10 +76,11 @@ class RankGroup:
         return dist.get_group_rank(self.group, global_rank)
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Every rank does ``work`` and learns all results; if any fails, every rank raises.
+        """Runs ``work`` on every rank and returns all results; if it fails on any rank, every rank raises.
 
-        The failing rank raises its own error, the others a CheckpointError with the ranks and what they said, so that
-        ``except CheckpointError`` is taken on all ranks or on none.
+        Collective: every rank of the group must call this. A failing rank raises its own error, the others a
+        CheckpointError with the failed ranks and their messages, so that ``except CheckpointError`` is entered on all
+        ranks or on none.
         """
         result: Any = None
         error: Exception | None = None
@@ -94,7 +97,7 @@ class RankGroup:
             told = all_gather_object((said, None if error is not None else result), group=self.group)
         except AccelError:
             raise
-        except Exception as lost:  # of several types where the group was destroyed here
+        except Exception as lost:  # of various types if the group was destroyed in this process
             raise error or CheckpointError(f"{what}: {_LOST}: {lost}") from lost
         if error is not None:
             raise error
@@ -105,9 +108,10 @@ class RankGroup:
         return [value for _, value in told]
 
     def at_first(self, what: str, work: Callable[[], T], then: Callable[[list[T]], object]) -> None:
-        """Every rank does ``work``, and rank 0 alone ``then`` with all results; if any of it fails, every rank raises.
+        """Runs ``work`` on every rank and ``then(results)`` on rank 0; if any of it fails, every rank raises.
 
-        Large results travel to rank 0 only. The agreement behind them carries failures.
+        Collective: every rank of the group must call this. Results are sent to rank 0 only, because they may be large;
+        the ``together`` that follows exchanges errors.
         """
         result: Any = None
         error: Exception | None = None
@@ -133,24 +137,33 @@ class RankGroup:
         self.together(what, follow)
 
     def first(self, what: str, work: Callable[[], T]) -> T:
-        """The keeper of each copy does ``work``; all ranks get their keeper's result, or any keeper's failure."""
+        """Runs ``work`` on the keeper of each copy; returns this rank's keeper's result, or raises any keeper's error.
+
+        Collective: every rank of the group must call this.
+        """
         return self.together(what, lambda: work() if self.keeps else None)[self.keeper]  # type: ignore[return-value]
 
     def each_copy(self, what: str, work: Callable[[], T]) -> list[T]:
-        """As ``first``, but all ranks get the results of all keepers, in order of rank."""
+        """Runs ``work`` on the keeper of each copy; returns the results of all keepers, in order of rank.
+
+        Collective: every rank of the group must call this.
+        """
         told = self.together(what, lambda: work() if self.keeps else None)
         return [told[rank] for rank in self.keepers]  # type: ignore[misc]
 
 
 def host_group(group: "ProcessGroup") -> "ProcessGroup":
-    """Another group of the same ranks, for tensors in the host's memory. Collective."""
+    """Creates another group of the same ranks, for CPU tensors.
+
+    Collective: every rank of the group must call this.
+    """
     from accel_state.process_group.group import sibling_group
 
     return sibling_group(group, backend="gloo")
 
 
 def sends_from_host(group: "ProcessGroup") -> bool:
-    """Whether tensors in the host's memory can be sent in ``group``."""
+    """Whether ``group`` can send CPU tensors."""
     import torch.distributed as dist
 
     return "cpu:" in str(dist.get_backend_config(group))

@@ -1,4 +1,4 @@
-"""Failures of one rank's reading, made known to the ranks that read the same loader."""
+"""Failure relay: an error of one rank's reading is reported to the ranks that read the same loader."""
 
 import _thread
 import logging
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from accel_data.map.index_agreement import IndexTrail
 
 _LONGEST_PAUSE = 20
-"""Intervals between two comparisons of indices, at most."""
+"""Upper limit of intervals between two comparisons of indices."""
 _LOG = logging.getLogger(__name__)
 _INTERVAL = 0.5
-"""Seconds between two looks of a rank whether another one has failed."""
+"""Seconds between two checks of a rank for another rank's failure."""
 _PATIENCE = 10.0
-"""Seconds a rank that failed stays for the others to hear of it: the store may be gone with it."""
+"""Seconds for which a failed rank waits until the others have read its report: the store may end with this rank."""
 
 
 def alarm() -> "Alarm | None":
-    """The alarm of a loader made now; None without other processes.
+    """Creates the alarm of a loader that is created now; None without other processes.
 
-    Ranks make their loaders in the same order, so that the n-th alarm of one belongs with the n-th of any other.
+    Ranks create their loaders in the same order, so the n-th alarm of one rank corresponds to the n-th of any other.
     """
     import torch.distributed as dist
 
@@ -38,19 +38,19 @@ def alarm() -> "Alarm | None":
         return None
     shared: Any = dist.distributed_c10d._get_default_store()
     try:
-        store = shared.clone()  # with a connection of its own, for a thread of its own
+        store = shared.clone()  # with its own connection, for its own thread
     except RuntimeError:
-        return None  # the store of a pretended group: there is nobody to tell
+        return None  # the store of a fake group has no other processes
     number = store.add(f"accel-data/loaders/{group.rank()}", 1)
     return Alarm(store, f"accel-data/{number}", group.rank(), group.size())
 
 
 @final
 class Alarm:
-    """Messages between the ranks of one loader through the store they met in, which works when nothing else does.
+    """Failure reports between the ranks of one loader through the rendezvous store, which works if collectives do not.
 
-    No rank waits for another in it: each looks now and then, beside its step. What is heard is also told to those who
-    explain why an operation between ranks failed (``accel_state.watchdog``).
+    No rank waits for another one: each polls the store in a thread. Reports are also passed to the watchdog, which uses
+    them to explain failed collectives (``accel_state.watchdog``).
     """
 
     def __init__(self, store: "Store", prefix: str, rank: int, world_size: int) -> None:
@@ -58,9 +58,9 @@ class Alarm:
         self._passes = 0
 
     def watch(self, trail: "IndexTrail | None" = None) -> "Watch":
-        """Listens during the pass that begins now, the n-th of this loader on any rank.
+        """Starts to poll during the pass that begins now, the n-th of this loader on any rank.
 
-        The indices of ``trail`` are compared with those of the other ranks meanwhile.
+        Meanwhile the indices of ``trail`` are compared with those of the other ranks.
         """
         self._passes += 1
         keys = (f"{self._prefix}/{self._passes}", f"{self._prefix}/{self._passes + 1}")
@@ -69,23 +69,23 @@ class Alarm:
 
 @final
 class Watch:
-    """One pass of one rank.
+    """Failure reports during one pass of one rank.
 
     Attributes:
-        heard: what another rank has said; None as long as all is well.
+        heard: report of another rank; None if there is none.
     """
 
     def __init__(
         self, store: "Store", keys: tuple[str, str], place: tuple[int, int], trail: "IndexTrail | None"
     ) -> None:
-        """``keys`` are those of this pass and the next one's, ``place`` is the rank and how many others there are."""
+        """``keys`` are the keys of this pass and the next one; ``place`` is the rank and the number of other ranks."""
         self._store, (self._key, self._next_key) = store, keys
         self._rank, self._others = place
         self._trail = trail
         self._over = threading.Event()
         self.heard: str | None = None
         untroubled()
-        # A ``Thread`` is waited for until it runs: where processes outnumber cores, some 10 ms of every pass.
+        # Not a ``Thread``, whose start waits until it runs: about 10 ms per pass if processes outnumber cores.
         _thread.start_new_thread(self._listen, ())
 
     def _listen(self) -> None:
@@ -102,16 +102,16 @@ class Watch:
                     compared = pause = min(2 * pause, _LONGEST_PAUSE)
             rank, _, text = self._store.get(self._key).decode().partition(" ")
             if not self._over.is_set():
-                # The step may wait for the rank that failed, in an operation that nobody else can say more about.
+                # Logged now, because the step may wait for the failed rank in an operation that reports no reason.
                 _LOG.error("rank %d stops reading: %s", self._rank, text)
                 troubled(int(rank), text)
                 self.heard = text
             self._store.add(f"{self._key}/heard", 1)
         except (RuntimeError, OSError):
-            return  # the store went with the rank that kept it
+            return  # the store ended with the rank that served it
 
     def _compare_to_the_end(self) -> None:
-        """Compares all indices of a pass that is over. Ranks that differ say so in the log, and in the next pass."""
+        """Compares all indices of a finished pass. Ranks that differ report it in the log and in the next pass."""
         trail = self._trail
         if trail is None:
             return
@@ -119,32 +119,32 @@ class Watch:
         while True:
             settled = trail.is_reference or trail.is_settled(self._store)
             difference = trail.compare(self._store, closed=True)
-            # A rank may still be in this pass, and wait for this one in a step that this one has no batch for.
+            # A rank may still be in this pass, waiting for this rank in a step for which this rank has no batch.
             self._differ(difference, self._key, self._next_key)
             if difference is not None or settled or time.monotonic() > until:
                 return
             time.sleep(_INTERVAL / 5)
 
     def _differ(self, difference: str | None, *keys: str) -> None:
-        """Tells all ranks, this one too, that listen at ``keys``."""
+        """Reports a difference to all ranks that poll ``keys``, including this one."""
         if difference is not None:
             _LOG.error("%s", difference)
             for key in keys:
                 self._store.set(key, f"{self._rank} {difference}")
 
     def said(self) -> str | None:
-        """What another rank has said; None as long as all is well."""
+        """Returns the report of another rank; None if there is none."""
         return self.heard
 
     def heeding(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, until another rank has failed; raises ``DataError`` then."""
+        """Yields the batches; raises ``DataError`` once another rank has failed."""
         for batch in batches:
             if self.heard is not None:
                 raise stopped(self.heard)
             yield batch
 
     def tell(self, error: BaseException) -> None:
-        """Says what went wrong here, and stays until the others have heard it, or for a moment."""
+        """Reports an error of this rank, and waits for a limited time until the other ranks have read the report."""
         self._over.set()
         said = f"rank {self._rank} could not read its next batch: {type(error).__name__}: {error}"
         try:
@@ -156,10 +156,10 @@ class Watch:
             return
 
     def close(self) -> None:
-        """The pass is over."""
+        """Ends the polling: the pass is over."""
         self._over.set()
 
 
 def stopped(trouble: str) -> DataError:
-    """What a rank raises that has heard of another's trouble."""
+    """Returns the error that a rank raises after another rank's report."""
     return DataError(f"this rank stops because another cannot go on: {trouble}")

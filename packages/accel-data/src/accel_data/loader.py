@@ -1,7 +1,7 @@
-"""This rank's batches on its device, from a position that any number of ranks can take over.
+"""Prepared loader: this rank's batches on its device, from a position that any number of ranks can resume.
 
-A ``PreparedLoader`` is the user's DataLoader in every other respect: it is an instance of the same class, and what it
-does not define itself falls through to it. What it reads from is a ``Source`` (see ``accel_data.source``).
+A ``PreparedLoader`` is an instance of the class of the user's DataLoader, and delegates attributes that it does not
+define to it. It reads from a ``Source`` (see ``accel_data.source``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,17 +28,17 @@ _END = object()
 
 @final
 class PreparedLoader:
-    """Iterate it like the DataLoader it was made from.
+    """Iterates over this rank's batches, like the DataLoader that it was made from.
 
-    Positions count samples *delivered* to the loop on all ranks together: ``state_dict`` taken on any rank, between
-    any two batches, resumes at the next sample on any number of ranks. Every pass reads the next epoch, whether the one
-    before ran to its end or was broken out of. A pass inside a pass over the same loader reads the same epoch from its
+    Positions count samples *delivered* to the loop on all ranks together: a ``state_dict`` taken on any rank, between
+    any two batches, resumes at the next sample on any number of ranks. Every pass reads the next epoch, whether the
+    previous pass ended or the loop broke out of it. A nested pass over the same loader reads the same epoch from its
     start, and does not move the position.
 
     Attributes:
-        options: the choices this loader was prepared with.
-        gate: stands between every later pass and what it reads from, given this loader and the batches: it is asked
-            for each batch once the loop is done with the one before, and may end the pass there. None: nothing does.
+        options: options that this loader was prepared with.
+        gate: stop hook: wraps the batches of every later pass, given this loader and the batches. It is called for each
+            batch after the loop is done with the previous one, and may end the pass there. None: no hook.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PreparedLoader:
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
         self._progress = LoaderProgress()
-        self._start: Cursor | None = None  # of the next pass, where that is not its progress
+        self._start: Cursor | None = None  # start of the next pass, if it is not that of the position
         self._last: Pass | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class PreparedLoader:
                 observer.ended(self)
 
     def _ahead(self, run: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a pass on the device, one read ahead: it tells the last, and travels beside the step."""
+        """Yields device batches with one batch of lookahead, which detects the last and overlaps copy and step."""
         placer = self._placer
         current = next(batches, _END)
         if placer is not None and current is not _END:
@@ -110,7 +110,7 @@ class PreparedLoader:
             current = following
 
     def _in_step(self, run: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a pass on the device, each read when the loop wants it."""
+        """Yields device batches without lookahead: each is read when the loop requests it."""
         placer = self._placer
         for batch in batches:
             run.at_end = run.is_last
@@ -141,18 +141,18 @@ class PreparedLoader:
         self._progress.finish(run, self._source)
 
     def claim(self) -> None:
-        """Makes the innermost pass under way the one whose position counts, and that a run resumes in.
+        """Makes the innermost pass in progress the one whose position is saved and resumed.
 
-        An Accelerator calls it when a loss of a batch goes backward: a pass around the one that trains was abandoned.
+        An Accelerator calls this when a loss of a batch goes backward: the outer pass is then known to be abandoned.
         """
         if self._last is not None:
             self._last.resumes = True
             self._progress.claim(self._last)
 
     def disclaim(self) -> None:
-        """Makes a run that is resumed begin the next pass, as this one does, if the loop breaks out of the innermost.
+        """Makes a resumed run begin the next pass, as this run does, if the loop breaks out of the innermost pass.
 
-        That is what an evaluation of a few batches needs. ``claim`` undoes it.
+        That is correct for an evaluation of a few batches. ``claim`` undoes it.
         """
         if self._last is not None:
             self._last.resumes = False
@@ -161,10 +161,10 @@ class PreparedLoader:
         return self._progress.counted(self._source)
 
     def __len__(self) -> int:
-        """Batches of one epoch on this rank (of what is left of it, for a loader made by ``skip_first_batches``).
+        """Number of batches of one epoch on this rank (of the rest of it, for a loader from ``skip_first_batches``).
 
         Raises:
-            TypeError: nobody can know, as for an iterable dataset without a length.
+            TypeError: the number is unknown, as for an iterable dataset without a length.
         """
         length = self._source.length(Cursor(self.epoch) if self._start is None else self._start)
         if length is None:
@@ -173,18 +173,18 @@ class PreparedLoader:
 
     @property
     def position(self) -> Cursor:
-        """Epoch, and samples of it delivered on all ranks together."""
+        """Epoch, and number of its samples delivered on all ranks together."""
         position = self._counted()
         return position.start if position.is_loaded else position.cursor
 
     @property
     def epoch(self) -> int:
-        """The epoch being read, or the next to be read."""
+        """The epoch that is being read, or the next one between passes."""
         return self._counted().epoch
 
     @property
     def iteration(self) -> int:
-        """The same as ``epoch``: how many passes have ended, unless ``set_epoch`` says otherwise."""
+        """Same as ``epoch``: the number of finished passes, unless ``set_epoch`` was called."""
         return self.epoch
 
     @iteration.setter
@@ -192,10 +192,10 @@ class PreparedLoader:
         self.set_epoch(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass. A resumed position in this epoch is kept.
+        """Sets the epoch of the next pass. A resumed position in this epoch is kept.
 
         Raises:
-            DataStateError: ``epoch`` is no whole number of at least 0.
+            DataStateError: ``epoch`` is not an integer >= 0.
         """
         Cursor(epoch)
         before = self._counted()
@@ -206,16 +206,16 @@ class PreparedLoader:
             self._go_to(after)
 
     def skip(self, batches: int) -> None:
-        """Lets the next pass start ``batches`` batches later, without reading them."""
+        """Moves the start of the next pass forward by ``batches`` batches, without reading them."""
         position = self._counted()
         self._go_to(position.sought(_after(self._source, position.start, batches)))
         self._start = self._progress.position.cursor
 
     def skipped(self, batches: int) -> "PreparedLoader":
-        """This loader with a next pass that starts ``batches`` batches after the begin of the epoch.
+        """Returns this loader with a next pass that starts ``batches`` batches after the start of the epoch.
 
-        From that pass on they are one: what it delivers is delivered of this loader too, whose next pass comes after
-        it and whose ``state_dict`` says where it is.
+        Both loaders share one position: a batch that the new loader delivers counts as delivered by this one too, so
+        this loader's next pass and its ``state_dict`` continue from there.
         """
         other = PreparedLoader(
             self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
@@ -226,7 +226,7 @@ class PreparedLoader:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The batch delivered last is the last of its pass on this rank."""
+        """Whether the batch delivered last is the last of its pass on this rank."""
         return self._last is not None and self._last.at_end
 
     @property
@@ -236,43 +236,43 @@ class PreparedLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Batches still to come in this pass; None when only its end will tell."""
+        """Number of batches left in this pass; None if it is unknown until the end."""
         run = self._last
         if run is None:
             return None
         if run.at_end:
             return 0
-        # A length of the user's that is too small: there are more, and only the end tells how many.
+        # A length of the user's that is too small: the pass continues, and the number of batches left is unknown.
         return run.length - run.delivered if run.length is not None and run.length > run.delivered else None
 
     @property
     def real_counts(self) -> tuple[int, ...] | None:
-        """By data rank, how many rows of the batch delivered last are not repeated; see ``Step.real_counts``."""
+        """By data rank, the number of rows of the last batch that are not padding; see ``Step.real_counts``."""
         return None if self._last is None else self._last.step(self._last.delivered).real_counts
 
     @property
     def window(self) -> Window | None:
-        """The place of the batch delivered last in its global batch, with ``global_batch_size`` only."""
+        """Index of the batch delivered last in its global batch; with ``global_batch_size`` only."""
         return None if self._last is None else self._last.step(self._last.delivered).window
 
     @property
     def weight(self) -> float:
-        """What the mean loss of the batch delivered last weighs among ranks that share its sequences; else 1.0."""
+        """Weight of the last batch's mean loss among the ranks of a sequence-parallel group; otherwise 1.0."""
         return getattr(self._placer, "weight", 1.0)
 
     @property
     def reads_alone(self) -> bool:
-        """Whether this rank reads its batches without the others, so that it can stop anywhere in reading."""
+        """Whether this rank reads its batches independently, so that it can stop reading at any batch."""
         return self._source.reads_alone
 
     @property
     def reads_for_all(self) -> bool:
-        """Whether one rank reads the dataset and gives the others their part."""
+        """Whether one rank reads the dataset and sends the others their rows."""
         return self._source.reads_for_all
 
     @property
     def read_amplification(self) -> int | None:
-        """How often all data ranks and workers read a sample for each delivery; None until reading has told."""
+        """How often all data ranks and workers read a sample per delivery; None until reading has shown it."""
         return self._source.read_amplification
 
     @property
@@ -282,12 +282,12 @@ class PreparedLoader:
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one accumulation window, where this loader lays windows out; None: it does not."""
+        """Samples of one accumulation window, if this loader defines windows; otherwise None."""
         return self._source.global_batch_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of one epoch; raises ``TypeError`` when unknown."""
+        """Samples of one epoch; raises ``TypeError`` if unknown."""
         length = self._source.total_dataset_length
         if length is None:
             raise TypeError(f"the number of samples is unknown: {type(self.dataset).__name__} has no length")
@@ -295,12 +295,12 @@ class PreparedLoader:
 
     @property
     def base_dataloader(self) -> "DataLoader[Any]":
-        """The user's DataLoader with our sampler in the place of its own."""
+        """Copy of the user's DataLoader with accel's sampler instead of the user's."""
         return self._source.dataloader
 
     @contextmanager
     def override_even_batches(self, even_batches: bool) -> Iterator[None]:
-        """Passes that begin inside the block fill up their last step, or do not, whatever the options say."""
+        """Sets ``even_batches`` for passes that begin inside the block, whatever the options say."""
         before = self._source.even_batches
         self._source.even_batches = even_batches
         try:
@@ -309,10 +309,10 @@ class PreparedLoader:
             self._source.even_batches = before
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch delivered last, as JSON values; the same on every rank.
+        """Returns the position after the batch delivered last, as JSON values; the same on every rank.
 
-        Only an opaque iterable dataset adds a part that is this rank's own, under ``"private"``. A state that was
-        loaded, and from which no pass has begun, is returned as it was.
+        Only an opaque iterable dataset adds state of this rank alone, under ``"private"``. A loaded state from which no
+        pass has begun is returned unchanged.
         """
         position, progress = self._counted(), self._progress
         if progress.saved is not None:
@@ -323,18 +323,19 @@ class PreparedLoader:
         return LoaderState(position.cursor, record, position.ended, None if step is None else step.private).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_changed_data: bool | None = None) -> None:
-        """Lets the next pass start at a saved position, whatever the number of ranks, workers and the batch size were.
+        """Makes the next pass start at a saved position, for any number of ranks and workers and any batch size.
 
-        The end of an epoch is the start of the next, unless ``set_epoch`` names the epoch that has ended: the next pass
-        is empty then, as a script expects that counts epochs.
+        A position at the end of an epoch starts the next epoch, unless ``set_epoch`` names the finished epoch: then the
+        next pass is empty, as scripts that count epochs expect.
 
-        ``allow_changed_data`` (None: as the options say) takes a position inside an epoch of a map-style dataset that
-        has changed since. If it has grown, the epoch is finished over the samples that it began with, and the new ones
-        come from the next epoch on. If it has shrunk and is read in sequence, or has another fingerprint and the same
-        length, the position is kept. Otherwise the epoch begins anew. A warning says which, in numbers.
+        ``allow_changed_data`` (None: as in the options) accepts a position inside an epoch of a map-style dataset that
+        has changed since. If the dataset has grown, the epoch is finished over its original samples, and the new
+        samples are read from the next epoch on. If it has shrunk and is read sequentially, or has another fingerprint
+        and the same length, the position is kept. Otherwise the epoch starts again. A warning with numbers reports
+        which case applies.
 
         Raises:
-            DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.
+            DataStateError: the state is of a newer version, incomplete, or of other data. The loader is unchanged then.
         """
         saved = LoaderState.read(state_dict)
         state = saved
@@ -346,9 +347,9 @@ class PreparedLoader:
         self._start = None
 
     def undo(self) -> Callable[[], None]:
-        """Returns a function that undoes every ``load_state_dict`` from now on, for a load that another part refuses.
+        """Returns a function that undoes every ``load_state_dict`` from now on, for a load that another object refuses.
 
-        A pass that is under way goes on counting then, as if nothing had been loaded.
+        A pass in progress then continues to count, as if nothing had been loaded.
         """
         source, progress, start = self._source.undo(), self._progress.undo(), self._start
 
@@ -365,7 +366,7 @@ class PreparedLoader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the user's DataLoader, so that ``isinstance`` says yes to both."""
+        """The class of the user's DataLoader, so that ``isinstance`` is true for both classes."""
         return type(self._source.dataloader)
 
     def __getattr__(self, name: str) -> Any:
@@ -384,7 +385,7 @@ class PreparedLoader:
 
 
 def _after(source: Source, cursor: Cursor, batches: int) -> Cursor:
-    """``cursor``, ``batches`` of this rank's batches later."""
+    """Returns the cursor ``batches`` of this rank's batches after ``cursor``."""
     if batches < 0:
         raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
     return source.skip(cursor, batches)

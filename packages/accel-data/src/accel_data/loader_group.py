@@ -1,4 +1,4 @@
-"""A process group of a loader's own, beside those of the step."""
+"""Process group of a loader, separate from the groups of the step."""
 
 import weakref
 from dataclasses import dataclass
@@ -12,34 +12,34 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LIFETIME = timedelta(days=365)
-"""The timeout of the group's own operations. A receive waits through the user's evaluation, checkpoint or breakpoint;
-what must not take long is a batch the loop waits for, and that has a limit of its own."""
+"""Timeout of the group's operations. A receive may wait through the user's evaluation, checkpoint or breakpoint; the
+wait of the loop for a batch has a limit of its own."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderGroup:
-    """The group of one loader, its own, and which rank of it has which share of the data.
+    """Process group of one loader, and the data shard of each of its ranks.
 
-    The group is used by nobody else. A loader talks while the step runs collectives on the user's groups, from threads
-    of its own; on a shared group the two would meet in another order on each rank. It is a gloo group whatever the
-    device: what travels is in host memory, as any loader's batches are before placement.
+    The group is private to the loader. A loader communicates in its own threads while the step runs collectives on the
+    user's groups; on a shared group the order of operations would differ between ranks. It is a gloo group on every
+    device type, because batches are in host memory before they are copied to the device.
     """
 
     group: "ProcessGroup"
     rank: int
     parts: tuple[int, ...]
-    """By rank of the group, the index of its share: equal for ranks that read the same data."""
+    """By rank of the group, the index of its shard: equal for ranks that read the same data."""
     patience: float | None
-    """Seconds the loop waits for a batch before it gives up; None: for ever."""
+    """Seconds for which the loop waits for a batch before it raises; None: no limit."""
 
 
 def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> LoaderGroup | None:
-    """The group of one loader, for as long as ``owner`` lives; None where there is no other process.
+    """Creates the group of one loader, which lives as long as ``owner``; None without other processes.
 
-    Collective over ``group`` (None: the default group, when one is open).
+    Collective: every rank of the group must call this. ``group`` defaults to the default group, if one is open.
 
-    Raises ``DataError`` on every rank when the ranks' shares do not make up the whole.
+    Raises ``DataError`` on every rank if the ranks' shards do not cover the full data.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The state of a loader as JSON values."""
+"""State of a loader as JSON values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ ENDED_KEY = "ended"
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """A position, and what it is only valid with.
+    """A position, with the facts for which it is valid.
 
     Attributes:
         cursor: the position.
-        record: of the source, see ``Source.record``.
-        ended: nothing of the epoch is left.
-        private: what belongs to this rank alone, or None.
+        record: record of the source, see ``Source.record``.
+        ended: whether the epoch is finished.
+        private: state of this rank alone, or None.
     """
 
     cursor: Cursor
@@ -33,7 +33,7 @@ class LoaderState:
     private: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values; the same on every rank but for the part under ``"private"``."""
+        """Returns JSON values; the same on every rank except for the value of ``"private"``."""
         state: dict[str, Any] = {
             VERSION_KEY: STATE_VERSION,
             **self.cursor.state_dict(),
@@ -47,7 +47,7 @@ class LoaderState:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> "LoaderState":
-        """Reads what ``state_dict`` wrote; raises ``DataStateError`` naming what is missing, malformed or too new."""
+        """Parses a result of ``state_dict``; raises ``DataStateError`` for a missing, malformed or too new value."""
         version = state.get(VERSION_KEY)
         if not isinstance(version, int) or version > STATE_VERSION:
             raise DataStateError(
@@ -58,5 +58,5 @@ class LoaderState:
         return cls(cursor, state.get(SOURCE_KEY) or {}, bool(state.get(ENDED_KEY)), state.get(PRIVATE_KEY))
 
     def moved(self, record: Mapping[str, Json], cursor: Cursor) -> "LoaderState":
-        """This state with another record and position; at another position nothing has ended."""
+        """Returns this state with another record and position; at another position the epoch is not finished."""
         return replace(self, record=record, cursor=cursor, ended=self.ended and cursor == self.cursor)

@@ -1,4 +1,4 @@
-"""The observer of a loader's passes."""
+"""Observer of a loader's passes."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -7,10 +7,10 @@ if TYPE_CHECKING:
 
 
 class LoaderObserver(Protocol):
-    """Told when a loader's pass starts and ends, for instance to know which loader is the active one."""
+    """Called when a pass of a loader begins and ends, for example to track the active loader."""
 
     def began(self, loader: "PreparedLoader") -> None:
-        """The first batch is about to be read."""
+        """Called before the first batch is read."""
 
     def ended(self, loader: "PreparedLoader") -> None:
-        """The pass is over, was broken out of, or failed."""
+        """Called when the pass has ended, was left, or has failed."""

@@ -1,4 +1,4 @@
-"""Options of loaders: sharding, padding and moving, in one frozen record."""
+"""Options of loaders: sharding, padding and device copies, in one frozen record."""
 
 from dataclasses import dataclass
 from typing import Literal, final
@@ -10,32 +10,32 @@ from accel_state.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """Choices that hold for every loader prepared with them; the defaults are those users of this field know.
+    """Options of a prepared loader; the defaults are those of Accelerate.
 
     Attributes:
-        split_batches: the loader's batch size is that of all ranks together, each takes an equal slice of a batch.
-            Off: it is each rank's own, and a step takes as many batches as there are ranks.
-        dispatch_batches: rank 0 alone reads, and sends every rank its part. None: only for iterable datasets that
-            have to be put on a device.
+        split_batches: the loader's batch size is that of all ranks together, and each rank takes an equal slice of a
+            batch. Otherwise it is that of each rank, and a step takes as many batches as there are ranks.
+        dispatch_batches: rank 0 alone reads, and sends every rank its rows. None: only for iterable datasets whose
+            batches are moved to a device.
         even_batches: repeat samples from the start of the epoch until every rank has equally many full batches.
         use_seedable_sampler: shuffle with ``randperm`` seeded by (seed + epoch), as ``SeedableRandomSampler`` does.
         data_seed: the seed of every order; None: drawn from the sampler's generator, or from torch's.
-        non_blocking: copies to the device may overlap with what the host does next.
+        non_blocking: copies to the device may overlap with the host's next operations.
         use_stateful_dataloader: iterable datasets are read through torchdata's ``StatefulDataLoader``, and the state of
-            each worker's stream is noted after every batch instead of as often as is cheap.
+            each worker's stream is recorded after every batch instead of as often as is cheap.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches. The loader's batch size is
-            then the most that one rank takes at once; the same global batches come out on any number of ranks.
-        sharding: "index" interleaves batches over ranks, "node" gives each of ``num_nodes`` nodes one contiguous
-            range of the dataset, and a function decides by itself.
-        num_nodes: nodes that hold a part of the dataset each, for ``sharding="node"``.
-        already_sharded: an iterable dataset yields this rank's part only (found out by itself where it can be).
+            then the upper limit of one rank's micro-batch; any number of ranks reads the same global batches.
+        sharding: "index" interleaves batches over ranks, "node" gives each of ``num_nodes`` nodes one contiguous range
+            of the dataset, and a function chooses positions itself.
+        num_nodes: nodes that hold a shard of the dataset each, for ``sharding="node"``.
+        already_sharded: an iterable dataset yields only this rank's shard (detected automatically where possible).
         exact_streams: never let an iterable dataset shard itself over ranks or workers. Every reader then reads all of
-            it, and a position in it holds for any number of ranks and workers.
+            it, and a position in it is valid for any number of ranks and workers.
         allow_changed_data: load a position inside an epoch of a map-style dataset that has changed since, with a
-            warning in numbers instead of a refusal; ``PreparedLoader.load_state_dict`` says what follows.
+            warning instead of an error; see ``PreparedLoader.load_state_dict``.
 
     Raises:
-        ConfigError: two choices exclude each other.
+        ConfigError: two options exclude each other.
     """
 
     split_batches: bool = False

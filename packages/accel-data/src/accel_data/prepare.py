@@ -1,4 +1,4 @@
-"""From a user's DataLoader to this rank's."""
+"""Preparation of a user's DataLoader: the front door of this package."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_data.device.sequence_parallel import Part
 
 _SAME_SAMPLES = ("pp", "cp", "sp", "tp")
-"""Axes of a mesh along which ranks work on one sample together."""
+"""Axes of a mesh along which ranks compute on the same samples."""
 
 
 def prepare_loader(
@@ -38,19 +38,19 @@ def prepare_loader(
     slice_fn: Callable[..., Any] | None = None,
     part: "Part | None" = None,
 ) -> PreparedLoader:
-    """A loader of this rank's share ``shard`` of what ``dataloader`` reads, with all its options kept.
+    """Prepares a loader for this rank's shard ``shard`` of the data of ``dataloader``, with all its options kept.
 
-    ``device`` is where batches are moved (None: they stay where they are). ``slice_fn`` cuts a dispatched batch.
-    ``part`` takes of each batch what this rank computes on, where others read the same (see ``sequences``).
-    ``dataloader`` itself is not changed; a loader that is prepared already is returned as it is.
+    ``device`` is the target of batches (None: they are not moved). ``slice_fn`` slices a dispatched batch. ``part``
+    takes this rank's sequence shard of each batch, if other ranks read the same batches (see
+    ``device.sequence_parallel``). ``dataloader`` itself is not changed; a prepared loader is returned as it is.
 
-    For map-style data a collective of ``session_group`` (None: the default group, when one is open): the ranks compare
-    the lengths of their datasets and take rank 0's seed. Without a group each rank draws its own, so that several
-    ranks need ``data_seed`` then.
+    Collective: every rank of the group must call this. That holds for map-style data; ``session_group`` defaults to the
+    default group, if one is open. The ranks compare the lengths of their datasets and take rank 0's seed. Without a
+    group each rank draws its own seed, so that several ranks need ``data_seed``.
 
     Raises:
-        ConfigError: the options cannot be had with this DataLoader; says which can.
-        DataError: the ranks were given datasets of different lengths.
+        ConfigError: the DataLoader does not support the options; names those that work.
+        DataError: the ranks' datasets have different lengths.
         ImportError: ``use_stateful_dataloader`` without torchdata.
     """
     if type(dataloader) is PreparedLoader:
@@ -61,7 +61,7 @@ def prepare_loader(
         require_torchdata()
     placement = Placement(shard=shard, on_device=device is not None, group=session_group, slice_fn=slice_fn)
     source = select_source(dataloader, options, placement)
-    # Without any accelerator in this process no tensor can be elsewhere than on the CPU.
+    # Without an accelerator in this process all tensors are on the CPU.
     moves = device is not None and (device.type != "cpu" or torch.accelerator.is_available())
     placer = None
     if moves:
@@ -90,13 +90,13 @@ def prepare_data_loader(  # noqa: PLR0913 (the signature is a contract)
     use_stateful_dataloader: bool = False,
     torch_device_mesh: "DeviceMesh | None" = None,
 ) -> "DataLoader[Any]":
-    """``prepare_loader`` with the names that users of other libraries know.
+    """Calls ``prepare_loader`` with the parameter names of Accelerate.
 
-    ``num_processes`` and ``process_index`` default to the open process group, or one process. ``rng_types`` is
-    accepted and not needed: ranks agree on the order without synchronising generators.
+    ``num_processes`` and ``process_index`` default to the open process group, or one process. ``rng_types`` is accepted
+    and ignored: ranks agree on the order without synchronising generators.
 
     Raises:
-        ConfigError: ``dispatch_batches`` without ``put_on_device``, or what ``prepare_loader`` raises.
+        ConfigError: ``dispatch_batches`` without ``put_on_device``, or as in ``prepare_loader``.
     """
     if dispatch_batches and not put_on_device:
         raise ConfigError("dispatch_batches=True sends batches from device to device; it needs put_on_device=True")
@@ -123,7 +123,7 @@ def _shard_of(num_processes: int | None, process_index: int | None, mesh: "Devic
     index = (0 if group is None else group.rank()) if process_index is None else process_index
     axes = [] if mesh is None else list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     shard, shards, peers = 0, 1, 1
-    for name, size in reversed(axes):  # ranks count through the last axis fastest
+    for name, size in reversed(axes):  # the last axis varies fastest with the rank
         index, place = divmod(index, size)
         if name in _SAME_SAMPLES:
             peers *= size
@@ -133,13 +133,13 @@ def _shard_of(num_processes: int | None, process_index: int | None, mesh: "Devic
 
 
 def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batches: int = 0) -> "DataLoader[Any]":
-    """A loader like ``dataloader`` whose next pass starts ``num_batches`` batches after the begin of the epoch.
+    """Returns a loader like ``dataloader`` whose next pass starts ``num_batches`` batches after the start of the epoch.
 
-    A prepared loader of map-style data seeks: nothing is read, however many batches are skipped, and every option is
-    kept; later epochs are whole. ``dataloader`` moves along: it is in the epoch after once the pass has ended, and
-    says where the pass is when it is saved. So it may be iterated in turn with this, whether its own position has been
-    restored or not. A plain DataLoader becomes a plain DataLoader that walks over the indices
-    (or, for an iterable dataset, reads and forgets batches).
+    A prepared loader of map-style data seeks: nothing is read, however many batches are skipped, every option is kept,
+    and later epochs are full. Both loaders share one position: after the pass, ``dataloader`` is in the next epoch, and
+    its ``state_dict`` includes the batches of the pass. The two can therefore be iterated in turn, whether the position
+    was restored or not. A plain DataLoader becomes a plain DataLoader that iterates over the skipped indices (or, for
+    an iterable dataset, reads and drops the skipped batches).
     """
     if type(dataloader) is PreparedLoader:
         return cast("DataLoader[Any]", dataloader.skipped(num_batches))

@@ -1,4 +1,4 @@
-"""The source that a DataLoader is read through, and the seed that all ranks use."""
+"""Selection of the source for a DataLoader, and the seed that all ranks use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a loader is prepared: its share, whether batches go to a device, and the group that agrees on the seed."""
+    """Context of a loader's preparation: data shard, whether batches go to a device, group that agrees on the seed."""
 
     shard: DataShard
     on_device: bool = False
@@ -34,7 +34,7 @@ class Placement:
 
 
 def dispatches(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> bool:
-    """Whether rank 0 reads for all; never with one rank, where it would only cost time."""
+    """Whether rank 0 reads for all ranks; never with one rank, where that would only cost time."""
     if placement.shard.count == 1 or options.dispatch_batches is False:
         return False
     is_stream = isinstance(dataloader.dataset, IterableDataset)
@@ -51,7 +51,7 @@ def dispatches(dataloader: "DataLoader[Any]", options: LoaderOptions, placement:
 
 
 def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
-    """Whether each rank was given another part of the data, of which rank 0 could only send its own."""
+    """Whether each rank has another shard of the data, of which rank 0 could send only its own."""
     from accel_data.iterable.capabilities import inspect_stream
 
     given = inspect_stream(dataloader.dataset).presharded or (
@@ -66,7 +66,10 @@ def _is_sharded(dataloader: "DataLoader[Any]", options: LoaderOptions) -> bool:
 
 
 def select_source(dataloader: "DataLoader[Any]", options: LoaderOptions, placement: Placement) -> Source:
-    """The source that suits the dataset and the options. A collective where ranks share map-style data."""
+    """Returns the source for the dataset and the options.
+
+    Collective: every rank of the group must call this. That holds if ranks share map-style data.
+    """
     dataloader = delivering_in_order(dataloader)
     if dispatches(dataloader, options, placement):
         from accel_data.dispatch.source import DispatchSource
@@ -102,7 +105,7 @@ def _reading_source(dataloader: "DataLoader[Any]", options: LoaderOptions, place
 
 
 def _own_seed(reading: DataLoaderParts, options: LoaderOptions) -> int | None:
-    """This rank's idea of the seed; None: the order is always the same."""
+    """Returns this rank's proposal for the seed; None if the order is always the same."""
     if type(reading.sampler) is SequentialSampler and not reading.whole:
         return None
     if options.data_seed is not None:
@@ -112,21 +115,21 @@ def _own_seed(reading: DataLoaderParts, options: LoaderOptions) -> int | None:
 
 
 class _Said(NamedTuple):
-    """What one rank says of a loader that several prepare."""
+    """Data of one rank that several ranks exchange when they prepare a loader."""
 
     seed: int | None
     length: int | None
     rank: int
     name: str
-    """A name for the loader, should this be the rank that gives it."""
+    """Proposed name of the loader; that of the first rank is used."""
 
 
 def _agreed(
     seed: int | None, size: int | None, options: LoaderOptions, placement: Placement
 ) -> tuple[int | None, Sequence[_Said]]:
-    """Rank 0's seed on every rank, and what the ranks that share the data said.
+    """Returns rank 0's seed, and the data of the ranks that share the dataset.
 
-    Raises ``DataError`` on all of them when their datasets differ in length.
+    Raises ``DataError`` on all of them if their datasets differ in length.
     """
     shares = placement.shard.count > 1
     if not shares and (seed is None or options.data_seed is not None):
@@ -144,7 +147,7 @@ def _agreed(
 
 
 def default_rank() -> int:
-    """This process's rank in the default group; 0 without one."""
+    """Returns this process's rank in the default group; 0 without one."""
     from accel_state.process_group.group import default_group
 
     group = default_group()

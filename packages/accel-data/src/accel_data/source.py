@@ -1,14 +1,14 @@
-"""The seam between a prepared loader and whatever gives it batches.
+"""Interface between a prepared loader and the source of its batches.
 
-A ``Source`` belongs to one loader for life; each time the user iterates, the loader asks it for one ``Pass`` from a
-``Cursor``. There is one source for each way of reading:
+A ``Source`` belongs to one loader; at each iteration the loader requests one ``Pass`` from a ``Cursor``. There is one
+source for each way of reading:
 
-- ``map_source.MapSource``: map-style data. The user's DataLoader is kept, its sampler replaced by ours.
+- ``map.source.MapSource``: map-style data. The user's DataLoader is kept, with accel's sampler instead of its own.
 - ``iterable.source.StreamSource``: iterable datasets, by the strategy that their capabilities allow.
-- ``dispatch_source.DispatchSource``: rank 0 reads, all receive.
+- ``dispatch.source.DispatchSource``: rank 0 reads, all ranks receive.
 
-``select_source.select_source`` picks one. The loader itself looks one batch ahead, places batches on the device,
-tells the observer, and counts what it has delivered; a source does none of that.
+``select_source.select_source`` selects one. Lookahead, copies to the device, the observer and the count of delivered
+batches are the loader's; a source does none of that.
 """
 
 from abc import ABC, abstractmethod
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
     from accel_data.map.index_agreement import IndexTrail
 
 Json = Any
-"""What JSON can say: dicts with string keys, lists, strings, numbers, booleans, None."""
+"""JSON values: dicts with string keys, lists, strings, numbers, booleans, None."""
 
 
 class Pass(ABC):
-    """One walk from a cursor to the end of its epoch.
+    """One pass from a cursor to the end of its epoch.
 
     Attributes:
-        start: set by the loader: where the pass began.
-        batches: this rank's host batches. The loader calls ``next`` on it directly, so it costs no frame of ours.
-        length: how many batches ``batches`` will give, or None when only its end tells.
-        exact: ``length`` is certain, so that the loader need not look ahead to know the last batch.
-        reads_in_step: ``next`` reads a batch in this process, and ``is_last`` is known then. The loader never reads
-            ahead of the loop, because the dataset's random draws would come before those of the step.
-        remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or padded with
-            nothing. A pass may learn it as late as when its last batch is taken.
-        delivered, at_end, complete: kept by the loader: batches handed to the user, whether the latest was the last,
-            and whether the user then went on to the end of the loop.
-        resumes: set by the loader: a run that is resumed reads the rest of this pass after the loop broke out of it.
-        trail: the digests of the indices that every rank has to be given in this pass; None: they are computed.
-        trouble: set by the loader: what another rank has said went wrong with it, for a pass that waits for others;
-            None where nobody listens.
+        start: set by the loader: cursor at which the pass began.
+        batches: this rank's host batches. The loader calls ``next`` on it directly, without a frame of accel in
+            between.
+        length: number of batches of ``batches``, or None if it is known only at the end.
+        exact: whether ``length`` is certain, so that the loader detects the last batch without lookahead.
+        reads_in_step: whether ``next`` reads a batch in this process, and ``is_last`` is known then. The loader then
+            uses no lookahead, because the dataset's random draws would precede those of the step.
+        remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or not padded. May
+            be known only when the last batch is taken.
+        delivered, at_end, complete: set by the loader: number of batches yielded to the user, whether the latest was
+        the
+            last, and whether the user then continued to the end of the loop.
+        resumes: set by the loader: whether a resumed run reads the rest of this pass after the loop broke out of it.
+        trail: digests of the indices that every rank must get in this pass; None: the indices are computed.
+        trouble: set by the loader: returns the failure report of another rank, for a pass that waits for others; None
+            if the loader has no alarm.
     """
 
     start: Cursor
@@ -61,30 +63,30 @@ class Pass(ABC):
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch taken last is the last one. Asked with ``reads_in_step`` only, before it is counted."""
+        """Whether the batch taken last is the last one. Read only with ``reads_in_step``, before it is counted."""
         return self.delivered + 1 == self.length
 
     @property
     def readers(self) -> Iterator[Any]:
-        """The iterator of the DataLoader below, which has the worker processes. Default: ``batches``."""
+        """Iterator of the underlying DataLoader, which owns the worker processes. Default: ``batches``."""
         return self.batches
 
     @abstractmethod
     def step(self, number: int) -> Step:
-        """The facts after the ``number``-th batch of this pass (from 1) was delivered; 0: before the first.
+        """Returns the facts after the ``number``-th batch of this pass (from 1) was delivered; 0: before the first.
 
-        Asked rarely, and only about the last two batches taken from ``batches`` (the loader looks one ahead), so a
-        pass that cannot compute them records them for those two. Also asked after ``close``.
+        Called rarely, and only for the last two batches taken from ``batches`` (because of the lookahead), so a pass
+        that cannot compute the facts records them for those two. May be called after ``close``.
         """
 
     def close(self) -> None:
-        """The pass is over or was abandoned: stop threads, drop iterators. Default: drops the iterator."""
+        """Stops threads and drops iterators once the pass has ended or was abandoned. Default: drops the iterator."""
         self.batches = iter(())
 
 
 @final
 class NothingLeft(Pass):
-    """The rest of an epoch that has ended: no batch."""
+    """Rest of a finished epoch: no batches."""
 
     length = 0
     exact = True
@@ -94,22 +96,22 @@ class NothingLeft(Pass):
         self.batches, self._cursor = iter(()), cursor
 
     def step(self, number: int) -> Step:
-        """The position that it began at."""
+        """Returns the start position."""
         return Step(self._cursor)
 
 
 class Source(ABC):
-    """What a loader reads from, as one rank sees it.
+    """Source of a loader's batches on one rank.
 
     Attributes:
-        even_batches: fill up the last step so that every rank has a full batch. The loader may change it between
-            passes (``join_uneven_inputs``); a source that cannot obey ignores it.
+        even_batches: pad the last step so that every rank has a full batch. The loader may change it between passes
+            (``join_uneven_inputs``); a source that does not support it ignores it.
         total_batch_size: rows of one step over all ranks.
-        total_dataset_length: samples of one epoch, or None when unknown.
-        global_batch_size: samples of one accumulation window, where the source lays windows out; else None.
-        reads_alone: no other rank takes part in reading a batch.
-        reads_for_all: one rank reads, the others are given their part.
-        dataloader: what the user's attribute accesses fall through to: a copy of the user's loader, all options kept.
+        total_dataset_length: samples of one epoch, or None if unknown.
+        global_batch_size: samples of one accumulation window, if the source defines windows; otherwise None.
+        reads_alone: whether no other rank takes part in reading a batch.
+        reads_for_all: whether one rank reads and sends the others their rows.
+        dataloader: target of the user's attribute accesses: a copy of the user's loader with all options kept.
     """
 
     even_batches: bool = True
@@ -122,47 +124,47 @@ class Source(ABC):
 
     @property
     def read_amplification(self) -> int | None:
-        """How often all data ranks and workers together read a sample for each time that it is delivered.
+        """How often all data ranks and workers together read a sample per delivery.
 
-        None while only reading can tell. Default: once.
+        None as long as only reading can show it. Default: once.
         """
         return 1
 
     @abstractmethod
     def begin(self, cursor: Cursor) -> Pass:
-        """A pass over what is left of ``cursor.epoch``; also hands the epoch to samplers and datasets that want it."""
+        """Returns a pass over the rest of ``cursor.epoch``; also calls ``set_epoch`` of samplers and datasets."""
 
     @abstractmethod
     def length(self, cursor: Cursor) -> int | None:
-        """How many batches this rank gets from ``cursor`` on; None when nobody can know."""
+        """Returns the number of this rank's batches from ``cursor`` on; None if it cannot be known."""
 
     @abstractmethod
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
-        """Where a pass from ``cursor`` is after ``batches`` batches of each rank, without reading any data."""
+        """Returns the cursor after ``batches`` batches of each rank from ``cursor``, without reading any data."""
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a saved position holds a state of the user's objects that changes as they are read."""
+        """Whether a saved position includes a state of the user's objects that changes as they are read."""
         return False
 
     @property
     def ends_together(self) -> bool:
-        """Whether the last batch of a pass is the last on every rank: then its state says that the epoch has ended."""
+        """Whether the last batch of a pass is the last on every rank, so that its state marks the epoch as ended."""
         return False
 
     def is_over(self, cursor: Cursor) -> bool:
-        """Whether it is certain that nothing is left of an epoch at ``cursor``. Default: only reading tells."""
+        """Whether the epoch is certainly finished at ``cursor``. Default: False, because only reading shows it."""
         return False
 
     def epoch_chosen(self) -> int | None:
-        """The epoch that the user set on a sampler since the last pass began; None: none was."""
+        """Returns the epoch that the user set on a sampler since the last pass began; None if none was set."""
         return None
 
     @abstractmethod
     def record(self, *, between: bool) -> dict[str, Json]:
-        """What a saved position is only valid with (seed, kind of order, dataset's length, ...), as JSON values.
+        """Returns the facts for which a saved position is valid (seed, order, dataset length, ...), as JSON values.
 
-        ``between``: the position is the start of an epoch, and no longer inside the one that is being read.
+        ``between``: the position is the start of an epoch, rather than inside the epoch that is being read.
         """
 
     def undo(self) -> Callable[[], None]:
@@ -175,16 +177,16 @@ class Source(ABC):
         return undo
 
     def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
-        """The record and cursor to ``restore`` where the user allows that the data have changed; warns of a change.
+        """Returns the record and cursor to ``restore`` if the user allows changed data; warns of a change.
 
-        Changes nothing. Default: as they were saved.
+        Changes nothing. Default: the saved ones.
         """
         return record, cursor
 
     @abstractmethod
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
-        """Takes over a saved ``record`` (its seed, for instance), so that the next pass may begin at ``cursor``.
+        """Takes over a saved ``record`` (for example its seed), so that the next pass may begin at ``cursor``.
 
         ``private`` is the ``Step.private`` that was saved with it, or None. Raises ``DataStateError``, identically on
-        every rank, when the position belongs to other data; nothing has been changed then.
+        every rank, if the position belongs to other data; the source is unchanged then.
         """

@@ -1,4 +1,4 @@
-"""torchdata's ``StatefulDataLoader`` as a source, with replacements for torch's samplers in it."""
+"""torchdata's ``StatefulDataLoader`` for iterable datasets, and the torch samplers that torchdata's correspond to."""
 
 import copy
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ _SAMPLERS = {
 
 
 def require_torchdata() -> None:
-    """Raises ``ImportError`` where torchdata is not installed; does not import it."""
+    """Raises ``ImportError`` if torchdata is not installed, without importing it."""
     if find_spec("torchdata") is None:
         raise ImportError(
             "use_stateful_dataloader=True needs torchdata 0.8.0 or newer (the extra accel-data[torchdata]); without "
@@ -25,10 +25,10 @@ def require_torchdata() -> None:
 
 
 def stateful(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """The same loader as one of torchdata's, whose workers then note a dataset's own state after every batch.
+    """Converts a loader to torchdata's, whose workers record the dataset's own state after every batch.
 
     Raises:
-        ConfigError: the loader is of a class of its own, which may be anything.
+        ConfigError: the loader is of a subclass, which cannot be converted safely.
     """
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped, unused-ignore]
 
@@ -51,13 +51,13 @@ def stateful(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
 
 
 def is_torchs_iteration(dataloader: "DataLoader[Any]") -> bool:
-    """Whether a loader gives exactly the batches of its sampler: its class iterates as torch's or torchdata's does."""
+    """Whether a loader yields exactly the batches of its sampler, i.e. has torch's or torchdata's ``__iter__``."""
     iterate = type(dataloader).__iter__
     return iterate is DataLoader.__iter__ or iterate.__module__.startswith("torchdata.stateful_dataloader.")
 
 
 def torchs_class(sampler: object) -> type:
-    """The class of a sampler; for one of torchdata's that does the same as one of torch's, that one."""
+    """Returns the class of a sampler; for a sampler of torchdata's, the equivalent class of torch."""
     kind = type(sampler)
     same = _SAMPLERS.get(kind.__name__) if kind.__module__ == "torchdata.stateful_dataloader.sampler" else None
     return kind if same is None else same

@@ -1,4 +1,4 @@
-"""A DataLoader's worker processes: delivery in order, and their state when reading has failed."""
+"""Worker processes of a DataLoader: in-order delivery, and detection of dead workers after a failure."""
 
 import copy
 import warnings
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     from accel_data.failure_relay import Watch
 
 _PATIENCE = 0.5
-"""Seconds for a worker that may be dying to be dead."""
+"""Seconds to wait for a worker that may be dying."""
 _PATIENCE_AFTER_LOSS = 10.0
-"""The same where a connection was lost: a process that dies closes its own a little before it is dead."""
+"""The same after a lost connection, because a dying process closes its connections a little before it ends."""
 _ATTEMPTS = 3
-"""How often torch's handler may break in, for each worker, before it is heard."""
+"""Number of interruptions by torch's SIGCHLD handler that are tolerated per worker."""
 
 
 def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """A loader whose workers' batches come in the order of its sampler: this one, or a copy that says so.
+    """Returns the loader, or a copy with ``in_order=True``, so that batches come in the order of its sampler.
 
-    What a prepared loader knows is known of an order: a position, the rows repeated to fill the last step, the weight
-    of a part of a global batch. With ``in_order=False`` each rank would have delivered other batches than the others,
-    and only a message for every batch could tell them which.
+    Positions, padding of the last step and weights of micro-batches are facts of that order. With ``in_order=False``
+    each rank would deliver batches in an order of its own, which the other ranks would need a message per batch for.
     """
     if dataloader.num_workers < 2 or getattr(dataloader, "in_order", True):
         return dataloader
@@ -45,35 +44,35 @@ def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
 
 
 def death_of_workers(run: Pass, error: BaseException | None = None) -> DataError | None:
-    """What to raise when workers that read for ``run`` have died; None when all live, or there are none.
+    """Returns the error for workers of ``run`` that have died; None if all are alive, or if there are none.
 
-    A dead worker shows itself as whatever its parent was just doing: a lost connection, an end of file, a timeout;
-    ``error`` is that, if it was an error. The workers that are left are stopped, for there is nobody to read them on.
+    The death of a worker appears as an error of the operation that its parent was in (a lost connection, an end of
+    file, a timeout), which is ``error``. The remaining workers are stopped, because the loop cannot continue.
     """
     batches: Any = run.readers
     patience = _PATIENCE_AFTER_LOSS if _is_loss(error) else _PATIENCE
     for _ in range(_ATTEMPTS * len(getattr(batches, "_workers", None) or ())):
-        # torch's handler of SIGCHLD raises wherever the program is, for each worker that dies, and again where any
-        # other child ends before it has been asked how.
+        # torch's SIGCHLD handler raises at any point of the program, for each dead worker, and again whenever another
+        # child ends before its exit status is read.
         with suppress(RuntimeError):
             return _death(batches, run.step(run.delivered).cursor, patience)
     return _death(batches, run.step(run.delivered).cursor, patience)
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether a connection to a worker was lost; what a worker itself has met comes with a text of torch's."""
+    """Whether a connection to a worker was lost; an error raised inside a worker has torch's text about the worker."""
     return isinstance(error, EOFError | ConnectionError) and "in DataLoader worker process" not in str(error)
 
 
 def has_dead_workers(run: Pass) -> bool:
-    """Whether a worker that was to read on is dead already; nothing is waited for."""
+    """Whether a worker with data left to read is dead already; does not wait."""
     with suppress(RuntimeError):
         return bool(_dead(run.readers))
     return True  # torch's handler was faster
 
 
 def _dead(batches: Any) -> list[Any]:
-    """The workers that died. One that has read all of its stream ends too, with 0, and torch notes that it has."""
+    """Returns the dead workers, except those that ended with status 0 after the end of their stream."""
     workers, reading = getattr(batches, "_workers", None) or [], getattr(batches, "_workers_status", None) or []
     ended = [(worker, reads) for worker, reads in zip(workers, reading, strict=False) if not worker.is_alive()]
     return [worker for worker, reads in ended if reads or worker.exitcode]
@@ -88,7 +87,7 @@ def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
     dead = _dead(batches)
     if not dead:
         return None
-    # Till then torch goes on raising for the same deaths, anywhere in the program.
+    # Before the shutdown torch keeps raising for the same deaths, at any point of the program.
     batches._shutdown_workers()
     codes = ", ".join(str(worker.exitcode) for worker in dead)
     return DataError(
@@ -99,9 +98,9 @@ def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
 
 
 def tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
-    """Tells the other ranks of an error that they do not know; raises in its place that workers have died of it."""
+    """Reports a new error to the other ranks; raises an error about dead workers in its place if they caused it."""
     if isinstance(error, GeneratorExit):
-        # Of a dead worker torch tells wherever the program is, most often inside the step; that ends the loop.
+        # torch raises for a dead worker at any point of the program, most often inside the step, which ends the loop.
         if watch is not None and has_dead_workers(run):
             watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
     elif isinstance(error, Exception) and not isinstance(error, AccelError):

@@ -1,4 +1,4 @@
-"""The place of a process among the processes of a run, its device, and its collectives.
+"""Topology, device, process group and collectives of a process of a run.
 
 Names are imported on first use, so that ``import accel_state`` costs next to nothing and touches no device.
 """

@@ -1,4 +1,4 @@
-"""Deterministic algorithms of torch, which give the same result each time."""
+"""Switches of torch for deterministic algorithms."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 @final
 @dataclass(frozen=True, slots=True)
 class Determinism:
-    """The switches of torch that decide whether a computation gives the same result each time."""
+    """Values of torch's switches for deterministic computation."""
 
     algorithms: bool
     warn_only: bool
@@ -24,7 +24,7 @@ class Determinism:
 
     @classmethod
     def current(cls) -> "Determinism":
-        """The switches as they are."""
+        """Returns the current values of the switches."""
         return cls(
             algorithms=torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -34,7 +34,7 @@ class Determinism:
         )
 
     def restore(self) -> None:
-        """Sets the switches as they were."""
+        """Sets torch's switches to these values."""
         torch.use_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = self.fill_uninitialized  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
@@ -42,11 +42,11 @@ class Determinism:
 
 
 def set_deterministic() -> Determinism:
-    """Makes torch compute the same result each time, or raise where it cannot; returns how it was before.
+    """Makes torch compute deterministically, or raise where it cannot; returns the previous values of the switches.
 
-    Deterministic algorithms, cuDNN without benchmarking, uninitialised memory filled. cuBLAS also wants
-    ``CUBLAS_WORKSPACE_CONFIG`` in the environment before it is first used. It is read here and never written: where it
-    is missing, a warning says so. (https://docs.pytorch.org/docs/stable/notes/randomness.html)
+    Enables deterministic algorithms, disables cuDNN benchmarking and fills uninitialised memory. cuBLAS also needs
+    ``CUBLAS_WORKSPACE_CONFIG`` in the environment before its first use. The variable is read here and never written; a
+    warning is logged if it is missing. (https://docs.pytorch.org/docs/stable/notes/randomness.html)
     """
     before = Determinism.current()
     Determinism(

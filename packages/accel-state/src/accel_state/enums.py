@@ -1,11 +1,11 @@
-"""Closed sets of names that settings choose from."""
+"""Enumerations of the values that settings accept."""
 
 from enum import Enum, EnumMeta
 from typing import Any
 
 
 class _Lenient(EnumMeta):
-    """Lets ``value in SomeEnum`` answer False for foreign values."""
+    """Makes ``value in SomeEnum`` return False for values of other types instead of raising."""
 
     def __contains__(cls, value: object) -> bool:
         try:
@@ -16,19 +16,19 @@ class _Lenient(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=_Lenient):
-    """An enum whose members print as their value and whose class says what it contains."""
+    """An enum whose members print as their values and whose class lists its values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """All values as text, in order of definition."""
+        """Returns all values as text, in order of definition."""
         return [str(member) for member in cls]
 
 
 class DistributedType(str, Enum):
-    """What kind of several processes a run has; the family of its devices, or the backend that owns them."""
+    """Kind of distributed run: the device type of its processes, or the backend that trains the model."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -47,7 +47,7 @@ class DistributedType(str, Enum):
 
 
 class SageMakerDistributedType(str, Enum):
-    """SageMaker's own ways to distribute."""
+    """Distributed modes of SageMaker."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -55,7 +55,7 @@ class SageMakerDistributedType(str, Enum):
 
 
 class FP8BackendType(str, Enum):
-    """Libraries that compute in float8. Lower-case names are understood."""
+    """Libraries for float8 computation. Lower-case names are accepted."""
 
     NO = "NO"
     TE = "TE"
@@ -68,14 +68,14 @@ class FP8BackendType(str, Enum):
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a run is started."""
+    """Machine or service that a run is started on."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DynamoBackend(str, BaseEnum):
-    """Backends of ``torch.compile``; NO means not to compile. Lower-case names are understood."""
+    """Backends of ``torch.compile``; NO disables compilation. Lower-case names are accepted."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -140,7 +140,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(Enum):
-    """Dtypes that memory is estimated for and torch lacks."""
+    """Dtypes below 8 bits, and fp8, for which memory is estimated although torch has no such dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -148,7 +148,7 @@ class CustomDtype(Enum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How DDP compresses gradients on the wire."""
+    """Compression of gradients in DDP's communication hook."""
 
     NO = "no"
     FP16 = "fp16"

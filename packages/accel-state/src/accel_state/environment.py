@@ -1,6 +1,6 @@
-"""Reading and, for a while, changing environment variables.
+"""Parsing and temporary changes of environment variables.
 
-Everything here reads or writes ``os.environ`` by purpose; the rest of accel is handed a mapping.
+Only this module reads or writes ``os.environ`` itself; the rest of accel receives a mapping.
 """
 
 import functools
@@ -32,43 +32,43 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of the variables that holds a number >= 0, else ``default``.
+    """Returns the first of the variables that holds a number >= 0; otherwise ``default``.
 
     Raises:
-        ValueError: a variable holds something that is no whole number.
+        ValueError: a variable does not hold an integer.
     """
     values = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((value for value in values if value >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a truth value.
+    """Returns the variable as a bool; ``default`` if it is unset.
 
     Raises:
-        ValueError: the variable holds no truth value.
+        ValueError: the variable does not hold a truth value.
     """
     value = os.environ.get(key)
     return default if value is None else bool(str_to_bool(value))
 
 
 def parse_flag(env: Mapping[str, str], key: str) -> bool:
-    """A variable of any mapping as a truth value; False when it is unset or empty.
+    """Returns a variable of ``env`` as a bool; False if it is unset or empty.
 
     Raises:
-        ValueError: the variable holds no truth value.
+        ValueError: the variable does not hold a truth value.
     """
     value = env.get(key)
     return bool(value) and bool(str_to_bool(value or ""))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable's text."""
+    """Returns the variable's text; ``default`` if it is unset."""
     return os.environ.get(key, default)
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """A block in which the environment is empty; afterwards it is as it was, whatever the block set."""
+    """Empties the environment inside the block, and restores all of it afterwards."""
     with _restored():
         os.environ.clear()
         yield
@@ -76,7 +76,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """A block in which the variables, in upper case, hold ``str`` of the values; afterwards what they held before."""
+    """Sets the variables (names in upper case, ``str`` of the values) inside the block, then restores them."""
     names = {name.upper(): str(value) for name, value in kwargs.items()}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -102,9 +102,9 @@ def _restored(prefix: str = "") -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorates a function, or every ``test*`` method of a class, to leave all ``ACCELERATE_*`` variables as they were.
+    """Decorates a function, or every ``test*`` method of a class, to restore all ``ACCELERATE_*`` variables afterwards.
 
-    Subclasses of a decorated class inherit the promise for the tests that they add.
+    Also applies to the ``test*`` methods that subclasses of a decorated class add.
     """
     purged: T = _purged_class(func_or_cls) if inspect.isclass(func_or_cls) else _purged_function(func_or_cls)
     return purged
@@ -149,7 +149,7 @@ def _purged_class(cls: Any) -> Any:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """``KEY=value`` lines, each ending in a newline; an entry that a shell would misread is dropped with a warning."""
+    """Formats ``KEY=value`` lines, each ending in a newline; drops entries that a shell would misread and warns."""
     lines = []
     for name, value in current_env.items():
         if name and value and not any(char in ";\n<> " for char in name + value):
@@ -160,14 +160,14 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the libraries that are imported already."""
+    """Returns the names of the libraries that are already imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CPUInformation:
-    """Place of this process among CPU processes."""
+    """Rank and world size of this process, globally and on its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -176,7 +176,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """The same facts as ``Topology.from_env(os.environ)``, in the form that Accelerate gives them.
+    """Returns the fields of ``Topology.from_env(os.environ)`` in Accelerate's form.
 
     Raises:
         TopologyError: a launcher's variables contradict each other.
@@ -188,7 +188,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Type of this machine's accelerator and the family of several of them; ("cuda", "MULTI_GPU") without one."""
+    """Returns the accelerator type and its ``DistributedType`` name; ("cuda", "MULTI_GPU") without an accelerator."""
     from accel_state.device.device import DEVICE_KINDS, count_devices
 
     for kind in DEVICE_KINDS.values():

@@ -1,7 +1,7 @@
-"""One tree of errors, so that ``except AccelError`` catches whatever accel raises on purpose.
+"""Exceptions of accel; ``except AccelError`` catches every error that accel raises on purpose.
 
-Each class also derives from the built-in that callers of the same mistake elsewhere already catch
-(``ValueError`` for a wrong value, ``RuntimeError`` for a wrong moment).
+Each class also derives from the built-in exception for such a mistake (``ValueError`` for a wrong value,
+``RuntimeError`` for a call at the wrong time).
 """
 
 from typing import TypeVar
@@ -10,18 +10,18 @@ UNSENDABLE = (
     "{kind} belongs to the process that made it, with its rank, device and group, and cannot be sent to another one "
     "or stored; make it inside the function that runs there"
 )
-"""What pickling a thing of one process raises, with its ``kind`` put in."""
+"""Message of the TypeError for pickling a per-process object; ``kind`` is its description."""
 
 
 class AccelError(Exception):
-    """Root of the tree: anything accel raises on purpose."""
+    """Base class of every error that accel raises on purpose."""
 
     relayed = False
-    """Whether the error only repeats one that another rank has raised, which is the cause."""
+    """Whether the error only repeats an error of another rank, which is the cause."""
 
 
 class ConfigError(AccelError, ValueError):
-    """A setting has a value that cannot work, alone or with the others."""
+    """A setting has an invalid value, alone or in combination with other settings."""
 
 
 class TopologyError(AccelError, ValueError):
@@ -29,7 +29,7 @@ class TopologyError(AccelError, ValueError):
 
 
 class SessionError(AccelError, RuntimeError):
-    """The process group cannot be opened, or is used before or after its life."""
+    """The process group cannot be opened, or is used before opening or after closing."""
 
 
 class CollectiveError(AccelError, RuntimeError):
@@ -41,7 +41,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class DataError(AccelError):
-    """A dataset or loader cannot be sharded, read or moved as asked."""
+    """A dataset or loader does not support the requested sharding, reading or moving."""
 
 
 class DataStateError(DataError, ValueError):
@@ -49,7 +49,7 @@ class DataStateError(DataError, ValueError):
 
 
 class BackendError(AccelError):
-    """A backend cannot be found, chosen or used as asked."""
+    """A backend does not exist, or does not support the requested options."""
 
 
 class PrepareError(BackendError, ValueError):
@@ -65,17 +65,17 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint is intact but belongs to other objects than those it is loaded into."""
+    """An intact checkpoint does not match the objects that it is loaded into."""
 
 
 class LaunchError(AccelError):
-    """The launcher cannot start the processes as asked."""
+    """The launcher cannot start the requested processes."""
 
 
 E = TypeVar("E", bound=AccelError)
 
 
 def relayed(error: E) -> E:
-    """``error``, marked as one that only repeats what another rank has raised."""
+    """Marks ``error`` as the repetition of an error of another rank, and returns it."""
     error.relayed = True
     return error

@@ -1,4 +1,4 @@
-"""Packages whose names are imported on first use, so that importing the package costs next to nothing (PEP 562)."""
+"""Lazy imports of a package's public names, which keep ``import package`` fast (PEP 562)."""
 
 import re
 import sys
@@ -15,10 +15,10 @@ def attach_stub(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of ``package`` from the stub beside its ``__init__.py``.
 
-    ``__init__.pyi`` lists each public name once, as ``from module import name as name``, which type checkers read too
-    (Scientific Python's SPEC 1). ``from . import module as module`` makes a submodule an attribute; submodules are not
-    in ``__all__``. ``advice`` names a module whose function ``advice(name)`` returns what the error about an unknown
-    name adds, or an empty text.
+    ``__init__.pyi`` lists each public name once, as ``from module import name as name``; type checkers read the same
+    file (Scientific Python's SPEC 1). ``from . import module as module`` makes a submodule an attribute; submodules are
+    not in ``__all__``. ``advice`` names a module with a function ``advice(name)``, whose result (possibly empty) is
+    appended to the error about an unknown name.
     """
     listed = _LISTED.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     # Texts, because a tuple for each name would count towards the next collection of garbage.

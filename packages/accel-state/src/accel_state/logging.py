@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and log once instead of W times, or in order."""
+"""Loggers with the rank in each message, which log on the main rank, on all ranks, or rank by rank."""
 
 import logging
 import os
@@ -14,10 +14,10 @@ _LEVEL_VARIABLES = ("ACCEL_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> "MultiProcessAdapter":
-    """A logger whose messages come from the main process only, unless a call says otherwise.
+    """Returns a logger that logs on the main rank only, unless a call requests otherwise.
 
-    ``log_level`` (or ``ACCEL_LOG_LEVEL``, ``ACCELERATE_LOG_LEVEL``) sets the level of this logger, and of no other.
-    It needs no session: without one the launcher's variables tell the rank.
+    ``log_level`` (or ``ACCEL_LOG_LEVEL``, ``ACCELERATE_LOG_LEVEL``) sets the level of this logger only. No session is
+    needed: without a session the rank is read from the launcher's variables.
     """
     logger = logging.getLogger(name)
     level = log_level or next((os.environ[name] for name in _LEVEL_VARIABLES if os.environ.get(name)), None)
@@ -34,7 +34,7 @@ else:
 
 @final
 class MultiProcessAdapter(_Adapter):
-    """A ``logging.LoggerAdapter`` with the arguments ``main_process_only`` and ``in_order`` on every call.
+    """A ``logging.LoggerAdapter`` whose methods also take ``main_process_only`` and ``in_order``.
 
     With several processes each message starts with ``[RANK i]``.
     """
@@ -47,14 +47,15 @@ class MultiProcessAdapter(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Logs on rank 0; on all ranks with ``main_process_only=False``; rank by rank with ``in_order=True``.
 
-        ``in_order`` is a collective: every rank must make the call, whatever its level.
+        Collective: every rank of the group must call this. That holds for ``in_order`` only, and then for disabled
+        levels too.
 
         Raises:
-            SessionError: ``in_order`` among several processes without an open session.
+            SessionError: ``in_order`` with several processes and no open session.
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        # The frame of the caller; an adapter around this one adds its own.
+        # Skips this frame; an adapter around this one adds its own frame.
         kwargs.setdefault("stacklevel", 2)
         if not in_order and not self.isEnabledFor(level):
             return
@@ -74,7 +75,7 @@ class MultiProcessAdapter(_Adapter):
             session.wait_for_everyone()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Like ``warning``, but each distinct message once per logger object."""
+        """Logs a warning, but each distinct message only once per logger object."""
         key = (str(msg), tuple(str(arg) for arg in args))
         if key not in self._seen:
             self._seen.add(key)

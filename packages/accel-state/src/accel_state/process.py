@@ -1,4 +1,4 @@
-"""Work divided between processes: one before the others, one instead of all, or each its part."""
+"""Division of work between ranks: some ranks before the others, on one rank only, or a shard on each rank."""
 
 import copy
 import functools
@@ -22,9 +22,9 @@ R = TypeVar("R")
 def run_only(
     condition: Callable[[], bool], function: Callable[P, R] | None
 ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """A decorator that runs ``function`` where ``condition`` holds at the time of the call; None elsewhere.
+    """Decorates ``function`` to run only if ``condition()`` is true at the call; otherwise the call returns None.
 
-    Usable with and without a call: without ``function`` the decorator itself is returned.
+    Without ``function``, returns the decorator itself.
     """
     if function is None:
         return lambda given: _only(condition, given)
@@ -41,10 +41,10 @@ def _only(condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P
 
 @contextmanager
 def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
-    """Lets the processes for which ``goes_first`` is true through the block before the others.
+    """Runs the block on the ranks for which ``goes_first`` is true, before it runs on the other ranks.
 
-    A collective: every process of ``group`` must enter. When a first one fails, the others do not enter the block;
-    they raise :class:`~accel_state.errors.CollectiveError` naming its rank and error.
+    Collective: every rank of the group must call this. If the block fails on a first rank, the other ranks do not enter
+    the block; they raise :class:`~accel_state.errors.CollectiveError` with that rank and its error.
     """
     from accel_state.collectives.tensors import agree
 
@@ -58,7 +58,7 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Here the block's own error is what is raised, whatever comes of telling the others.
+        # The error of the block is raised here, even if reporting it to the other ranks fails.
         with suppress(Exception):
             agree(error if isinstance(error, Exception) else CollectiveError(repr(error)), group=group)
         raise
@@ -67,10 +67,12 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
 
 @recorded("wait_for_everyone")
 def barrier(group: "ProcessGroup", device: torch.device) -> None:
-    """Waits until every process of ``group`` is here.
+    """Returns once every rank of ``group`` has called it.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        CollectiveError: some process did not come within the group's timeout, or is gone.
+        CollectiveError: a rank did not call within the group's timeout, or has ended.
     """
     import torch.distributed as dist
 
@@ -81,13 +83,13 @@ def barrier(group: "ProcessGroup", device: torch.device) -> None:
 
 
 def split(inputs: Any, *, rank: int, world_size: int, padding: bool = False) -> Any:
-    """The contiguous part of ``inputs`` that belongs to ``rank``; ``inputs`` itself is not changed.
+    """Returns the contiguous shard of ``inputs`` for ``rank``; ``inputs`` itself is not changed.
 
-    Lengths differ by one at most, the first ranks get the longer parts. Lists, tuples, tensors (first dimension) and
-    Hugging Face datasets are cut; mappings and namedtuples are cut value by value; anything else (a string) is
-    returned whole. With ``padding`` every part has the length of the longest: the last ranks repeat the last item of
-    ``inputs``, so that gathering the parts and cutting to the old length gives ``inputs`` again. One process gets
-    ``inputs`` untouched.
+    Lengths differ by at most one; the first ranks get the longer shards. Lists, tuples, tensors (along dim 0) and
+    Hugging Face datasets are sliced; mappings and namedtuples are sliced value by value; other objects (a string) are
+    returned as they are. With ``padding`` every shard has the length of the longest: the last ranks repeat the last
+    item of ``inputs``, so that the gathered shards, truncated to the original length, equal ``inputs``. A single
+    process gets ``inputs`` itself.
 
     Raises:
         ValueError: the values of a mapping or namedtuple have different lengths.
@@ -119,7 +121,7 @@ def _length(inputs: Any) -> int | None:
 
 
 def _values(inputs: Any) -> list[tuple[Any, Any]] | None:
-    """Names and values of a mapping or namedtuple; None for anything else."""
+    """Returns names and values of a mapping or namedtuple; None for other objects."""
     if isinstance(inputs, Mapping):
         return list(inputs.items())
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):

@@ -1,10 +1,10 @@
-"""A progress bar that shows once per node."""
+"""Progress bar that is shown once per node."""
 
 from typing import Any
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, disabled on all but the first process of each node unless ``main_process_only=False``.
+    """Returns ``tqdm.auto.tqdm``, shown on local rank 0 only; on all processes with ``main_process_only=False``.
 
     An explicit ``disable=True`` is kept.
 

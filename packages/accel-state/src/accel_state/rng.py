@@ -1,7 +1,7 @@
-"""Random numbers: seeded, saved and restored without pickle, derived for new ranks, and made the same everywhere.
+"""Random number generators: seeding, states without pickle, derived seeds, synchronization over ranks.
 
-The global generators are Python's ``random``, numpy's legacy one (where numpy is imported), torch's CPU generator and
-those of the accelerator. A saved state is a dict of tensors, numbers and strings only.
+The global generators are Python's ``random``, numpy's legacy generator (if numpy is imported), torch's CPU generator
+and the generators of the accelerator. A saved state is a dict of tensors, numbers and strings only.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from accel_state.device.device import Device
 
-_MERSENNE_WORDS = 625  # 624 words of state and the position, as random.getstate gives them
+_MERSENNE_WORDS = 625  # 624 words of state and the position, as in random.getstate
 _NUMPY_WORDS = 624
 PYTHON, NUMPY, TORCH, DEVICE = "python", "numpy", "torch", "device"
 
@@ -32,11 +32,11 @@ PYTHON, NUMPY, TORCH, DEVICE = "python", "numpy", "torch", "device"
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> Determinism:
     """Seeds Python, numpy, torch and all accelerators.
 
-    With ``device_specific`` each process adds its rank (of the open session, else of the launcher's variables), so that
-    processes draw different numbers. With ``deterministic`` torch also has to compute the same result each time, or
-    raise (see :func:`set_deterministic`).
+    With ``device_specific`` each process adds its rank (of the open session, otherwise from the launcher's variables),
+    so that ranks draw different numbers. With ``deterministic`` torch also computes deterministically, or raises where
+    it cannot (see :func:`set_deterministic`).
 
-    Returns how deterministic torch was before: ``set_seed(...).restore()`` undoes that part.
+    Returns torch's previous switches: ``set_seed(...).restore()`` undoes ``deterministic``.
     """
     before = set_deterministic() if deterministic else Determinism.current()
     common = seed
@@ -47,20 +47,20 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)  # all that numpy takes
-    torch.manual_seed(seed)  # every accelerator too, now or when it is first used
+        numpy.random.seed(seed % 2**32)  # numpy accepts 32 bits
+    torch.manual_seed(seed)  # seeds every accelerator too, now or at its first use
     xla = sys.modules.get("torch_xla.core.xla_model")
     if xla is not None:
-        xla.set_rng_state(common)  # its devices draw as one, whatever the processes that drive them
+        xla.set_rng_state(common)  # SPMD: all devices draw from one generator, so no rank is added
     return before
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
-    """A seed in ``[0, 2**63)`` that depends on ``seed`` and all ``keys``, the same on every machine and for ever.
+    """Derives a seed in ``[0, 2**63)`` from ``seed`` and all ``keys``, the same on every machine and forever.
 
-    For what must not share a stream: ranks that did not exist when a checkpoint was written, workers, epochs, samples.
-    It is the first 8 bytes, big-endian and without the top bit, of the SHA-256 of the UTF-8 text of the JSON array
-    ``[seed,key,...]`` written without spaces and in ASCII.
+    For independent random streams: of ranks that did not exist when a checkpoint was written, workers, epochs, samples.
+    The seed is the first 8 bytes, big-endian and without the top bit, of the SHA-256 of the UTF-8 text of the JSON
+    array ``[seed,key,...]`` written without spaces and in ASCII.
 
     Raises:
         TypeError: a key is neither an integer nor a string.
@@ -73,10 +73,10 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global generator in use, as nested dicts and lists of CPU tensors, numbers and strings.
+    """Returns the state of every global generator in use: nested dicts and lists of CPU tensors, numbers and strings.
 
-    Parts: ``python``, ``torch``, ``numpy`` (if imported) and ``device`` (the accelerator that this process computes on,
-    if any; one state per visible device and which one is current).
+    Keys: ``python``, ``torch``, ``numpy`` (if imported) and ``device`` (the accelerator of this process, if any: its
+    type, one state per visible device and the index of the current device).
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -93,15 +93,15 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
-    """Restores what :func:`rng_state` gave: all of it, or nothing and an error that says which part does not fit.
+    """Restores a result of :func:`rng_state` completely, or raises before any generator is changed.
 
-    When the number of visible devices has changed, the current device takes the state of what was current then.
-    Without ``strict`` the parts that are missing, or that this process has no generator for, are left alone.
+    If the number of visible devices has changed, the current device gets the state of the device that was current then.
+    Without ``strict``, generators without a saved state and states without a generator are skipped.
 
-    Returns the names of the parts left alone; always none when ``strict``.
+    Returns the names of the skipped parts; empty with ``strict``.
 
     Raises:
-        CheckpointMismatchError: a part is missing or foreign (``strict``), or is malformed (always).
+        CheckpointMismatchError: a part is missing or has no generator here (``strict``), or is malformed (always).
     """
     devices = _devices()
     here = {PYTHON, TORCH} | ({NUMPY} if "numpy" in sys.modules else set()) | ({DEVICE} if devices else set())
@@ -127,7 +127,7 @@ def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> list[str]
 
 
 def _check(parts: Mapping[str, Any]) -> None:
-    """Raises unless each part is of the form that :func:`rng_state` writes, before any generator is touched."""
+    """Raises, before any generator is changed, if a part does not have the form that :func:`rng_state` writes."""
     wanted: dict[str, Callable[[Any], bool]] = {
         PYTHON: lambda part: (
             part["words"].numel() == _MERSENNE_WORDS and part["version"] == random.getstate()[0] and "gauss" in part
@@ -165,7 +165,7 @@ def _set_numpy_state(part: Mapping[str, Any]) -> None:
 
 
 def _devices() -> "list[Device]":
-    """Every visible device of the type this process computes on; none on a CPU, or while no accelerator was touched."""
+    """Returns all visible devices of this process's device type; none on a CPU, or if no accelerator is initialised."""
     from accel_state.device.device import Device, count_devices
     from accel_state.session import Session
 
@@ -204,13 +204,14 @@ def synchronize_rng_state(
     *,
     group: "ProcessGroup | None" = None,
 ) -> None:
-    """Gives every rank the state that rank 0 has of one generator. A collective; nothing happens without a group.
+    """Broadcasts rank 0's state of one generator to all ranks; does nothing without a group.
 
-    ``rng_type`` is "torch", "python", "numpy", "generator" (the one given as ``generator``) or a type of device, whose
-    current one is meant; enum members with such a value are taken. Left out, it is the ``generator`` given, or torch's.
+    Collective: every rank of the group must call this. ``rng_type`` is "torch", "python", "numpy", "generator" (the
+    argument ``generator``) or a device type (the current device), as text or as an enum member with that value. The
+    default is ``generator`` if it is given, otherwise torch's CPU generator.
 
     Raises:
-        ValueError: another type, "generator" without one, or a device or library that this process does not have.
+        ValueError: an unknown type, "generator" without a generator, or a device or library that this process lacks.
     """
     kind = str(getattr(rng_type, "value", rng_type) or ("torch" if generator is None else "generator"))
     mine = _get(kind, generator)
@@ -228,7 +229,10 @@ def synchronize_rng_states(
     *,
     group: "ProcessGroup | None" = None,
 ) -> None:
-    """:func:`synchronize_rng_state` for each of ``rng_types``."""
+    """Calls :func:`synchronize_rng_state` for each of ``rng_types``.
+
+    Collective: every rank of the group must call this.
+    """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator, group=group)
 

@@ -1,4 +1,4 @@
-"""The membership of this process in a group of processes, from opening to closing."""
+"""Session: this process's rank, device and process group, from opening to closing."""
 
 import builtins
 import os
@@ -34,11 +34,11 @@ _OFF = frozenset({"0", "off", "no", "false"})
 
 @final
 class Session:
-    """This process's place, device and process group, for as long as it is open.
+    """Topology, device and process group of this process, while it is open.
 
-    Made by :meth:`open`, used as a context manager or closed by :meth:`close`. Several sessions may be open in one
-    process: they share torch's default group, and it is closed with the last of them. A group that was there before
-    the first session is adopted and stays open.
+    Created by :meth:`open`; used as a context manager or closed by :meth:`close`. Several sessions may be open in one
+    process: they share torch's default group, which is closed with the last session. A group that existed before the
+    first session is adopted and stays open.
     """
 
     def __init__(
@@ -68,23 +68,21 @@ class Session:
         debug: bool | None = None,
         env: Mapping[str, str] | None = None,
     ) -> "Session":
-        """Opens a session, and with it the default process group when there are several processes and none is open.
+        """Opens a session, and the default process group if there are several processes and no group is open.
 
-        What is not given is read from ``env`` (``os.environ`` by default): the topology from the launcher's variables,
-        the device as :meth:`Device.choose` does. ``timeout`` is how long collectives wait, and at most how long the
-        processes wait for each other here; a group that is already open keeps its own, and a session that asks for
-        another gets a second group of all ranks with it. Groups made while the session is open, by accel, by torch's
-        device meshes or by other libraries, get the session's timeout unless they are given one.
+        Collective: every rank of the group must call this. Arguments that are None are read from ``env`` (default:
+        ``os.environ``): the topology from the launcher's variables, the device as in :meth:`Device.choose`. ``timeout``
+        is the timeout of collectives, and the upper limit of the wait at the rendezvous. A group that is already open
+        keeps its timeout; a session with another timeout gets a second group of all ranks. Groups that accel, torch's
+        device meshes or other libraries create without a timeout while the session is open get the session's timeout.
 
         ``init_method`` may be a URL (``tcp://``, ``file://``, ``env://``) or a ``torch.distributed.Store``. ``debug``
-        verifies every collective before it runs; None asks ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group
-        that is opened here gets a hang doctor (see ``accel_state.watchdog``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
-
-        With several processes this is a collective call.
+        verifies every collective before it runs; None reads ``ACCEL_DEBUG_MODE`` and ``ACCELERATE_DEBUG_MODE``. A group
+        opened here gets a watchdog (see ``accel_state.watchdog``), unless ``ACCEL_HANG_DOCTOR`` is ``off``.
 
         Raises:
             TopologyError: the variables contradict each other, or there are more processes than devices.
-            SessionError: the processes did not meet, or the group cannot be as asked.
+            SessionError: ranks are missing at the rendezvous, or the group does not support the arguments.
         """
         env = os.environ if env is None else env
         if timeout is not None and timeout <= timedelta(0):
@@ -99,7 +97,7 @@ class Session:
             groups.check_adopted_backend(lease.group, backend)
             chosen.set_current()
         elif topology.world_size > 1:
-            _spread_timeout()  # a session that was dropped may have left its own
+            _spread_timeout()  # a session that was dropped without close may have left its timeout
             opened = groups.open_default_group(
                 topology, chosen, backend=backend, timeout=timeout, init_method=init_method, env=env
             )
@@ -118,14 +116,15 @@ class Session:
 
     @classmethod
     def current(cls) -> "Session | None":
-        """The session of this process that was opened last and is still open and referenced, or None."""
+        """Returns the session of this process that was opened last and is still open and referenced, or None."""
         sessions = open_sessions()
         return sessions[-1] if sessions else None
 
     def close(self, *, patience: float | None = None) -> None:
-        """Ends this session; the group goes with the last session when accel opened it. Twice is once.
+        """Closes this session; the last session also closes a group that accel opened. Further calls do nothing.
 
-        ``patience`` is how many seconds closing the group may wait for the other ranks; None waits as long as it takes.
+        ``patience`` is the time in seconds that closing the group may wait for the other ranks; None waits without a
+        limit.
         """
         if self._closed:
             return
@@ -152,12 +151,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may be gone or stuck; closing must not wait for them.
+        # After an error other ranks may have ended or hang, so closing must not wait for them.
         self.close(patience=None if error is None else 5.0)
 
     @property
     def topology(self) -> Topology:
-        """Where this process sits."""
+        """Rank and sizes of this process."""
         return self._topology
 
     @property
@@ -167,15 +166,15 @@ class Session:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """The group that this session's collectives use: torch's default one, or one with the timeout asked for.
+        """Process group of this session's collectives: torch's default group, or one with the requested timeout.
 
-        None for one process without a group, and after :meth:`close`.
+        None for a single process without a group, and after :meth:`close`.
         """
         return self._group
 
     @property
     def lease(self) -> GroupLease | None:
-        """How this session shares torch's default group with others of this process; None without a group."""
+        """Reference count of torch's default group among the sessions of this process; None without a group."""
         return self._lease
 
     @property
@@ -190,27 +189,27 @@ class Session:
 
     @property
     def owns_group(self) -> bool:
-        """Whether accel opened the group, and will close it with the last session."""
+        """Whether accel opened the group and closes it with the last session."""
         return self._lease is not None and self._lease.owned
 
     @property
     def rank(self) -> int:
-        """This process's number among all processes."""
+        """Rank of this process."""
         return self._topology.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of ranks."""
         return self._topology.world_size
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its node."""
+        """Rank of this process on its node."""
         return self._topology.local_rank
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long collectives really wait, read back from the group; None without a group."""
+        """Timeout of collectives, read from the group; None without a group."""
         return None if self._group is None else groups.read_timeout(self._group)
 
     @property
@@ -249,29 +248,37 @@ class Session:
         return self._topology.world_size > 1
 
     def wait_for_everyone(self) -> None:
-        """Returns once every process has called it; at once for a single process.
+        """Returns once every rank has called it; at once for a single process.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            CollectiveError: some process did not come within the timeout.
+            CollectiveError: a rank did not call it within the timeout.
         """
         group = self.live_group()
         if group is not None:
             process.barrier(group, self._device.torch)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank 0 runs before all others; when it fails there, all raise."""
+        """Context manager: rank 0 runs the block before the other ranks; if it fails there, all ranks raise.
+
+        Collective: every rank of the group must call this.
+        """
         return process.first(self.is_main_process, self.live_group())
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of each node runs before the others; when one fails, all raise."""
+        """Context manager: local rank 0 of each node runs the block first; if one of them fails, all ranks raise.
+
+        Collective: every rank of the group must call this.
+        """
         return process.first(self.is_local_main_process, self.live_group())
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Any:
-        """Decorates ``function`` to run on rank 0 only (None elsewhere); decided at each call."""
+        """Decorates ``function`` to run on rank 0 only (None on other ranks); evaluated at each call."""
         return process.run_only(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R] | None = None) -> Any:
-        """Decorates ``function`` to run on the first process of each node only."""
+        """Decorates ``function`` to run on local rank 0 of each node only."""
         return process.run_only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, R] | None = None) -> Any:
@@ -279,66 +286,84 @@ class Session:
         return process.run_only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Any:
-        """Decorates ``function`` to run on rank ``process_index`` only; on the only process whatever its number."""
+        """Decorates ``function`` to run on rank ``process_index`` only; a single process always runs it."""
         _check_index("process_index", process_index)
         return process.run_only(lambda: not self.use_distributed or self.rank == process_index, function)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Any:
-        """Decorates ``function`` to run on process ``local_process_index`` of each node only."""
+        """Decorates ``function`` to run on local rank ``local_process_index`` only; a single process always runs it."""
         _check_index("local_process_index", local_process_index)
         return process.run_only(lambda: not self.use_distributed or self.local_rank == local_process_index, function)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of ``inputs``; see :func:`accel_state.process.split` for what is cut and how."""
+        """Context manager that yields this rank's shard of ``inputs``; see :func:`accel_state.process.split`."""
         yield process.split(inputs, rank=self.rank, world_size=self.world_size, padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the first process of each node."""
+        """Prints on local rank 0 of each node."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     def gather(self, tree: Any) -> Any:
-        """Every tensor in ``tree`` concatenated over the ranks along its first dimension, on every rank."""
+        """All-gathers every tensor in ``tree``, concatenated along dim 0.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import gather
 
         return gather(tree, group=self.live_group(), verify=self._debug)
 
     def gather_object(self, objects: Iterable[Any]) -> Any:
-        """The lists of all ranks joined in order of rank, on every rank."""
+        """Returns the concatenated lists of all ranks, in order of rank, on every rank.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import gather_object
 
         return gather_object(objects, group=self.live_group())
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
-        """Rank ``from_process``'s tensors, on every rank."""
+        """Broadcasts the tensors of rank ``from_process`` into those of the other ranks, in place.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import broadcast
 
         return broadcast(tree, from_process, group=self.live_group(), verify=self._debug)
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
-        """Rank ``from_process``'s objects, on every rank."""
+        """Broadcasts the objects of rank ``from_process`` into the lists of the other ranks, in place.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import broadcast_object_list
 
         return broadcast_object_list(objects, from_process, group=self.live_group())
 
     def reduce(self, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Every tensor in ``tree`` reduced over the ranks ("sum", "mean", "max", "min") and times ``scale``."""
+        """Reduces tensors in ``tree`` over the ranks ("sum", "mean", "max", "min") and multiplies them by ``scale``.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import reduce
 
         return reduce(tree, reduction, scale, group=self.live_group(), verify=self._debug)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Every tensor in ``tree`` padded along ``dim`` to the longest of all ranks."""
+        """Pads every tensor in ``tree`` along ``dim`` to its longest length over all ranks.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.tensors import pad_across_processes
 
         return pad_across_processes(tree, dim, pad_index, pad_first, group=self.live_group(), verify=self._debug)
 
     def live_group(self) -> "ProcessGroup | None":
-        """The group, for something that all ranks do together; None for one process.
+        """Returns the group for a collective; None for a single process.
 
         Raises:
-            SessionError: the session is closed, so the others cannot be reached.
+            SessionError: the session is closed and there are several processes.
         """
         if self._closed and self.use_distributed:
             raise SessionError(f"{self!r} cannot reach the other processes any more")
@@ -346,7 +371,7 @@ class Session:
 
 
 def current_topology(env: Mapping[str, str] | None = None) -> Topology:
-    """The topology of :meth:`Session.current`, else what ``env`` (``os.environ`` by default) says.
+    """Returns the topology of :meth:`Session.current`; without a session, that of ``env`` (default: ``os.environ``).
 
     Raises:
         TopologyError: no session is open and the launcher's variables contradict each other.
@@ -369,12 +394,13 @@ def _adopted_topology(group: "ProcessGroup", given: Topology | None, env: Mappin
         found = Topology()
     if (found.rank, found.world_size) == (rank, world_size):
         return found
-    # Opened by hand: the variables say nothing of it, and nothing says that there is more than this machine.
+    # A group opened without a launcher: no variable describes it or another node, so all ranks are taken to be on this
+    # one.
     return Topology.on_one_node(rank, world_size, launcher="adopted")
 
 
 def _spread_timeout() -> None:
-    """Gives groups that are made from now on the timeout of the session that was opened last."""
+    """Makes the timeout of the last opened session the default of groups created from now on."""
     sessions = open_sessions()
     groups.set_default_timeout(sessions[-1].timeout if sessions else None)
 

@@ -1,10 +1,10 @@
-"""Numbers of bytes and of parameters as people read them."""
+"""Human-readable numbers of bytes and of parameters."""
 
 import math
 
 
 def readable_bytes(count: float, *, at_least: bool = False) -> str:
-    """A number of bytes in the largest unit below it, by powers of 1024: ``1.5 GiB``; ``at_least`` rounds up."""
+    """Formats bytes in powers of 1024 with 4 digits: ``1.5 GiB``; ``at_least`` rounds up."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -17,7 +17,7 @@ def readable_bytes(count: float, *, at_least: bool = False) -> str:
 
 
 def readable_count(count: int) -> str:
-    """A number in words from a million on: ``1.24 billion``."""
+    """Formats a number, in words from a million on: ``1.24 billion``."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.3g} {word}"

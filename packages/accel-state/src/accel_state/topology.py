@@ -1,4 +1,4 @@
-"""The place of this process among all processes of the run."""
+"""Topology: rank, world size and node of this process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from accel_state.errors import TopologyError
 @final
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of one process: its rank, the sizes around it, and who told us.
+    """Rank, sizes and node of one process, and the launcher they were read from.
 
-    ``local_*`` counts the processes of one node, ``node_*`` the nodes. ``launcher`` names the reader that found
-    the values ("single" when nothing was launched). ``master_addr`` and ``master_port`` say where rank 0 listens;
-    None when the launcher did not say, which one process never needs.
+    ``local_*`` are rank and size on one node, ``node_*`` and ``num_nodes`` those of the nodes. ``launcher`` is the name
+    of the reader ("single" without a launcher). ``master_addr`` and ``master_port`` are the address of rank 0's store;
+    None if the launcher gives none (a single process needs none).
 
     Raises:
-        TopologyError: a rank is not below its size, a size is below one, or a part is larger than the whole.
+        TopologyError: a rank is not below its size, a size is below one, or a local size exceeds the world size.
     """
 
     rank: int = 0
@@ -41,10 +41,10 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Topology":
-        """Reads ``env`` (usually ``os.environ``) and nothing else.
+        """Reads the topology from ``env`` (usually ``os.environ``) and nothing else.
 
-        The built-in readers are asked in a fixed order (torchrun first), then those that other packages install
-        under the entry-point group ``accel.clusters``. Without any launcher's variables the process is alone.
+        Tries the built-in readers in a fixed order (torchrun first), then the readers that other packages install in
+        the entry-point group ``accel.clusters``. Without any launcher's variables the process is a single one.
 
         Raises:
             TopologyError: a launcher's variables are incomplete or contradict each other.
@@ -55,17 +55,17 @@ class Topology:
 
     @classmethod
     def on_one_node(cls, rank: int, world_size: int, *, launcher: str = "single") -> "Topology":
-        """The topology of ``world_size`` processes that share this machine."""
+        """Returns the topology of ``world_size`` processes on this machine."""
         return cls(rank, world_size, local_rank=rank, local_world_size=world_size, launcher=launcher)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0 of all processes."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Whether this is local rank 0 of its node."""
         return self.local_rank == 0
 
     @property
@@ -80,10 +80,10 @@ class Topology:
 
 
 class ClusterReader(Protocol):
-    """Reads one launcher's variables; the extension point of the entry-point group ``accel.clusters``."""
+    """Reader of one launcher's variables; the extension point of the entry-point group ``accel.clusters``."""
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology that ``env`` describes, or None when this launcher did not start the process."""
+        """Returns the topology that ``env`` describes, or None if this launcher did not start the process."""
         ...
 
 

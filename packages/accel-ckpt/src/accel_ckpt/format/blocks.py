@@ -1,11 +1,10 @@
-"""Files in blocks, each with its own digest: written, digested and checked by several threads at once.
+"""Files in blocks, each with its own digest: written, digested and verified by several threads at once.
 
-Blocks instead of one digest per file, so that several threads can work on one file and a reader that needs a part can
-check just that part. Both digests release the interpreter lock. CRC-32 is the default because it finds damage as well
-as any in blocks of this size and runs at 50 GB/s and thread in zlib-ng, so at the speed of memory (the standard
-library's runs at 4); SHA-256 ran at 1.7 GB/s here, and at a third of that on processors without instructions for it,
-which is slower than their disks. SHA-256 is for who signs the manifest's seal and wants the signature to cover the
-tensors (blake2b ran at 0.8 GB/s, md5 at 0.7).
+Blocks, instead of one digest per file, let several threads work on one file, and let a reader verify only the blocks
+that it needs. Both digests release the GIL. CRC-32 is the default because it detects damage in blocks of this size well
+enough and runs at 50 GB/s per thread in zlib-ng, i.e. at memory speed (the standard library's at 4). SHA-256 ran at 1.7
+GB/s here, and at a third of that on CPUs without instructions for it, which is slower than their disks. SHA-256 is for
+users who sign the manifest's seal and want the signature to cover the tensors (blake2b ran at 0.8 GB/s, md5 at 0.7).
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from zlib_ng import zlib_ng
 from accel_state.errors import CheckpointCorruptError
 
 BLOCK = 8 * 2**20
-# Blocks written but not yet digested; where they are copies (of a device's memory), this bounds them.
+# Limit on blocks that are written but not yet digested; it bounds memory if blocks are copies of device memory.
 _IN_FLIGHT = 32
 
 
@@ -38,9 +37,10 @@ class FileRecord:
 @final
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a new file is to hold: ``size`` bytes, given by ``pieces``, which may be asked for them again.
+    """Content of a new file: ``size`` bytes from ``pieces``, which may be called again to repeat a write.
 
-    ``threads`` others digest them while one writes (0: that one does, a piece at a time; None: as many as are useful).
+    ``threads`` is the number of threads that digest while one thread writes (0: the writing thread digests each piece;
+    None: as many as are useful).
     """
 
     pieces: Callable[[], Iterable[memoryview]]
@@ -50,12 +50,12 @@ class Content:
 
     @classmethod
     def of(cls, document: bytes, digest: "Digest" = "crc32") -> "Content":
-        """A small file that is there already."""
+        """Wraps a small file that is in memory already."""
         return cls(lambda: iter([memoryview(document)]), len(document), digest, 0)
 
 
 class ByteSource(Protocol):
-    """A file to read ranges of, here or far away. ``size`` in bytes."""
+    """File that ranges are read from, local or remote. ``size`` in bytes."""
 
     @property
     def size(self) -> int: ...
@@ -64,31 +64,31 @@ class ByteSource(Protocol):
         """Fills ``views`` one after the other with the bytes from ``begin`` on, or raises a CheckpointError."""
 
     def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
-        """As ``read_into``, yielding each piece once it is filled, while it is still in a processor's cache."""
+        """Like ``read_into``, but yields each piece as soon as it is filled, while it is still in the CPU's cache."""
 
     def mapped(self) -> memoryview | None:
-        """The whole file as memory that is read when it is touched; None where there is no such thing."""
+        """Returns the full file as a memory map, read on access; None if the source cannot be mapped."""
 
     def close(self) -> None:
         """Closes the file."""
 
 
 def read_full(source: ByteSource, name: str, limit: int) -> bytes:
-    """All bytes of a file, unless it has more than ``limit``; ``name`` is its own, for the message."""
+    """Reads all bytes of a file; raises if it has more than ``limit``. ``name`` is the file's name in the message."""
     if source.size > limit:
         raise CheckpointCorruptError(f"{name}: {source.size} bytes, which is more than {limit}")
     return read_range(source, 0, source.size)
 
 
 def read_range(source: ByteSource, begin: int, end: int) -> bytes:
-    """Bytes ``begin`` to ``end`` of a file, as they are: nothing is compared."""
+    """Reads bytes ``begin`` to ``end`` of a file without verifying them."""
     content = bytearray(end - begin)
     source.read_into(begin, memoryview(content))
     return bytes(content)
 
 
 def sha256(views: Iterable[memoryview | bytes]) -> str:
-    """SHA-256, 64 hexadecimal digits."""
+    """Returns the SHA-256 as 64 hexadecimal digits."""
     sha = hashlib.sha256()
     for view in views:
         sha.update(view)
@@ -96,7 +96,7 @@ def sha256(views: Iterable[memoryview | bytes]) -> str:
 
 
 def crc32(views: Iterable[memoryview | bytes]) -> str:
-    """CRC-32 as in zlib, gzip and Ethernet, 8 hexadecimal digits."""
+    """Returns the CRC-32 (as in zlib, gzip and Ethernet) as 8 hexadecimal digits."""
     value = 0
     for view in views:
         value = zlib_ng.crc32(view, value)
@@ -108,7 +108,7 @@ DIGESTS: dict[str, Callable[[Iterable[memoryview | bytes]], str]] = {"crc32": cr
 
 
 def in_blocks(pieces: Iterable[memoryview], block: int = BLOCK) -> Iterator[list[memoryview]]:
-    """``pieces`` cut and grouped so that every group but the last has ``block`` bytes."""
+    """Splits and groups ``pieces`` so that every group except the last has ``block`` bytes."""
     group: list[memoryview] = []
     room = block
     for piece in pieces:
@@ -125,7 +125,7 @@ def in_blocks(pieces: Iterable[memoryview], block: int = BLOCK) -> Iterator[list
 
 @final
 class CheckedFile:
-    """A file of a checkpoint for reading; each block is compared with its digest before its bytes are first used."""
+    """File of a checkpoint for reading; each block is verified against its digest before its bytes are first used."""
 
     def __init__(
         self, source: ByteSource, record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
@@ -138,26 +138,26 @@ class CheckedFile:
             raise CheckpointCorruptError(f"{name}: {source.size} bytes, but {record.size} were written")
 
     def trust(self, blocks: Iterable[int]) -> None:
-        """Marks blocks as compared by somebody else."""
+        """Marks blocks that another rank has verified."""
         for number in blocks:
             self._checked[number] = 1
 
     @property
     def compared(self) -> list[int]:
-        """The blocks that have been compared, here or by somebody else."""
+        """Blocks that have been verified, by this process or by another rank."""
         return [number for number, done in enumerate(self._checked) if done]
 
     def unchecked(self, begin: int = 0, end: int | None = None) -> list[int]:
-        """The blocks that bytes ``begin`` to ``end`` touch and nobody compared yet."""
+        """Returns the blocks that overlap bytes ``begin`` to ``end`` and have not been verified."""
         touched = self.touched(begin, self.record.size if end is None else end)
         return [number for number in touched if not self._checked[number]]
 
     def touched(self, begin: int, end: int) -> range:
-        """The blocks in which bytes ``begin`` to ``end`` lie."""
+        """Returns the blocks that overlap bytes ``begin`` to ``end``."""
         return range(begin // self.block, -(-end // self.block)) if end > begin else range(0)
 
     def check(self, number: int) -> None:
-        """Reads one block and compares it.
+        """Reads one block and verifies it.
 
         Raises:
             CheckpointCorruptError: names the file and the bytes that differ.
@@ -165,9 +165,9 @@ class CheckedFile:
         self._load(number)
 
     def by_block(self, wanted: Sequence[tuple[int, memoryview]]) -> dict[int, list[tuple[int, memoryview]]]:
-        """``wanted``, memory by the byte at which what belongs there begins, cut at the bounds of blocks.
+        """Splits ``wanted`` (pairs of first byte in the file and memory to fill) at the boundaries of blocks.
 
-        By number of block, and there by the byte from the block's begin.
+        The result maps the number of a block to pairs of first byte in the block and memory.
         """
         by_block: dict[int, list[tuple[int, memoryview]]] = {}
         for begin, view in wanted:
@@ -180,7 +180,7 @@ class CheckedFile:
         return by_block
 
     def read(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin`` to ``end``, compared."""
+        """Reads bytes ``begin`` to ``end`` and verifies their blocks."""
         if end > self.record.size:
             raise CheckpointCorruptError(f"{self.name}: bytes up to {end} expected in a file of {self.record.size}")
         buffer = bytearray(end - begin)
@@ -189,11 +189,11 @@ class CheckedFile:
         return bytes(buffer)
 
     def read_block(self, number: int, view: memoryview) -> None:
-        """Reads a whole block into ``view`` and compares it."""
+        """Reads a full block into ``view`` and verifies it."""
         self._read_compared(number, view)
 
     def fill(self, number: int, parts: Sequence[tuple[int, memoryview]], *, compare: bool = True) -> None:
-        """Reads ``parts`` of a block, as ``by_block`` gives them; with ``compare``, compares all of it if nobody has.
+        """Reads ``parts`` of a block, as ``by_block`` returns them; ``compare`` verifies a block that is unverified.
 
         Raises:
             CheckpointCorruptError: names the file and the bytes that differ.
@@ -211,7 +211,7 @@ class CheckedFile:
             view[:] = whole[inside : inside + len(view)]
 
     def content(self, begin: int, end: int) -> memoryview:
-        """Bytes ``begin`` to ``end``, compared: mapped where the file can be, so that only what is touched is read."""
+        """Returns bytes ``begin`` to ``end``, verified; mapped if possible, so that only accessed pages are read."""
         memory = self.source.mapped()
         if memory is None:
             return memoryview(bytearray(self.read(begin, end)))
@@ -220,13 +220,13 @@ class CheckedFile:
         return memory[begin:end]
 
     def length(self, number: int) -> int:
-        """Bytes of a block; the last of a file may be short."""
+        """Returns the size of a block in bytes; the last block of a file may be short."""
         return min(self.block, self.record.size - number * self.block)
 
     def _completed(self, number: int, parts: Sequence[tuple[int, memoryview]]) -> list[memoryview] | None:
-        """``parts`` in order with memory for what is between them, so that a block is read straight into its places.
+        """Returns ``parts`` in order, with scratch memory for gaps, so that a block is read directly into its targets.
 
-        None where bytes are wanted in two places.
+        None if some bytes have two targets.
         """
         scratch = self._room(number)
         views: list[memoryview] = []
@@ -244,17 +244,17 @@ class CheckedFile:
         return view
 
     def _room(self, number: int) -> memoryview:
-        """Memory of this thread for a block, used again for the next."""
+        """Returns this thread's scratch memory for a block, reused for the next block."""
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None:
-            # Mapped, so that it is given back with its thread: allocators keep what many threads have freed.
+            # Mapped, so that it is freed with its thread: allocators keep memory that many threads have freed.
             buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
-            with suppress(OSError, AttributeError):  # a system without large pages, as in ``memory``
+            with suppress(OSError, AttributeError):  # a system without huge pages, as in ``huge_pages``
                 buffer.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(buffer)[: self.length(number)]
 
     def _read_compared(self, number: int, *views: memoryview) -> None:
-        """Reads a block into ``views`` and digests each piece of it while a processor's cache holds it."""
+        """Reads a block into ``views`` and digests each piece while it is in the CPU's cache."""
         begin = number * self.block
         if self._digest(self.source.reading(begin, *views)) != self.record.blocks[number]:
             raise CheckpointCorruptError(
@@ -265,7 +265,7 @@ class CheckedFile:
 
 @final
 class Digester:
-    """Digests of blocks in order, made by other threads while this one goes on."""
+    """Digests blocks in other threads while the calling thread continues; results are in order."""
 
     def __init__(self, threads: int, digest: Callable[[list[memoryview]], str]) -> None:
         self._digest = digest
@@ -274,7 +274,7 @@ class Digester:
         self._waiting: deque[Future[str]] = deque()
 
     def add(self, views: list[memoryview]) -> None:
-        """Takes one more block; waits if too many are on their way, since they may be copies made for this."""
+        """Queues one more block; waits if too many are queued, because queued blocks may be copies."""
         if self._pool is None:
             self._done.append(self._digest(views))
             return
@@ -283,7 +283,7 @@ class Digester:
         self._waiting.append(self._pool.submit(self._digest, views))
 
     def digests(self) -> list[str]:
-        """Those of all blocks."""
+        """Waits for all blocks and returns their digests in order."""
         while self._waiting:
             self._done.append(self._waiting.popleft().result())
         return self._done

@@ -1,4 +1,4 @@
-"""The manifest: a checkpoint's sealed table of contents. A folder without one is not a checkpoint."""
+"""Manifest: the sealed table of contents of a checkpoint. A folder without a manifest is not a checkpoint."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from accel_ckpt.format.tree import Json
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 MANIFEST, TREE, FORMAT, VERSION = "manifest.json", "tree.json", "accel-checkpoint", 1
-# The file ends with ,"seal":"<64 hex digits>"}\n where the digits are the SHA-256 of everything before the comma.
+# The file ends with ,"seal":"<64 hex digits>"}\n, where the digits are the SHA-256 of all bytes before the comma.
 _SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
 _SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
 MAX_MANIFEST = 2**31
 MAX_SHAPE = 2**63
-# With the widest dtype their bytes have a number of 63 bits.
+# Even with the widest dtype the number of bytes then fits into 63 bits.
 MAX_ELEMENTS = 2**58
-# In the subfolder of a save behind a URL from its begin: the place counts as taken, and one that cannot be written is
-# known at once.
+# Marker object in the subfolder of a save behind a URL. It reserves the target, and a target that cannot be written
+# fails at the start of the save.
 BEGUN = "begun"
 _SUBFOLDER = re.compile(r"[0-9a-f]{16}")
 _OWN_NAME = re.compile(r"tensors-\d{5,}\.safetensors|local-\d{5,}\.json")
@@ -31,7 +31,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, and the file and name under which it is stored."""
+    """Box of a tensor, with the file and key under which it is stored."""
 
     file: str
     key: str
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of the checkpoint: torch's name of its dtype, its whole shape, and its parts, which do not overlap."""
+    """Tensor of the checkpoint: name of its torch dtype, its full shape, and its parts, which do not overlap."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds: files with digests, tensors with parts, and who wrote it."""
+    """Contents of a checkpoint: files with digests, tensors with parts, and versions of the writer."""
 
     id: str
     created: str
@@ -62,42 +62,42 @@ class Manifest:
     block_size: int = BLOCK
     version: int = VERSION
     folder: str = ""
-    """The subfolder in which the files lie; empty: beside the manifest."""
+    """Subfolder of the files; empty: the files are beside the manifest."""
     extra: Mapping[str, FileRecord] = field(default_factory=dict)
-    """Files that the user's hooks wrote, by their path in the checkpoint."""
+    """Files that hooks of the user wrote, by path in the checkpoint."""
 
     def place_of(self, file: str) -> str:
-        """Where a file lies, from where the manifest does."""
+        """Returns the path of a file relative to the manifest."""
         return f"{self.folder}/{file}" if self.folder else file
 
     @property
     def every_file(self) -> Mapping[str, FileRecord]:
-        """All files but the manifest."""
+        """All files except the manifest."""
         return {**self.files, **self.extra}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, the manifest's own left out."""
+        """Total size of all files in bytes, without the manifest."""
         return sum(record.size for record in self.every_file.values())
 
 
 def local_file(rank: int) -> str:
-    """Name of the JSON with the trees of one rank's own."""
+    """Returns the name of the JSON file with the rank-local trees of ``rank``."""
     return f"local-{rank:05d}.json"
 
 
 def tensor_file(rank: int) -> str:
-    """Name of the file with the tensors that one rank wrote."""
+    """Returns the name of the file with the tensors that ``rank`` wrote."""
     return f"tensors-{rank:05d}.safetensors"
 
 
 def is_subfolder(name: str) -> bool:
-    """Whether files of a checkpoint may lie in a subfolder of this name: that of the save that wrote them."""
+    """Whether ``name`` can be the subfolder of a save, which is its id."""
     return _SUBFOLDER.fullmatch(name) is not None
 
 
 def pack(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file, sealed."""
+    """Serializes the manifest, with its seal."""
     document = {
         "format": FORMAT,
         "version": manifest.version,
@@ -129,10 +129,10 @@ def _listed(files: Mapping[str, FileRecord]) -> dict[str, Json]:
 
 
 def unpack(content: bytes) -> Manifest:
-    """The manifest in ``content``, its seal and every name and number in it checked.
+    """Parses a manifest; verifies its seal and validates every name and number.
 
     Raises:
-        CheckpointCorruptError: it was altered or cut off, or says something impossible.
+        CheckpointCorruptError: the manifest was altered or truncated, or contains invalid values.
         CheckpointError: a newer version of this package wrote it.
     """
     try:
@@ -146,7 +146,7 @@ def unpack(content: bytes) -> Manifest:
 
 
 def seal_of(content: bytes) -> str:
-    """The 64 digits that identify a checkpoint's whole content."""
+    """Returns the 64 digits of the seal, which identify the full content of a checkpoint."""
     return content[-len(_SEAL_END) - 64 : -len(_SEAL_END)].decode("ascii", "replace")
 
 
@@ -201,7 +201,7 @@ def _file_name(name: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a checkpoint keeps this name in its folder for its own files."""
+    """Whether ``name`` is reserved for a checkpoint's own files in its folder."""
     return name in (MANIFEST, TREE) or _OWN_NAME.fullmatch(name) is not None or is_subfolder(name) or name == BEGUN
 
 

@@ -1,8 +1,8 @@
-"""The safetensors container: headers written and read, with every number in them checked before it is used.
+"""Headers of safetensors files: writing and parsing, with every number validated before it is used.
 
 Specification: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}`` padded with
-spaces, then the tensors row-major without gaps. What safetensors has no dtype for is stored as bytes (``U8``) with one
-more dimension; the manifest knows the real dtype.
+spaces, then the tensors row-major without gaps. A dtype that safetensors lacks is stored as bytes (``U8``) with one
+more dimension; the manifest has the real dtype.
 """
 
 import json
@@ -14,20 +14,20 @@ from typing import Any
 from accel_ckpt.format.tensors import BYTES, CODES, dtype_of
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
-# safetensors' own limit.
+# Limit of the safetensors library.
 MAX_HEADER = 100_000_000
-# Tensors begin at a multiple of this, so that they can be mapped and written in whole vectors.
+# Alignment of the first tensor, so that tensors can be mapped and written in full vectors.
 _ALIGN = 64
 _LENGTH = 8
 _METADATA = "__metadata__"
 _SIZES = {code: int(dtype.itemsize) for name, code in CODES.items() if (dtype := dtype_of(name)) is not None}
-# Codes other writers use, with their size in bytes.
+# dtype codes of other writers, with their size in bytes.
 _SIZES |= {"C64": 8, "F8_E8M0": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of a file: its name there, torch's name of its dtype, and its shape."""
+    """Tensor of a file: its key, the name of its torch dtype, and its shape."""
 
     key: str
     dtype: str
@@ -40,7 +40,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies in a file: bytes from the file's begin, and what the header calls its dtype and shape."""
+    """Location of a tensor: bytes from the start of the file, and dtype code and shape from the header."""
 
     begin: int
     end: int
@@ -49,7 +49,7 @@ class Span:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Returns the size of one element in bytes."""
     known = dtype_of(dtype)
     if known is None:
         raise CheckpointCorruptError(f"unknown dtype {dtype!r}")
@@ -57,19 +57,19 @@ def itemsize(dtype: str) -> int:
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The code and shape under which safetensors holds a tensor."""
+    """Returns the safetensors dtype code and shape for a tensor."""
     if dtype in CODES:
         return CODES[dtype], tuple(shape)
     return BYTES, (*shape, itemsize(dtype))
 
 
 def file_order(items: Sequence[Item]) -> list[Item]:
-    """Wide dtypes first, so that each tensor is aligned to its element."""
+    """Sorts tensors by falling element size, so that each one is aligned to its element."""
     return sorted(items, key=lambda item: (-itemsize(item.dtype), item.key))
 
 
 def header_of(items: Sequence[Item], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file with ``items`` in this order, up to where the first tensor begins."""
+    """Builds the header of a file with ``items`` in this order, up to the first tensor."""
     document: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     if any(item.key == _METADATA for item in items):
         raise CheckpointError(f"a tensor cannot be called {_METADATA!r}, which safetensors keeps for itself; rename it")
@@ -84,10 +84,10 @@ def header_of(items: Sequence[Item], metadata: dict[str, str]) -> bytes:
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, Span]:
-    """The tensors of a file of ``size`` bytes, of which ``read(begin, end)`` gives bytes.
+    """Parses the header of a file of ``size`` bytes, which ``read(begin, end)`` reads from.
 
     Raises:
-        CheckpointCorruptError: names ``name`` and what does not fit; nothing was allocated for it.
+        CheckpointCorruptError: names ``name`` and the invalid value; raised before any memory for tensors is allocated.
     """
     if size < _LENGTH:
         raise CheckpointCorruptError(f"{name}: {size} bytes are no safetensors file")

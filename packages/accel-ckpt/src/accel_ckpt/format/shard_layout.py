@@ -1,7 +1,7 @@
-"""The box of a tensor that each rank holds, and the rank that writes it: arithmetic without tensors or groups.
+"""Layout of shards: the box of a tensor on each rank, and the rank that writes it; pure arithmetic.
 
-A rank's share of one dimension is a list of half-open intervals in the order in which they lie in its memory. One
-interval is the rule; several come from a strided split (a dimension that another mesh axis had split before).
+A rank's shard along one dim is a list of half-open intervals in the order of its memory. Usually there is one interval;
+a strided split (of a dim that another mesh axis had split before) gives several.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Layout = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: where it begins and how long it is, in elements per dimension."""
+    """Rectangular part of a tensor: offset and shape in elements per dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both cover; None when that is nothing."""
+        """Returns the intersection; None if it is empty."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -35,15 +35,15 @@ class Box:
         return Box(begin, shape) if all(length > 0 for length in shape) else None
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices that cut this box out of a tensor that holds ``outer``."""
+        """Returns the slices that select this box from a tensor that holds ``outer``."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One mesh axis splits tensor dimension ``dim`` into ``count`` chunks; this rank has chunk ``index``.
+    """A mesh axis splits tensor dim ``dim`` into ``count`` chunks, of which this rank has chunk ``index``.
 
-    ``after`` is into how many pieces mesh axes further right had split the dimension before (1: none did).
+    ``after`` is the number of chunks into which mesh axes further right had split the dim before (1: none did).
     """
 
     dim: int
@@ -53,22 +53,22 @@ class Split:
 
 
 def whole(shape: Sequence[int]) -> Layout:
-    """The layout of a rank that holds all of it."""
+    """Returns the layout of a rank that holds the full tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def chunk(intervals: Sequence[Interval], count: int, index: int) -> tuple[Interval, ...]:
-    """The ``index``-th of ``count`` chunks as torch cuts them: all but the last full ones have ceil(size / count)."""
+    """Returns chunk ``index`` of ``count`` as in ``torch.chunk``: full chunks have ceil(size / count) elements."""
     size = sum(stop - start for start, stop in intervals)
     length = -(-size // count)
     return _cut(intervals, min(index * length, size), min((index + 1) * length, size))
 
 
 def layout_of(shape: Sequence[int], splits: Sequence[Split]) -> Layout:
-    """What a rank holds after ``splits`` in the order in which they were done to the memory.
+    """Returns the shard of a rank after ``splits``, applied in the order in which they were applied to the memory.
 
-    ``splits`` come in mesh order, left to right. One with ``after > 1`` was done later than those to its right that
-    split the same dimension, so each piece of those is cut into chunks.
+    ``splits`` are in mesh order, left to right. A split with ``after > 1`` was applied later than the splits of the
+    same dim to its right, so it splits each of their chunks.
     """
     dims: list[tuple[Interval, ...]] = list(whole(shape))
     for split in _in_order(splits):
@@ -77,7 +77,7 @@ def layout_of(shape: Sequence[int], splits: Sequence[Split]) -> Layout:
 
 
 def layout_left_to_right(shape: Sequence[int], splits: Sequence[Split]) -> Layout:
-    """The same, by the definition of a strided split: cut into ``after`` pieces, take this rank's chunk of each."""
+    """Returns the same by the definition of a strided split: this rank's chunk of each of ``after`` chunks."""
     dims: list[tuple[Interval, ...]] = list(whole(shape))
     for split in splits:
         pieces = [chunk(dims[split.dim], split.after, number) for number in range(split.after)]
@@ -87,12 +87,12 @@ def layout_left_to_right(shape: Sequence[int], splits: Sequence[Split]) -> Layou
 
 
 def local_shape(layout: Layout) -> tuple[int, ...]:
-    """The shape of the tensor that a rank with ``layout`` has in memory."""
+    """Returns the shape of a rank's local tensor with ``layout``."""
     return tuple(sum(stop - start for start, stop in dim) for dim in layout)
 
 
 def boxes(layout: Layout) -> list[tuple[Box, Box]]:
-    """The parts a rank holds: each as a box of the full tensor, and where it lies in the rank's own memory."""
+    """Returns the boxes of a rank's shard: each as a box of the full tensor, and as a box of the local tensor."""
     if not prod(local_shape(layout)):
         return []
     found = []
@@ -108,8 +108,8 @@ def boxes(layout: Layout) -> list[tuple[Box, Box]]:
 def overlap(every: Sequence[Box]) -> bool:
     """Whether any two of ``every`` have an element in common.
 
-    Boxes are met in order along the dimension in which they begin at the most places, and compared with those that have
-    not ended there; for the parts of a sharded tensor these are few.
+    Sweeps along the dim with the most distinct offsets, and compares each box with those that have not ended there; for
+    the shards of a tensor these are few.
     """
     if len(every) < 2 or not every[0].shape:
         return len(every) > 1
@@ -124,7 +124,7 @@ def overlap(every: Sequence[Box]) -> bool:
 
 
 def is_run(part: Box, outer: Box) -> bool:
-    """Whether ``part`` lies in one piece in the memory of a row-major tensor that holds ``outer``."""
+    """Whether ``part`` is contiguous in the memory of a row-major tensor that holds ``outer``."""
     split = next((d for d, (n, m) in enumerate(zip(part.shape, outer.shape, strict=True)) if n != 1 and n != m), None)
     if split is None:
         partial = [d for d, (n, m) in enumerate(zip(part.shape, outer.shape, strict=True)) if n != m]
@@ -135,7 +135,7 @@ def is_run(part: Box, outer: Box) -> bool:
 
 
 def run_start(part: Box, outer: Box) -> int:
-    """How many elements of a row-major tensor that holds ``outer`` precede the first one of ``part``."""
+    """Returns the number of elements before the first one of ``part`` in a row-major tensor that holds ``outer``."""
     position = 0
     for a, b, size in zip(part.offset, outer.offset, outer.shape, strict=True):
         position = position * size + (a - b)
@@ -143,10 +143,10 @@ def run_start(part: Box, outer: Box) -> int:
 
 
 def choose_writers(sizes: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, int]:
-    """Which rank writes each tensor that several hold: the one that was given least so far, large ones first.
+    """Chooses the rank that writes each tensor with several replicas: the least loaded one, largest tensors first.
 
-    ``sizes`` has the bytes of each and the ranks that hold the same. Ranks that hold the same tensors get the same
-    answer without talking: loads are counted per set of ranks.
+    ``sizes`` maps a tensor to its bytes and the ranks with equal replicas. Ranks with the same tensors choose the same
+    writers without communication, because loads are counted per set of ranks.
     """
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     writers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A tensor's bytes and place: dtypes on disk, memory without copies, DTensors without importing them."""
+"""Bytes and layout of a tensor: dtypes on disk, memory without copies, DTensors without importing them."""
 
 import ctypes
 import sys
@@ -12,7 +12,7 @@ import torch
 from accel_ckpt.format.shard_layout import Layout, Split, layout_left_to_right, layout_of, local_shape, whole
 from accel_state.errors import CheckpointError
 
-# Names of dtypes in safetensors headers (its specification); others are stored as bytes, see container.py.
+# dtype codes of safetensors headers (its specification); other dtypes are stored as bytes, see safetensors_file.py.
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -36,14 +36,14 @@ RAW = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fn
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds of a tensor: the memory, where it belongs, and the ranks that hold exactly the same."""
+    """One rank's shard of a tensor: its memory, its layout in the full tensor, and the ranks with equal replicas."""
 
     local: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
     layout: Layout
     ranks: tuple[int, ...] | None
-    """None: every rank that knows the name holds all of it (a plain tensor)."""
+    """None: every rank that has the name holds the full tensor (a plain tensor)."""
 
     @property
     def nbytes(self) -> int:
@@ -52,23 +52,26 @@ class Holding:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Returns ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype called ``name``; None if it is none that checkpoints hold."""
+    """Returns the torch dtype called ``name``; None if checkpoints cannot hold it."""
     return getattr(torch, name, None) if name in CODES or name in RAW else None
 
 
 def as_dtensor(tensor: torch.Tensor) -> Any:
-    """``tensor`` if it is a DTensor, else None. DTensor is not imported for it: who has one has imported it."""
+    """Returns ``tensor`` if it is a DTensor, otherwise None.
+
+    Does not import ``torch.distributed.tensor``: if that module is not loaded, no DTensor can exist.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank behind ``tensor``, detached."""
+    """Returns this rank's local tensor, detached."""
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         return tensor.detach()
@@ -77,22 +80,22 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement_key(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are distributed alike."""
+    """Returns a key that is equal for tensors with the same mesh and placements."""
     dtensor = as_dtensor(tensor)
     return None if dtensor is None else (dtensor.device_mesh, tuple(dtensor.placements))
 
 
 def memory_key(tensor: torch.Tensor) -> object:
-    """Equal for tensors of the same memory; None for what has no address."""
+    """Returns a key that is equal for tensors at the same address; None on the meta device."""
     local = local_tensor(tensor)
     return None if local.device.type == "meta" else (str(local.device), local.data_ptr())
 
 
 def hold(key: str, tensor: torch.Tensor, group_rank: Callable[[int], int]) -> Holding:
-    """What this rank holds of ``tensor``; ``group_rank`` turns a global rank into one of the saving group.
+    """Describes this rank's shard of ``tensor``; ``group_rank`` converts global ranks to ranks of the saving group.
 
     Raises:
-        CheckpointError: it is sparse, quantised, on the meta device, a partial sum, or of a dtype without a name here.
+        CheckpointError: it is sparse, quantised, on the meta device, a partial sum, or of an unsupported dtype.
     """
     local = local_tensor(tensor)
     _check(key, tensor, local)
@@ -107,10 +110,10 @@ def hold(key: str, tensor: torch.Tensor, group_rank: Callable[[int], int]) -> Ho
 
 
 def dtensor_layout(key: str, dtensor: Any) -> Layout | None:
-    """Which part of ``dtensor`` this rank holds; None when it is outside of the mesh.
+    """Returns the layout of this rank's shard of ``dtensor``; None if the rank is not in the mesh.
 
     Raises:
-        CheckpointError: the memory is not what the placements say, or holds a partial sum.
+        CheckpointError: the local shape does not match the placements, or a placement is a partial sum.
     """
     place = dtensor.device_mesh.get_coordinate()
     if place is None:
@@ -137,9 +140,10 @@ def dtensor_layout(key: str, dtensor: Any) -> Layout | None:
 
 
 def put_together(dtensor: Any) -> torch.Tensor:
-    """All of a DTensor, on every rank. Collective.
+    """All-gathers the full tensor of a DTensor.
 
-    Floats of one byte travel as plain bytes, which every backend of a group knows.
+    Collective: every rank of the group must call this. Floating-point dtypes of one byte are sent as uint8, which every
+    backend supports.
     """
     dtype: torch.dtype = dtensor.dtype
     if dtype.itemsize > 1 or not dtype.is_floating_point:
@@ -150,7 +154,7 @@ def put_together(dtensor: Any) -> torch.Tensor:
 
 
 def distributed_like(local: torch.Tensor, dtensor: Any) -> Any:
-    """A DTensor of the shape and placements of another, of which ``local`` is this rank's part."""
+    """Builds a DTensor with the shape and placements of ``dtensor`` and the local tensor ``local``."""
     from torch.distributed.tensor import DTensor
 
     mesh, stride = dtensor.device_mesh, row_major(dtensor.shape)
@@ -158,14 +162,14 @@ def distributed_like(local: torch.Tensor, dtensor: Any) -> Any:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, without a copy; it keeps the tensor alive.
+    """Returns the memory of a contiguous CPU tensor, writable, without a copy; the view keeps the tensor alive.
 
-    numpy would do this too, but not for every dtype, and not every installation of torch has it.
+    numpy could do the same, but not for every dtype, and some installations of torch have no numpy.
     """
     size = tensor.numel() * tensor.element_size()
     if not size:
@@ -176,9 +180,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def own_memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """This rank's memory behind ``tensor``, if the bytes of a saved tensor of ``dtype`` can be read straight into it.
+    """Returns the local memory of ``tensor`` if a saved tensor of ``dtype`` can be read into it, otherwise None.
 
-    That is memory of the CPU, in order, and of no value that an autograd graph computed.
+    That is contiguous CPU memory of the same dtype that is not the output of an autograd function.
     """
     if tensor.dtype != dtype or tensor.device.type == "meta" or tensor.grad_fn is not None:
         return None
@@ -189,7 +193,7 @@ def own_memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def apart(memories: Sequence[torch.Tensor | None]) -> "list[torch.Tensor | None]":
-    """``memories`` without those that overlap with another; all are contiguous."""
+    """Replaces those of the contiguous ``memories`` that overlap another one by None."""
     spans = sorted(
         (memory.data_ptr(), memory.data_ptr() + memory.nbytes, number)
         for number, memory in enumerate(memories)
@@ -206,12 +210,12 @@ def apart(memories: Sequence[torch.Tensor | None]) -> "list[torch.Tensor | None]
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if its bytes lie in CPU memory in order, else a copy of which that is true."""
+    """Returns ``tensor`` itself if it is a contiguous CPU tensor, otherwise a contiguous copy on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _replicas(dtensor: Any) -> list[int]:
-    """Global ranks that hold the same part as this one: they differ from it only along replicated mesh axes."""
+    """Returns the global ranks with replicas of this rank's shard: other coordinates on replicated mesh axes only."""
     mesh, place = dtensor.device_mesh, dtensor.device_mesh.get_coordinate()
     index = tuple(
         slice(None) if placement.is_replicate() else place[axis] for axis, placement in enumerate(dtensor.placements)

@@ -1,7 +1,7 @@
-"""State trees as JSON: numbers come back exactly, containers as they were, tensors by reference.
+"""State trees as JSON: exact numbers, containers of the same type, tensors by reference.
 
-JSON has no tuples, no NaN, no keys but strings, and readers that keep 53 bits of an integer. What it lacks is written
-as an object with one ``$`` key; ``docs/checkpoint-format.md`` lists them.
+JSON lacks tuples, NaN and keys other than strings, and some parsers keep only 53 bits of an integer. Such values are
+written as an object with one ``$`` key; ``docs/checkpoint-format.md`` lists them.
 """
 
 import math
@@ -16,7 +16,7 @@ Tree = Any
 Json = Any
 Path = tuple[Any, ...]
 MAX_DEPTH = 200
-# Integers beyond this are written in hexadecimal text: a JSON reader that stores doubles would round them.
+# Larger integers are written as hexadecimal text, because a JSON parser that stores doubles would round them.
 _MAX_PLAIN = 2**53
 _SCALARS = (str, int, float, bool, type(None))
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -24,7 +24,7 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @final
 class TensorTable:
-    """The tensors met while encoding: each once under the name of its first occurrence, ties by name."""
+    """Tensors found during encoding, each stored once, under the name of its first occurrence."""
 
     def __init__(self, prefix: str = "") -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -32,7 +32,7 @@ class TensorTable:
         self._known: dict[object, str] = {}
 
     def add(self, path: Path, tensor: torch.Tensor) -> str:
-        """The name under which ``tensor`` is stored: that of its place, or an earlier one if it is the same memory."""
+        """Returns the name under which ``tensor`` is stored: that of its path, or of a tied earlier tensor."""
         key = self._prefix + tensor_name(path)
         identity = _identity(tensor)
         known = self._known.setdefault(identity, key) if identity is not None else key
@@ -41,20 +41,20 @@ class TensorTable:
 
 
 def encode(tree: Tree, name: str, table: TensorTable | None) -> Json:
-    """``tree`` as JSON; its tensors go to ``table`` under names that start with ``name``.
+    """Encodes ``tree`` as JSON; its tensors are added to ``table`` under names that start with ``name``.
 
     Raises:
-        CheckpointError: something is neither tensor, container, text, number, bool nor None (or a tensor where
-            ``table`` is None); names the place in the tree and the type.
+        CheckpointError: a leaf is not a tensor, text, number, bool or None (or is a tensor although ``table`` is None);
+            names its path in the tree and its type.
     """
     return _encode(tree, (name,), table)
 
 
 def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
-    """The tree that ``encode`` was given; ``tensor(name, path)`` supplies what stands at each tensor's place.
+    """Rebuilds the tree of ``encode``; ``tensor(name, path)`` returns the value for each tensor.
 
     Raises:
-        CheckpointCorruptError: the document is no state tree.
+        CheckpointCorruptError: the document is not a state tree.
     """
     try:
         return _decode(document, (), tensor)
@@ -63,17 +63,17 @@ def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
 
 
 def leaves(tree: Tree) -> dict[Path, Any]:
-    """Everything in ``tree`` that is no container, by the keys and indices that lead to it."""
+    """Returns the leaves of ``tree`` by path (the keys and indices that lead to a leaf)."""
     return dict(_leaves(tree, ()))
 
 
 def tensor_name(path: Path) -> str:
-    """One text for a place in a tree, different for different places."""
+    """Returns a unique text for a path in a tree."""
     return "/".join(_escape(part) for part in path)
 
 
 def show_path(path: Path) -> str:
-    """A place in a tree for people: ``optimizer/state/0/exp_avg``."""
+    """Formats a path in a tree for messages: ``optimizer/state/0/exp_avg``."""
     return "/".join(str(part) for part in path) or "the top"
 
 
@@ -101,7 +101,7 @@ def _encode(value: Any, path: Path, table: TensorTable | None) -> Json:
 
 
 def _encode_scalar(value: Any) -> Json:
-    """Subclasses (enumerations of text, numpy's float64) come back as the plain type."""
+    """Encodes a scalar; subclasses (string enumerations, numpy's float64) are restored as the plain type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -127,7 +127,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: Path, table: TensorTable | N
 
 
 def _number_of(value: Any) -> Any:
-    """The Python number in a scalar of numpy (or of a library that follows it); None for anything else."""
+    """Returns the Python value of a numpy scalar (or of a library with the same interface); None for other objects."""
     if getattr(value, "shape", None) != () or not callable(getattr(value, "item", None)):
         return None
     plain = value.item()
@@ -192,14 +192,14 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _escape(part: Any) -> str:
-    """Text of one key: ``/`` separates, ``@`` starts the offset of a part, ``~`` escapes; other types are marked."""
+    """Escapes one key: ``/`` separates keys, ``@`` starts the offset of a part, ``~`` escapes and marks other types."""
     if isinstance(part, str):
         return part.replace("~", "~0").replace("/", "~1").replace("@", "~2")
     return f"~{type(part).__name__[0]}{part}" if not isinstance(part, int) or isinstance(part, bool) else f"~i{part}"
 
 
 def _identity(tensor: torch.Tensor) -> object | None:
-    """Equal for two tensors that are the same memory read the same way; None for what has no memory."""
+    """Returns a key that is equal for views of the same memory with the same strides; None without memory."""
     from accel_ckpt.format.tensors import local_tensor, placement_key
 
     local = local_tensor(tensor)

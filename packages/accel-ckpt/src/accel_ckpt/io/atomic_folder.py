@@ -1,8 +1,8 @@
-"""A folder that appears complete or not at all: written beside its place, moved there at the end.
+"""Atomic folder: written in a staging folder beside the target, and renamed to the target at the end.
 
-While it is written its name is ``.<name>.<id>.staging``, and ``.<name>.<id>.lock`` beside it is locked by its writer.
-The operating system drops the lock when the writer dies, however it dies; that is how leftovers are told from folders
-that another run is writing right now.
+The staging folder is called ``.<name>.<id>.staging``, and its writer holds a lock on ``.<name>.<id>.lock`` beside it.
+The operating system releases the lock when the writer's process ends for any reason; this distinguishes leftovers from
+folders that another run is writing at the moment.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ from accel_ckpt.saving.extra_files import check_names
 from accel_state.errors import CheckpointError
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)")
-# A lock file is made and locked just before its folder; a folder younger than this may be about to get one.
+# A lock file is created just before its folder; a folder younger than this is left alone, as its lock may follow.
 YOUNG = 60.0
-# A file system's clock may go this much before ours (seconds).
+# The file system's clock may be ahead of this machine's by this much (seconds).
 FUTURE = 86400.0
 _AT_FDCWD, _EXCHANGE = -100, 2
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
@@ -36,7 +36,7 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 @final
 class Staging:
-    """The folder in which a checkpoint for ``target`` is prepared. Only one process makes, commits or drops it."""
+    """Staging folder of a checkpoint for ``target``. Only the process that created it may commit or drop it."""
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
         self.target = target
@@ -68,7 +68,7 @@ class Staging:
         return {name: read_record(self._path / name) for name in names}
 
     def seal(self, manifest: bytes) -> None:
-        """Completes the folder by its manifest, surely on the disk."""
+        """Writes the manifest, which completes the folder, and syncs the folder."""
         write_file(self._path / MANIFEST, Content.of(manifest))
         try:
             sync_folder(self._path)
@@ -76,7 +76,7 @@ class Staging:
             raise CheckpointError(f"{self.target}: cannot be written: {error.strerror}") from error
 
     def commit(self) -> None:
-        """Makes the folder appear at its target, surely on the disk, and removes what was there before."""
+        """Renames the folder to its target, syncs, and removes the checkpoint that was there before."""
         try:
             check_replaceable(self.target, overwrite=self.overwrite)
             _keep_foreign(self.target, self._path)
@@ -89,12 +89,12 @@ class Staging:
         self._release()
 
     def drop(self) -> None:
-        """Removes the folder; what was at the target stays."""
+        """Removes the staging folder; the target is unchanged."""
         shutil.rmtree(self._path, ignore_errors=True)
         self._release()
 
     def _move(self) -> Path | None:
-        """Renames to the target; what was there is afterwards at the returned place."""
+        """Renames the folder to the target; returns the new path of the previous checkpoint, None if there was none."""
         if not self.target.exists():
             try:
                 os.rename(self._path, self.target)
@@ -120,10 +120,10 @@ class Staging:
 
 
 def files_below(folder: Path) -> list[str]:
-    """The paths of all files in ``folder`` and its subfolders, in order, surely on the disk.
+    """Returns the sorted paths of all files in ``folder`` and its subfolders, after syncing each of them.
 
     Raises:
-        CheckpointError: a link, or what is neither file nor folder, is among them.
+        CheckpointError: an entry is a link, or neither a file nor a folder.
     """
     found: list[str] = []
     for place, folders, names in os.walk(folder):
@@ -139,7 +139,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def _keep_foreign(target: Path, staged: Path) -> None:
-    """Gives the new checkpoint what somebody has put beside the files of the one that it replaces."""
+    """Links into the new checkpoint the files that users put beside the files of the checkpoint that it replaces."""
     names = [entry.name for entry in target.iterdir()] if target.is_dir() else []
     strange = [name for name in names if not is_own_name(name)]
     if not strange:
@@ -161,7 +161,7 @@ def _keep_foreign(target: Path, staged: Path) -> None:
 
 
 def _files_and_links(entry: Path) -> Iterator[Path]:
-    """``entry`` if it is no folder, else all below it that is none."""
+    """Yields ``entry`` unless it is a folder; for a folder, everything below it that is not a folder."""
     if entry.is_symlink() or not entry.is_dir():
         yield entry
         return
@@ -173,7 +173,7 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
     """Raises unless ``target`` is absent, an empty folder, or a checkpoint that may be overwritten.
 
     Raises:
-        CheckpointError: says what is there.
+        CheckpointError: names the object at ``target``.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise CheckpointError(f"{target}: a {'link' if target.is_symlink() else 'file'} is there; give another place")
@@ -187,12 +187,12 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 
 def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> list[Path]:
-    """Removes what killed saves left in ``folder``, and puts back what a killed overwrite had moved aside.
+    """Removes leftovers of killed saves in ``folder``; restores checkpoints that a killed overwrite had moved aside.
 
-    With ``only``, what those to this name left.
+    With ``only``, only leftovers of saves to that name.
 
-    Folders whose writer lives, in this process or any other that sees the same locks, are left alone. Of a folder
-    without a lock nothing is known, so it is left alone while younger than ``grace`` seconds.
+    Folders whose writer is alive, in this process or another one that sees the same locks, are left alone. A folder
+    without a lock file is left alone while it is younger than ``grace`` seconds.
     """
     groups: dict[tuple[str, str], dict[str, Path]] = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -210,7 +210,7 @@ def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> lis
 
 
 def discard(path: Path) -> None:
-    """Removes a folder so that it is gone at once; killed in between, ``sweep`` finds the rest."""
+    """Removes a folder atomically, by renaming it first; after a kill in between, ``sweep`` removes the rest."""
     identity = secrets.token_hex(8)
     lock = path.parent / f".{path.name}.{identity}.lock"
     aside = path.parent / f".{path.name}.{identity}.staging"
@@ -222,18 +222,18 @@ def discard(path: Path) -> None:
         finally:
             lock.unlink(missing_ok=True)
             os.close(handle)
-    except FileNotFoundError:  # another run was faster
+    except FileNotFoundError:  # another run has removed it
         return
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from error
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in ``path`` are on the disk."""
+    """Syncs a folder: waits until the names in ``path`` are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:  # some file systems do not let a folder be synced, and need not
+    except OSError as error:  # some file systems cannot sync a folder and do not need to
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -241,9 +241,9 @@ def sync_folder(path: Path) -> None:
 
 
 def _clear(target: Path, entries: Mapping[str, Path]) -> list[Path]:
-    """Deals with what one dead writer left."""
+    """Restores or removes the leftovers of one dead writer; returns their paths."""
     removed = []
-    for kind, entry in sorted(entries.items()):  # what was moved aside goes back before the rest is removed
+    for kind, entry in sorted(entries.items()):  # the checkpoint that was moved aside is restored first
         if kind == "replaced" and not target.exists():
             os.rename(entry, target)
         elif kind != "lock":
@@ -255,13 +255,13 @@ def _clear(target: Path, entries: Mapping[str, Path]) -> list[Path]:
 
 
 def _take_lock(path: Path) -> int:
-    """A new locked file. A sweep may remove one between its making and its locking; then the name is not used."""
+    """Creates and locks a new lock file; raises if a sweep removed it between creation and locking."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lost = os.fstat(handle).st_nlink == 0
     except OSError as error:
-        lost = error.errno in _BUSY  # any other: this file system has no locks, and sweeps leave the folder alone
+        lost = error.errno in _BUSY  # another error: the file system has no locks, and sweeps leave the folder alone
     if lost:
         os.close(handle)
         raise CheckpointError(f"{path}: a sweep took the lock of this save at its very begin; save again")
@@ -270,7 +270,7 @@ def _take_lock(path: Path) -> int:
 
 @contextmanager
 def _claimed(lock: Path, entries: Iterable[Path], grace: float) -> Iterator[bool]:
-    """Holds the lock of a writer that is dead; False when it may live. Without a lock file age decides."""
+    """Holds the lock of a dead writer; yields False if the writer may be alive. Without a lock file, age decides."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -283,7 +283,7 @@ def _claimed(lock: Path, entries: Iterable[Path], grace: float) -> Iterator[bool
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = True
-        except OSError:  # it is held, or this file system has no locks
+        except OSError:  # the lock is held, or this file system has no locks
             ours = False
         yield ours
     finally:
@@ -291,7 +291,7 @@ def _claimed(lock: Path, entries: Iterable[Path], grace: float) -> Iterator[bool
 
 
 def _is_young(entry: Path, grace: float) -> bool:
-    """By this machine's clock; a time that lies in the future by more than that is a clock's mistake, and old."""
+    """Whether ``entry`` is younger than ``grace``; a time more than FUTURE ahead is a wrong clock, hence not young."""
     try:
         return -FUTURE < time.time() - entry.lstat().st_mtime < grace
     except OSError:
@@ -299,7 +299,7 @@ def _is_young(entry: Path, grace: float) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names at once where the system can (Linux: renameat2); False where it cannot."""
+    """Swaps two names atomically if the system supports it (Linux: renameat2); otherwise returns False."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

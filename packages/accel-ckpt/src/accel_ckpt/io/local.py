@@ -1,4 +1,4 @@
-"""Checkpoints in folders of a file system that all ranks see: a folder is renamed when it is complete."""
+"""Checkpoints in folders of a file system that all ranks see; a rename commits a folder."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ from accel_state.errors import CheckpointError
 
 @final
 class LocalStorage(Storage):
-    """The operations on folders."""
+    """Storage operations on local folders."""
 
     cached = True
 
@@ -74,7 +74,7 @@ def _path(place: Location) -> Path:
 def _size(entry: "os.DirEntry[str]") -> int | None:
     try:
         facts = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:  # gone in the meantime
+    except FileNotFoundError:  # removed in the meantime
         return -1
     if stat.S_ISDIR(facts.st_mode):
         return None

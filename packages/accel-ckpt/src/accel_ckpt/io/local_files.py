@@ -1,4 +1,4 @@
-"""Files of this machine: written and synced, read by ranges, mapped."""
+"""Local files: synced writes, reads of ranges, memory maps."""
 
 import ctypes
 import errno
@@ -19,22 +19,23 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 _IOV_MAX = 1024
 _SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
-# Bytes of a file written beside other work that stay in memory: its pages then serve again for what follows, where a
-# whole checkpoint of new ones would be taken from those that the system, or the host of a virtual machine, has left.
+# Bytes of a file written in the background that stay in the page cache. Their pages are reused for the following
+# blocks, whereas the pages of a full checkpoint would be taken from the free memory of the system or of a virtual
+# machine's host.
 _KEPT = 4 * BLOCK
-# Bytes asked for in one read: while they are copied the system fetches the next, which after a long one it begins late.
+# Bytes of one read. The kernel reads ahead while these are copied, and starts late after a long read.
 _AT_ONCE = 2**20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: Path, content: Content) -> FileRecord:
-    """Writes the new file ``path`` and waits until it is on the disk.
+    """Writes the new file ``path`` and waits until it is on disk.
 
-    This thread writes, others digest what it has written. The system is told to start each block on its way at once,
-    so that the disk and the digests do not wait for each other.
+    The calling thread writes, other threads digest the written blocks. The kernel is asked to start writing each block
+    out at once, so that the disk and the digests do not wait for each other.
 
     Raises:
-        CheckpointError: the disk is full (says what was needed and what is free), or refused.
+        CheckpointError: the disk is full (with the bytes needed and free), or the write fails.
     """
     threads = default_threads() if content.threads is None else content.threads
     written = 0
@@ -61,7 +62,7 @@ def write_file(path: Path, content: Content) -> FileRecord:
 
 
 def read_record(path: Path, digest: Digest = "crc32") -> FileRecord:
-    """Size and digests of a file that is there."""
+    """Returns size and digests of an existing file."""
     digests: list[str] = []
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
@@ -71,7 +72,7 @@ def read_record(path: Path, digest: Digest = "crc32") -> FileRecord:
 
 @final
 class FileSource:
-    """A file of this machine; links and anything but regular files are refused."""
+    """Regular file of this machine, open for reading; links and other kinds of files are refused."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -84,7 +85,7 @@ class FileSource:
                 raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
             raise CheckpointError(f"{path}: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self.handle)
-        """Closes it, as losing the last reference does; what was mapped stays readable for who holds it."""
+        """Closes the file, as dropping the last reference does; its memory map stays valid while it is referenced."""
         facts = os.fstat(self.handle)
         if not stat.S_ISREG(facts.st_mode):
             raise CheckpointCorruptError(f"{path.name}: not a regular file")
@@ -97,7 +98,7 @@ class FileSource:
         deque(self.reading(begin, *views), maxlen=0)
 
     def reading(self, begin: int, *views: memoryview) -> Iterator[memoryview]:
-        """As ``read_into``, yielding each piece once it is filled."""
+        """Like ``read_into``, but yields each piece as soon as it is filled."""
         waiting = deque(view for view in views if len(view))
         while waiting:
             try:
@@ -110,7 +111,7 @@ class FileSource:
             begin += count
 
     def mapped(self) -> memoryview:
-        """The file as memory; copy on write, because torch knows no read-only tensors (nobody writes)."""
+        """Maps the file; copy-on-write, because torch has no read-only tensors (no code writes to the map)."""
         if self._memory is None:
             self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
         return self._memory
@@ -127,7 +128,7 @@ def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
 
 
 def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
-    """The first ``size`` bytes, or less, for one call of the system."""
+    """Returns views of at most ``size`` bytes from the front of ``waiting``, for one system call."""
     views: list[memoryview] = []
     for view in islice(waiting, _IOV_MAX):
         views.append(view[:size])
@@ -138,7 +139,7 @@ def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
 
 
 def _taken(waiting: deque[memoryview], count: int) -> Iterator[memoryview]:
-    """Removes the first ``count`` bytes and yields them."""
+    """Removes the first ``count`` bytes from ``waiting`` and yields them."""
     while count:
         first = waiting.popleft()
         if len(first) > count:
@@ -148,14 +149,14 @@ def _taken(waiting: deque[memoryview], count: int) -> Iterator[memoryview]:
 
 
 def _sync_range(handle: int, begin: int, length: int, how: int) -> None:
-    """Asks Linux to write a block now, not when it is told to wait for the file; elsewhere nothing is lost."""
+    """Makes Linux start writing out a full block before the fsync; does nothing on other systems."""
     sync = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync is not None and length == BLOCK:
         sync(handle, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(how))
 
 
 def _let_go(handle: int, begin: int) -> None:
-    """Waits until a block has been written, and gives its memory back."""
+    """Waits until a block is on disk, and drops it from the page cache."""
     if hasattr(os, "posix_fadvise"):
         _sync_range(handle, begin, BLOCK, _SYNC_FILE_RANGE_ALL)
         os.posix_fadvise(handle, begin, BLOCK, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,8 @@
-"""Checkpoints behind URLs of any file system that fsspec knows: object stores, where nothing can be renamed at once.
+"""Checkpoints behind URLs of any file system of fsspec: object stores, which have no atomic rename.
 
-The files of a save lie in a subfolder of the checkpoint that is named after the save, and the manifest beside it comes
-last: it appears, or replaces an earlier one, in one request. So what a URL holds is always whole, also while it is
-overwritten, and what no manifest refers to is a leftover. Requests that fail in a way that may pass are repeated.
+The files of a save are in a subfolder of the checkpoint with the id of the save; the manifest beside it is written
+last, in one request that creates or replaces it. A URL therefore always holds a complete checkpoint, also during an
+overwrite, and objects that no manifest refers to are leftovers. Requests with a transient failure are retried.
 """
 
 import logging
@@ -23,8 +23,8 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DAY = 86400.0
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 6, 0.2, 20.0
-"""How often a request is made, and between which waits (seconds, doubled and drawn at random) it is repeated."""
-# Refusals that another attempt does not change.
+"""Number of attempts per request, first and longest wait between them (seconds, doubled, with random jitter)."""
+# Errors that a retry does not change.
 _FINAL = (
     FileNotFoundError,
     FileExistsError,
@@ -41,7 +41,7 @@ _FINAL = (
 
 @final
 class RemoteStorage(Storage):
-    """The operations on one fsspec file system."""
+    """Storage operations on one fsspec file system."""
 
     threads = 8
     cached = False
@@ -51,13 +51,13 @@ class RemoteStorage(Storage):
 
     @classmethod
     def of(cls, url: Url) -> "RemoteStorage":
-        """The file system of a URL. How to reach it (keys, endpoints) is fsspec's configuration and the environment.
+        """Opens the file system of a URL. Credentials and endpoints come from fsspec's configuration and environment.
 
         Raises:
-            CheckpointError: a package is missing, or nothing knows such URLs.
+            CheckpointError: a package is missing, or no fsspec protocol matches the URL.
         """
         try:
-            import_module("tenacity")  # so that its absence is found out before anything is written
+            import_module("tenacity")  # so that a missing package is reported before anything is written
             return cls(import_module("fsspec.core").url_to_fs(url.text)[0])
         except ImportError as error:
             raise CheckpointError(
@@ -112,25 +112,25 @@ class RemoteStorage(Storage):
         """Writes a small file in one request.
 
         Raises:
-            FileExistsError: it is there, and ``overwrite`` is off.
+            FileExistsError: the file exists with other content, and ``overwrite`` is False.
         """
 
         def once() -> None:
             try:
                 self._files.pipe_file(self._path(file), content, mode="create" if not overwrite else "overwrite")
             except FileExistsError:
-                if self.get(file) != content:  # else an earlier attempt came through, and its answer was lost
+                if self.get(file) != content:  # otherwise an earlier attempt succeeded and its response was lost
                     raise
 
         self._patiently(f"writing {file}", once)
 
     def get(self, file: Location, begin: int | None = None, end: int | None = None) -> bytes:
-        """A range of a file."""
+        """Reads a range of a file."""
         path = self._path(file)
         return self._patiently(f"reading {file}", lambda: bytes(self._files.cat_file(path, start=begin, end=end)))
 
     def ready(self, folder: Location) -> None:
-        """A store has no folders but in the names of its files."""
+        """Does nothing: an object store has no folders, only names with slashes."""
 
     def publish(self, files: Mapping[Location, Location]) -> None:
         for written, name in files.items():
@@ -139,7 +139,7 @@ class RemoteStorage(Storage):
             self.remove(written)
 
     def remove(self, place: Location) -> None:
-        """Removes a file or a folder with all that is in it, if it is there."""
+        """Removes a file, or a folder with all its contents, if it exists."""
 
         def ask() -> None:
             self._files.invalidate_cache()
@@ -158,7 +158,7 @@ class RemoteStorage(Storage):
         self.remove(folder)
 
     def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
-        """Ages are told by the store's own clock: that of an object written now."""
+        """Removes leftovers by age; the current time is that of an object written now, i.e. the store's own clock."""
         base = self._path(folder)
         self._files.invalidate_cache()
         every = self._patiently(f"{folder}", lambda: list(self._files.find(base)))
@@ -182,7 +182,7 @@ class RemoteStorage(Storage):
         return removed
 
     def committed(self, target: Location) -> str | None:
-        """The subfolder that a checkpoint's manifest refers to; empty if there is none, None if it is damaged."""
+        """Returns the subfolder in a checkpoint's manifest; empty if there is no manifest, None if it is damaged."""
         try:
             return unpack(self.get(target / MANIFEST)).folder
         except FileNotFoundError:
@@ -226,7 +226,7 @@ class RemoteStorage(Storage):
 
 @final
 class _RemoteSource:
-    """A file of a store, read by ranges."""
+    """File of an object store, read by ranges."""
 
     def __init__(self, storage: RemoteStorage, file: Location, size: int) -> None:
         self._storage, self._file, self.size = storage, file, size
@@ -252,12 +252,12 @@ class _RemoteSource:
         return None
 
     def close(self) -> None:
-        """Nothing is open between requests."""
+        """Does nothing: no connection is open between requests."""
 
 
 @final
 class _RemoteStaged:
-    """A save into a subfolder of its target."""
+    """Save into a subfolder of its target."""
 
     def __init__(self, storage: RemoteStorage, target: Location, *, overwrite: bool) -> None:
         self._storage, self._target, self._overwrite = storage, target, overwrite
@@ -286,15 +286,15 @@ class _RemoteStaged:
     def drop(self) -> None:
         try:
             self._storage.remove(self.folder)
-        except CheckpointError as error:  # the error that led here matters more
+        except CheckpointError as error:  # the error that caused the drop is raised instead
             _LOG.warning("%s stays behind: %s", self.folder, error)
 
 
 def _check_replaceable(storage: RemoteStorage, target: Location, *, overwrite: bool) -> list[str]:
-    """What a checkpoint at ``target`` consists of beside its manifest, to be removed once it is replaced.
+    """Returns the names of a checkpoint at ``target`` except its manifest, to remove once it is replaced.
 
     Raises:
-        CheckpointError: something else is there, or a checkpoint that may not be overwritten.
+        CheckpointError: other files are there, or a checkpoint that may not be overwritten.
     """
     try:
         names = storage.listing(target)

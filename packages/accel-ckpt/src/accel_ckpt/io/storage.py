@@ -1,7 +1,7 @@
-"""Storage of checkpoints: folders of a file system or prefixes of an object store, behind one set of operations.
+"""Storage of checkpoints: local folders or prefixes of an object store, behind one interface.
 
-A place is a ``Path``, or a ``Url`` of any file system that fsspec knows. What differs is how a checkpoint appears at
-once: folders are renamed, while an object store gets a checkpoint's manifest last.
+A location is a ``Path``, or a ``Url`` of any file system of fsspec. The two kinds differ in the atomic commit: a folder
+is renamed, while in an object store the manifest is written last.
 """
 
 import os
@@ -22,18 +22,18 @@ _SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class Url:
-    """A place named by a URL, with the few operations of a path that make sense for one."""
+    """Location named by a URL, with the path operations that apply to URLs."""
 
     text: str
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Last component."""
         return self.text.rpartition("/")[2]
 
     @property
     def parent(self) -> "Url":
-        """Without the last part."""
+        """URL without its last component."""
         head = self.text.rpartition("/")[0]
         return self if head.endswith("/") else Url(head)
 
@@ -51,10 +51,10 @@ Location = Path | Url
 
 
 def locate(place: str | os.PathLike[str]) -> Location:
-    """The place that a text, path or URL names.
+    """Converts a text, path or URL to a location.
 
     Raises:
-        CheckpointError: a URL was made into a path, which has eaten one of its slashes.
+        CheckpointError: a URL was converted to a path before, which drops one of its slashes.
     """
     if isinstance(place, Url):
         return place
@@ -68,62 +68,62 @@ def locate(place: str | os.PathLike[str]) -> Location:
 
 
 class Staged(Protocol):
-    """A checkpoint in the making; only the process that made this commits or drops it."""
+    """Checkpoint before its commit; only the process that created it may commit or drop it."""
 
     id: str
     folder: Location
-    """Into which all ranks write."""
+    """Folder that all ranks write into."""
     subfolder: str
-    """Where the files lie within the committed checkpoint; empty: directly in it."""
+    """Subfolder of the files in the committed checkpoint; empty: the files are directly in it."""
 
     def brought(self) -> "Mapping[str, FileRecord]":
-        """Files that somebody else has put into ``folder``, by path, surely kept; for before the ranks write theirs."""
+        """Syncs and records the files that are in ``folder``, by path; called before the ranks write theirs."""
 
     def seal(self, manifest: bytes) -> None:
-        """Completes what is written by its manifest; all that may need space is done before ``commit``."""
+        """Writes the manifest; everything that may need disk space is done before ``commit``."""
 
     def commit(self) -> None:
-        """Makes the sealed checkpoint appear at its place, and removes what was there before."""
+        """Makes the sealed checkpoint appear at its target, and removes the previous checkpoint."""
 
     def drop(self) -> None:
-        """Removes what was written; what was at the place stays."""
+        """Removes the written files; the target is unchanged."""
 
 
 class Storage(ABC):
-    """The operations of one kind of place. All of them raise CheckpointError for what the place refuses."""
+    """Operations of one kind of location. All of them raise CheckpointError if the storage refuses."""
 
     threads: int
-    """How many reads at a time keep it busy."""
+    """Number of concurrent reads that keep the storage busy."""
     cached: ClassVar[bool]
-    """Whether a machine keeps what one of its processes has read for the others."""
+    """Whether a file that one process has read is in a cache for all processes of its machine."""
 
     @abstractmethod
     def listing(self, folder: Location) -> Mapping[str, int | None]:
-        """The names in a folder: sizes in bytes of files, None for folders, -1 for anything else (links, devices).
+        """Returns the names in a folder with the sizes of files in bytes, None for folders, -1 for links and devices.
 
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: the folder does not exist.
         """
 
     @abstractmethod
     def open(self, file: Location) -> ByteSource:
-        """A file for reading; CheckpointCorruptError if there is none."""
+        """Opens a file for reading; CheckpointCorruptError if it does not exist."""
 
     @abstractmethod
     def write(self, file: Location, content: Content) -> FileRecord:
-        """Writes a new file and returns once it is safe."""
+        """Writes a new file and returns once it is durable."""
 
     @abstractmethod
     def ready(self, folder: Location) -> None:
-        """Makes a folder to write into, with those above it, where there have to be any."""
+        """Creates a folder to write into, with its parents, if the storage has folders."""
 
     @abstractmethod
     def publish(self, files: Mapping[Location, Location]) -> None:
-        """Gives files other names in the same folder, one after the other, each at once; what had them is replaced."""
+        """Renames files within their folders, one by one; each rename is atomic and replaces an existing file."""
 
     @abstractmethod
     def remove(self, place: Location) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file if it exists."""
 
     @abstractmethod
     def stage(self, target: Location, *, overwrite: bool) -> Staged:
@@ -131,15 +131,15 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, folder: Location) -> None:
-        """Removes a checkpoint, so that it is either whole or gone."""
+        """Removes a checkpoint, so that at any time it is complete or gone."""
 
     @abstractmethod
     def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
-        """Removes what killed saves left in ``folder``. ``grace``: seconds for which what may be alive is spared."""
+        """Removes leftovers of killed saves in ``folder``; possibly live ones only if older than ``grace`` seconds."""
 
 
 def storage_of(place: Location) -> Storage:
-    """The operations of the kind of place that this is."""
+    """Returns the storage for a location."""
     if isinstance(place, Url):
         from accel_ckpt.io.remote import RemoteStorage
 
@@ -150,7 +150,7 @@ def storage_of(place: Location) -> Storage:
 
 
 def is_folder(storage: Storage, folder: Location) -> bool:
-    """Whether there is such a folder."""
+    """Whether ``folder`` exists and is a folder."""
     try:
         storage.listing(folder)
     except FileNotFoundError:

@@ -15,22 +15,22 @@ _Job = Callable[[], None]
 @final
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a process runs: its machine, and the processors that it may use there as the bits of a number."""
+    """Machine of a process, and the CPUs that the process may use there, as a bit mask."""
 
     host: str
     processors: int
 
     @classmethod
     def own(cls) -> "Seat":
-        """This process's."""
+        """Returns the machine and CPUs of this process."""
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(gethostname(), sum(1 << number for number in usable))
 
     def threads(self, every: Sequence["Seat"], most: int) -> int:
-        """How many threads, 1 to ``most``, keep this process's share of its processors busy.
+        """Returns the number of threads, 1 to ``most``, that uses this process's share of its CPUs.
 
-        ``every`` are the seats of all processes that work at the same time, this one's among them. Each processor is
-        shared by those that may use it. More threads than that only wait for each other.
+        ``every`` has the seats of all processes that work at the same time, including this one. Each CPU is shared
+        equally between the processes that may use it. More threads would only wait for each other.
         """
         here = [seat.processors for seat in every if seat.host == self.host]
         share = sum(
@@ -42,17 +42,17 @@ class Seat:
 
 
 def default_threads() -> int:
-    """Enough to keep a disk busy, no more than there are processors to run on."""
+    """Returns a number of threads that keeps a disk busy, at most the number of usable CPUs."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, usable))
 
 
 def run_jobs(jobs: Iterable[_Job], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None) -> None:
-    """Runs ``jobs`` on several threads; a failure ends it, and is raised once none is running any more.
+    """Runs ``jobs`` on several threads; a failure stops further jobs and is raised once all running ones have ended.
 
-    This thread is one of them, so that it does not wait for others to start; they are taken from ``pool``, or made.
-    Each has a run of neighbouring jobs, so that what it reads lies in a row and the system fetches the next of it in
-    time, and then takes over what others have not got to.
+    The calling thread is one of them, so that it does not wait for others to start; the others come from ``pool`` or
+    are started here. Each thread has a run of neighbouring jobs, so that its reads are sequential and the kernel reads
+    ahead; then it takes over jobs of other threads.
     """
     waiting = list(jobs)
     count = max(1, min(default_threads() if threads is None else threads, len(waiting)))
@@ -82,7 +82,7 @@ def run_jobs(jobs: Iterable[_Job], threads: int | None = None, *, pool: ThreadPo
 
 
 def _taken(own: "deque[_Job]", runs: "list[deque[_Job]]") -> _Job | None:
-    """The first that is left of a thread's own, else the last that is left of another's; all take at the same time."""
+    """Takes the first remaining job of this thread, otherwise the last remaining job of another one; thread-safe."""
     try:
         return own.popleft()
     except IndexError:

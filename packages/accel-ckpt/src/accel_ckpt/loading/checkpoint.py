@@ -1,4 +1,4 @@
-"""A committed checkpoint for reading: by name, by part, at any world size."""
+"""A committed checkpoint, open for reading: by name, by shard, at any world size."""
 
 import json
 import os
@@ -27,22 +27,24 @@ from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _MAX_TREE = 2**31
-# How often a checkpoint that was replaced while its bytes were compared is opened anew.
+# Number of times that a checkpoint that was replaced during its verification is opened again.
 _REPLACED = 3
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group: Ranks = None) -> "Checkpoint":
     """Opens the checkpoint at ``path`` without reading its tensors.
 
-    With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything
-    is loaded; without, each block is compared when it is first read. With a ``group`` its ranks share that work, all
-    of them must call, and all of them raise if one does; they read once all have called, so a checkpoint that one of
-    them wrote before its call is found. Without one, this process works alone. With a ``PerNode`` each machine opens
-    the copy at its own ``path``, and all copies must be of one save.
+    With ``verify`` every byte of every file is compared with its digest now, so that damage is found before anything is
+    loaded; without ``verify``, each block is verified when it is first read.
+
+    Collective: every rank of the group must call this. The ranks of ``group`` share the verification, and if one of
+    them raises, all do. They read once all ranks have called, so a checkpoint that one of them wrote before its call is
+    found. Without a group, this process works alone. With a ``PerNode`` each machine opens the copy at its own
+    ``path``, and all copies must be of one save.
 
     Raises:
-        CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different ones there.
-        CheckpointCorruptError: a file is missing, cut off or altered; names each.
+        CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different checkpoints.
+        CheckpointCorruptError: files are missing, truncated or altered; names each.
     """
     peers = RankGroup(None) if group is None else RankGroup.of(group)
     left = _REPLACED
@@ -61,10 +63,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
 
 
 def _opened(path: str | os.PathLike[str], peers: RankGroup) -> "Checkpoint":
-    """The checkpoint, of which all ranks see the same, as it is once all have called.
+    """Opens the checkpoint of which all ranks see the same save, after all ranks have called.
 
-    Each opens what it sees at once. A rank that has just written it sees that save, so that all see it if they see the
-    same; if not, those that came early look again.
+    Collective: every rank of the group must call this. Each rank opens what it sees at once. A rank that has just
+    written the checkpoint sees that save, so if all ranks see the same save, it is the right one; otherwise all look
+    again, after the last rank has called.
     """
     opened: list[Checkpoint] = []
 
@@ -93,7 +96,7 @@ def _opened(path: str | os.PathLike[str], peers: RankGroup) -> "Checkpoint":
 
 @final
 class Checkpoint:
-    """What was saved at ``path``: named state trees, each rank's own, and metadata. Any number of ranks may read it."""
+    """Saved state trees by name, rank-local trees and metadata at ``path``. Any number of ranks may read it."""
 
     def __init__(self, path: Location) -> None:
         self.path = path
@@ -111,32 +114,33 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names under which state trees were saved, in their order."""
+        """Names of the saved state trees, in order."""
         return list(self._document(TREE))
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The JSON given when it was saved."""
+        """JSON metadata of the save."""
         metadata: dict[str, Any] = decode(self.manifest.metadata, _no_tensor)
         return metadata
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """World size of the save."""
         return self.manifest.world_size
 
     def read(self, name: str, like: Tree | None = None, *, strict: bool = True, place: Place | None = None) -> Tree:
-        """The state tree called ``name``, as new tensors of the saved dtypes.
+        """Reads the state tree ``name`` into new tensors of the saved dtypes. Not a collective.
 
-        ``like`` is a tree whose tensors say where those at the same places go: a DTensor gets its mesh and placements,
-        and only this rank's part of it is read; a plain tensor its device. Tensors it does not have come whole on the
-        CPU. ``place(path, dtype, shape)`` may give such a tensor for places that ``like`` does not have (the state of
-        an optimizer that has none yet). Tensors that were tied when saved come back as one. Not a collective.
+        ``like`` is a tree whose tensors give the placement of the tensors at the same paths: with a DTensor its mesh
+        and placements, of which only this rank's shard is read; with a plain tensor its device. Tensors without one are
+        read in full on the CPU. ``place(path, dtype, shape)`` may return such a tensor for paths that ``like`` does not
+        have (the state of an optimizer before its first step). Tensors that were tied when saved are tied in the
+        result.
 
         Raises:
             CheckpointError: there is no such name.
-            CheckpointMismatchError: ``strict``, and the places or shapes of ``like`` are not those saved; lists them.
-            CheckpointCorruptError: what was read is not what was written.
+            CheckpointMismatchError: ``strict``, and paths or shapes of ``like`` differ from the saved ones; lists them.
+            CheckpointCorruptError: a block does not match its digest.
         """
         tree = self._tree(TREE, name)
         if like is not None and strict:
@@ -156,17 +160,21 @@ class Checkpoint:
         in_place: bool = False,
         verify: bool = False,
     ) -> Fetched:
-        """As ``read`` with ``strict`` off for each name of ``likes`` (None: whole), in two steps: all is read now.
+        """Reads each name of ``likes`` as ``read`` does with ``strict=False`` (None: full tensors), in two steps.
 
-        It is compared and in this machine's memory then; the function returned for a name puts its tensors into their
-        places. So all of a run's states can be known to be intact before the first is loaded, without reading anything
-        twice. With a ``group`` its ranks fetch the same names together: what several of them want is compared by one,
-        where that is faster one reads it for all, and all raise if one does. Collective then. With ``verify`` what
-        nobody wants is compared as well, by a share of each.
+        This call reads everything into host memory and verifies it; the function that it returns for each name moves
+        the tensors to their placement. All states of a run are therefore known to be intact before the first one is
+        loaded, and nothing is read twice.
 
-        With ``in_place`` a tensor is read into the memory of the one in ``likes``, which is then the result, if that is
-        contiguous memory of the CPU, of the saved dtype, which no other tensor shares; tensors of ``places`` are never
-        written. Damage within a block is then found when parts of ``likes`` have been written, all else before.
+        Collective: every rank of the group must call this. The ranks of ``group`` (None: this process alone) pass the
+        same names: a block that several ranks read is verified by one of them, or read by one and sent to the others if
+        that is faster, and if one rank raises, all do. With ``verify`` the blocks that no rank reads are verified as
+        well, a share by each rank.
+
+        With ``in_place`` a tensor is read into the memory of the tensor in ``likes``, which then is the result, if that
+        is contiguous CPU memory of the saved dtype that no other tensor shares; tensors of ``places`` are never
+        written. Damage within a block is then found after parts of ``likes`` have been written; all other damage
+        before.
         """
         return self.plan(likes, places=places, group=group, in_place=in_place, verify=verify)()
 
@@ -179,10 +187,13 @@ class Checkpoint:
         in_place: bool = False,
         verify: bool = False,
     ) -> Callable[[], Fetched]:
-        """``fetch`` up to where tensors are read: compares headers with the manifest and ``likes``.
+        """Does the first half of ``fetch``, before tensors are read: compares headers with the manifest and ``likes``.
 
-        With ``in_place`` also every file's size, and the content of those without tensors, of which the ranks of a
-        machine take a share each. What is returned does the rest. With a ``group`` both are collective.
+        With ``in_place`` it also compares every file's size, and verifies the files without tensors, of which the ranks
+        of a machine take a share each. The returned function does the second half.
+
+        Collective: every rank of the group must call this. The same holds for the returned function. Without a
+        ``group``, this process works alone.
         """
         peers = RankGroup(None) if group is None else RankGroup.of(group)
         planned: list[PlannedFetch] = []
@@ -210,10 +221,10 @@ class Checkpoint:
         in_place: bool,
         verify: bool,
     ) -> PlannedFetch:
-        """This rank's part of ``plan``, for ranks that agree on other things at the same time; not a collective.
+        """Does this rank's part of ``plan``, for callers with a collective of their own. Not a collective.
 
-        ``plan`` shows its use: all ranks learn the ``interest`` of each, then ``read``, and ``trust`` once they know
-        that none failed.
+        ``plan`` shows its use: all-gather the ``interest`` of each rank, then ``read``, and ``trust`` once no rank has
+        failed.
         """
         if in_place:
             share = peers.neighbours.index(peers.rank)
@@ -228,19 +239,19 @@ class Checkpoint:
         return PlannedFetch(self.manifest, self._files, peers, plan, trees, compared if verify else None)
 
     def read_local(self, name: str, rank: int) -> Tree | None:
-        """What ``rank`` saved under ``name`` as its own; None if there was no such rank or it saved no such name."""
+        """Reads the rank-local tree ``name`` of ``rank``; None if there was no such rank or it saved no such name."""
         file = local_file(rank)
         if file not in self.manifest.files or name not in self._document(file):
             return None
         return self._read(self._document(file)[name], {}, None)
 
     def local_names(self, rank: int) -> list[str]:
-        """The names under which ``rank`` saved something of its own."""
+        """Returns the names of the rank-local trees of ``rank``."""
         file = local_file(rank)
         return list(self._document(file)) if file in self.manifest.files else []
 
     def read_structure(self, name: str, tensor: Callable[[str], Any]) -> Tree:
-        """The tree ``name`` with ``tensor(stored name)`` at the place of each tensor; nothing but JSON is read."""
+        """Returns the tree ``name`` with ``tensor(stored name)`` in place of each tensor; reads JSON only."""
 
         def known(key: str, path: TreePath) -> Any:
             self._reader.entry(key)
@@ -249,47 +260,48 @@ class Checkpoint:
         return decode(self._tree(TREE, name), known)
 
     def facts(self, name: str) -> Tree:
-        """The tree ``name`` with its tensors on the meta device: shapes and dtypes; nothing but JSON is read."""
+        """Returns the tree ``name`` with tensors on the meta device, i.e. shapes and dtypes; reads JSON only."""
         return decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """One tensor of the manifest, whole, on the CPU."""
+        """Reads one full tensor of the manifest onto the CPU."""
         return self._reader.read([Request(key)])[0]
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
-        """A part of one tensor of the manifest, on the CPU."""
+        """Reads a box of one tensor of the manifest onto the CPU."""
         return self._reader.read_box(key, box)
 
     @property
     def documents(self) -> list[str]:
-        """The names of the files that hold JSON and no tensors."""
+        """Names of the files that hold JSON and no tensors."""
         return [name for name in self.manifest.files if name.endswith(".json")]
 
     def document_bytes(self, name: str) -> bytes:
-        """The content of one of the ``documents``."""
+        """Reads one of the ``documents``."""
         file = self._files[name]
         return file.read(0, file.record.size)
 
     def extra_pieces(self, name: str) -> Iterator[bytes]:
-        """The content of a file of the user's own, a block at a time, compared."""
+        """Yields the content of a file of the user, one verified block at a time."""
         size = self.manifest.extra[name].size
         return (self._files[name].read(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK))
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """The dtype of a tensor of the manifest."""
+        """Returns the dtype of a tensor of the manifest."""
         return self._reader.dtype(key)
 
     def compare(self, name: str, like: Tree) -> Difference:
-        """Where ``like`` and the saved tree ``name`` differ in places, shapes or kind; values are not looked at."""
+        """Compares paths, shapes and kinds of leaves of ``like`` with the saved tree ``name``; ignores values."""
         return compare(leaves(self.facts(name)), leaves(like))
 
     def verify(self, *, group: Ranks = None) -> None:
-        """Compares every byte with what was written. With a ``group``, its ranks share the work; collective.
+        """Compares every byte with its digest.
 
-        What any of them has compared before, because it was read, is not compared again.
+        Collective: every rank of the group must call this. The ranks of ``group`` (None: this process alone) share the
+        work. Blocks that a rank has verified before, because it read them, are not read again.
 
         Raises:
-            CheckpointCorruptError: names every file that is missing, cut off or altered.
+            CheckpointCorruptError: names every file that is missing, truncated or altered.
         """
         peers = RankGroup(None) if group is None else RankGroup.of(group)
         if peers.size > 1:
@@ -306,14 +318,14 @@ class Checkpoint:
             file.trust(file.unchecked())
 
     def is_replaced(self) -> bool:
-        """Whether another save has taken its place since it was opened."""
+        """Whether another save has replaced this checkpoint since it was opened."""
         try:
             return read_manifest(self.path).id != self.manifest.id
         except CheckpointError:
             return False
 
     def close(self) -> None:
-        """Closes the files; they are also closed when the checkpoint is forgotten."""
+        """Closes the files; garbage collection of the checkpoint closes them too."""
         self._files.close()
 
     def __enter__(self) -> "Checkpoint":
@@ -354,7 +366,7 @@ class Checkpoint:
     def _trust(self, name: str, blocks: Sequence[int]) -> None:
         try:
             self._files[name].trust(blocks)
-        except CheckpointError:  # this rank does not see the file, which is found out by who looks for damage
+        except CheckpointError:  # this rank does not see the file, which ``_damage`` reports
             return
 
     def _refuse(self, problems: Iterable[str]) -> None:
@@ -362,9 +374,9 @@ class Checkpoint:
             raise CheckpointCorruptError(f"{self.path} is damaged: {'; '.join(damage)}")
 
     def _damage(self, share: int, shares: int, *, tensors: bool = True) -> list[str]:
-        """Problems in this rank's share of all blocks; without ``tensors`` their files need only be of the right size.
+        """Verifies this rank's share of all blocks; returns problems. Without ``tensors``, only sizes of tensor files.
 
-        All files are opened, which shows whether they are there, and how large they are.
+        All files are opened, which checks that they exist and have the right size.
         """
         problems: list[str] = []
         blocks: list[tuple[CheckedFile, int]] = []
@@ -389,10 +401,10 @@ class Checkpoint:
 
 
 def read_manifest(folder: Location) -> Manifest:
-    """The manifest of the checkpoint at ``folder``, checked.
+    """Reads and validates the manifest of the checkpoint at ``folder``.
 
     Raises:
-        CheckpointError: there is none, so this is no checkpoint.
+        CheckpointError: there is no manifest, so this is not a checkpoint.
     """
     storage = storage_of(folder)
     try:

@@ -1,4 +1,4 @@
-"""Bytes that several ranks read: the rank that compares them with their digests, or reads them for all."""
+"""Cooperative reads: of blocks that several ranks read, one rank verifies each, or reads it and sends it to all."""
 
 import time
 from collections import deque
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 Place = tuple[str, int]
 """A block: the name of its file and its number there."""
 Parts = Sequence[tuple[int, memoryview]]
-"""Where bytes of a block belong: from which byte of it on, into which memory."""
-# Rounds by which it is decided whether passing on pays. A rank reads its blocks of them at the same time.
+"""Memory to fill from a block: pairs of first byte in the block and memory."""
+# Rounds that measure whether all-gathering blocks is faster. A rank reads its blocks of these rounds concurrently.
 _TRIED = 2
-# Bytes of all ranks that are passed on in one collective; more of them take turns with parts of their blocks.
+# Bytes of all ranks in one collective; larger rounds are split into slices of their blocks.
 _AT_ONCE = 2**28
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Interest:
-    """What a rank wants to read: where it runs, and the numbers of the blocks by file."""
+    """Blocks that a rank will read, by file, and its machine and CPUs."""
 
     seat: Seat
     blocks: Mapping[str, tuple[int, ...]]
     besides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Blocks that it compares itself, whoever else does."""
+    """Blocks that the rank verifies itself, whichever other ranks do."""
 
 
 def compared_by(interests: Sequence[Interest], neighbours: Sequence[int]) -> Callable[[int, Place], bool]:
-    """Whether a rank compares a block that it reads: of those that read it on one machine one does.
+    """Returns whether a rank verifies a block that it reads: of the ranks of one machine that read it, one does.
 
-    ``neighbours`` are the ranks that see the same copy. What a machine has read from a file it has read for all of its
-    processes, so that one comparison tells for all; on another machine it may be something else.
+    ``neighbours`` are the ranks that see the same copy. A file that a machine has read is in the page cache for all of
+    its processes, so one verification covers all of them; another machine may read other bytes.
     """
     wanting = _by_block(interests)
 
@@ -54,7 +54,7 @@ def compared_by(interests: Sequence[Interest], neighbours: Sequence[int]) -> Cal
 
 
 def covered(interests: Sequence[Interest], neighbours: Sequence[int]) -> dict[str, set[int]]:
-    """The blocks, by file, that are compared by a rank that sees the same copy once all have read what they want."""
+    """Returns the blocks, by file, that a rank with the same copy has verified once all ranks have done their reads."""
     found: dict[str, set[int]] = {}
     for rank in neighbours:
         for wanted in (interests[rank].blocks, interests[rank].besides):
@@ -64,16 +64,16 @@ def covered(interests: Sequence[Interest], neighbours: Sequence[int]) -> dict[st
 
 
 def wanted_by_all(interests: Sequence[Interest]) -> list[Place]:
-    """The blocks that every rank wants, in the same order everywhere."""
+    """Returns the blocks that every rank reads, in the same order on all ranks."""
     return sorted(place for place, ranks in _by_block(interests).items() if len(ranks) == len(interests))
 
 
 def pays(read: float, exchange: float, *, readers: int) -> bool:
-    """Whether blocks that all want come sooner when each is read once and passed on.
+    """Whether blocks that all ranks read are available sooner if one rank reads each and all-gathers it.
 
-    ``read`` is what a block takes while all ranks read (seconds of reading over blocks read by one rank), ``exchange``
-    a round in which all get a block of each. Alone, each of ``readers`` who do not profit from each other's reading
-    reads all of so many blocks; together, one of them.
+    ``read`` is the time per block while all ranks read (seconds of reading / blocks read by one rank), ``exchange``
+    that of a round that all-gathers one block of each rank. Without the exchange, each of ``readers`` (which share no
+    cache) reads that many blocks; with it, one block.
     """
     return exchange + read < readers * read
 
@@ -81,14 +81,15 @@ def pays(read: float, exchange: float, *, readers: int) -> bool:
 def read_for_all(
     peers: RankGroup, blocks: Sequence[tuple[CheckedFile, int, Parts]], *, readers: int, lanes: int
 ) -> int:
-    """Fills ``blocks``, which are the same on all ranks but for their parts: each is read by one, and passed on.
+    """Fills ``blocks``, which are the same on all ranks except for their parts: one rank reads each and all-gathers it.
 
-    ``lanes`` is how many a rank reads at a time, ``readers`` as in ``pays``, which is asked what a few rounds took.
-    Returns how many blocks are filled; the others come sooner when everybody reads them. A block that could not be
-    read, or is not what was written, is an error on all ranks, but not before the others are done. Collective.
+    Collective: every rank of the group must call this. ``lanes`` is the number of concurrent reads of a rank,
+    ``readers`` as in ``pays``, which decides from the time of the first rounds. Returns the number of filled blocks;
+    the rest is read faster by every rank itself. A block that could not be read, or does not match its digest, raises
+    on all ranks, but only after the other blocks are done.
 
     Raises:
-        CheckpointError: names what was damaged.
+        CheckpointError: names the damaged bytes.
     """
     if len(blocks) < 2 * _TRIED * peers.size or peers.group is None or not sends_from_host(peers.group):
         return 0
@@ -110,7 +111,7 @@ def read_for_all(
 
 @final
 class _Exchange:
-    """Rounds in which each rank reads one block, and all get all of them."""
+    """Rounds in which each rank reads one block and all ranks receive all of them."""
 
     def __init__(self, peers: RankGroup, blocks: Sequence[tuple[CheckedFile, int, Parts]]) -> None:
         import torch
@@ -123,7 +124,7 @@ class _Exchange:
         self._problems: list[CheckpointError] = []
 
     def load(self, turn: int) -> "torch.Tensor | None":
-        """This rank's block of a round, compared; None if it has none, or it is damaged."""
+        """Reads and verifies this rank's block of a round; None if there is none, or if it is damaged."""
         import torch
 
         position = turn * self._peers.size + self._peers.rank
@@ -139,7 +140,10 @@ class _Exchange:
         return buffer
 
     def pass_on(self, turn: int, mine: "torch.Tensor | None") -> float:
-        """Gives this rank's block to all, and puts all of them into their places. Returns the seconds that took."""
+        """All-gathers the ranks' blocks and copies them into their targets. Returns the seconds that this took.
+
+        Collective: every rank of the group must call this.
+        """
         import torch
 
         started = time.perf_counter()
@@ -164,19 +168,22 @@ class _Exchange:
         return every
 
     def agree(self, read: float, passed: float, *, readers: int) -> bool:
-        """The same answer on all ranks: what the slowest found counts."""
+        """Decides by the slowest rank's times, so that the result is the same on all ranks.
+
+        Collective: every rank of the group must call this.
+        """
         told = self._peers.together("measuring", lambda: (read, passed))
         slowest = (max(one[0] for one in told), max(one[1] for one in told))
         return pays(*slowest, readers=readers)
 
     def raise_problem(self) -> None:
-        """Raises what this rank could not read."""
+        """Raises the first error of this rank's reads."""
         if self._problems:
             raise self._problems[0]
 
 
 def _deliver(content: memoryview, begin: int, parts: Parts) -> None:
-    """Puts what lies from byte ``begin`` of a block on into the places of its parts."""
+    """Copies ``content``, the bytes of a block from ``begin`` on, into the targets of its parts."""
     for inside, view in parts:
         first, last = max(inside, begin), min(inside + len(view), begin + len(content))
         if first < last:

@@ -1,4 +1,4 @@
-"""State trees out of a checkpoint, planned by each rank alone and read by all of them at the same time."""
+"""Fetch of state trees from a checkpoint: planned by each rank alone, read by all ranks at the same time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -17,12 +17,12 @@ from accel_ckpt.rank_group import RankGroup
 
 Place = Callable[[TreePath, torch.dtype, tuple[int, ...]], "torch.Tensor | None"]
 Fetched = dict[str, Callable[[], Tree]]
-"""By name, a function that puts a tree's tensors into their places and returns the tree."""
+"""By name, a function that moves a tree's tensors to their placement and returns the tree."""
 
 
 @final
 class Requests:
-    """Trees with marks where tensors belong, and the tensors to read for them, tied ones once."""
+    """Trees with placeholders for tensors, and the tensors to read for them; tied tensors are read once."""
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
@@ -31,7 +31,7 @@ class Requests:
     def add(
         self, document: Json, like: Mapping[TreePath, Any], place: Place | None = None, *, in_place: bool = False
     ) -> Tree:
-        """One more tree: ``like`` and ``place`` say where its tensors go, as in ``Checkpoint.read``."""
+        """Adds a tree; ``like`` and ``place`` give the placement of its tensors, as in ``Checkpoint.read``."""
         known: dict[str, list[int]] = {}
 
         def request(key: str, path: TreePath) -> "_Wanted":
@@ -58,7 +58,7 @@ class Requests:
 
 @final
 class PlannedFetch:
-    """One rank's part of a fetch: made by each rank alone, read by all at the same time; nothing is agreed on here."""
+    """One rank's part of a fetch, planned alone and read by all ranks at the same time; does not exchange errors."""
 
     def __init__(
         self,
@@ -70,32 +70,33 @@ class PlannedFetch:
         verified: Collection[str] | None,
     ) -> None:
         self._manifest, self._files, self._peers, self._plan, self._trees = manifest, files, peers, plan, trees
-        # The files that have been compared; None: what no rank reads is not compared.
+        # Files that have been verified; None: blocks that no rank reads are not verified.
         self._verified = verified
         self.interest = plan.interest
-        """To be known to all ranks before they read."""
+        """Blocks that this rank reads; all ranks must have each other's before they read."""
 
     def read(self, interests: Sequence[Interest]) -> Fetched:
-        """Reads this rank's tensors into the machine's memory and compares its share of what is to be compared.
+        """Reads this rank's tensors into host memory and verifies its share of the blocks.
 
-        ``interests`` are those of all ranks. Collective only where blocks are passed on between machines.
+        ``interests`` are those of all ranks. Collective: every rank of the group must call this. That holds only if
+        blocks are sent between machines.
 
         Raises:
-            CheckpointCorruptError: names the file and the bytes that are not those written.
+            CheckpointCorruptError: names the file and the bytes that do not match their digest.
         """
         puts = self._plan.read(interests, self._peers, self._others(interests))
         return {name: partial(self._filled, name, puts) for name in self._trees}
 
     def trust(self, interests: Sequence[Interest]) -> None:
-        """Marks as compared what all ranks have, once they know of each other that nothing failed."""
+        """Marks the blocks that all ranks have verified; called once all ranks are known to have succeeded."""
         read = covered(interests, self._peers.neighbours)
         for file in self._files:
             file.trust(read.get(file.name, ()) if self._verified is None else file.unchecked())
 
     def _others(self, interests: Sequence[Interest]) -> list[tuple[str, int]]:
-        """This rank's share of the blocks that no rank reads; all ranks that see the same copy cut them alike.
+        """Returns this rank's share of the blocks that no rank reads; ranks that see the same copy split them alike.
 
-        All files are opened, which shows whether they are there, and how large they are.
+        All files are opened, which checks that they exist and have the right size.
         """
         if self._verified is None:
             return []
@@ -123,14 +124,14 @@ class PlannedFetch:
 
 @final
 class _Wanted:
-    """Stands in a tree for a tensor that is yet to be read."""
+    """Placeholder in a tree for a tensor that is not read yet."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def fill(tree: Tree, tensor: Callable[[int], torch.Tensor]) -> Tree:
-    """``tree`` with the tensors of its marks, by their position among ``Requests.wanted``."""
+    """Replaces the placeholders of ``tree`` by tensors, by their index in ``Requests.wanted``."""
     if isinstance(tree, _Wanted):
         return tensor(tree.number)
     if isinstance(tree, dict):
@@ -141,7 +142,7 @@ def fill(tree: Tree, tensor: Callable[[int], torch.Tensor]) -> Tree:
 
 
 def _destination(request: Request) -> object:
-    """Equal for two requests of one tensor that can have the same result."""
+    """Returns a key that is equal for two requests of one tensor that can have the same result."""
     model = request.like
     memory = memory_key(model) if request.in_place and model is not None else None
     if model is None or as_dtensor(model) is None:

@@ -1,4 +1,4 @@
-"""Checkpoint folders that Accelerate wrote, recognised by the names of their files; none of them is read here."""
+"""Detection of checkpoint folders that Accelerate wrote, by the names of their files; none of the files is read."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _ACCELERATES = re.compile(r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|schedul
 
 
 def advice(names: Iterable[str]) -> str:
-    """What can be done with a folder of these files if Accelerate wrote it; otherwise an empty text."""
+    """Returns advice on loading a folder of these files if Accelerate wrote it; otherwise an empty text."""
     names = list(names)
     if not any(_ACCELERATES.fullmatch(name) for name in names):
         return ""
@@ -24,7 +24,7 @@ def advice(names: Iterable[str]) -> str:
 
 
 def advice_on_series(folder: Location) -> str:
-    """The same about the folders ``checkpoint_N`` in ``folder``: of the newest that Accelerate wrote."""
+    """Returns the same advice about the newest folder ``checkpoint_N`` in ``folder`` that Accelerate wrote."""
     storage = storage_of(folder)
     if not is_folder(storage, folder):
         return ""

@@ -12,10 +12,10 @@ from accel_state.errors import CheckpointCorruptError
 
 @final
 class OpenedFiles:
-    """Files by name, which a checkpoint and its readers share.
+    """Open files by name, shared by a checkpoint and its readers.
 
-    Nothing here refers to the checkpoint, so that the files of one that nobody holds any more are closed at once, and
-    not when the garbage collector next looks for cycles.
+    This object does not refer to the checkpoint, so that there is no reference cycle: the files are closed as soon as
+    the last reference to the checkpoint is dropped.
     """
 
     def __init__(self, folder: Location, manifest: Manifest, storage: Storage) -> None:
@@ -23,7 +23,7 @@ class OpenedFiles:
         self._files: dict[str, CheckedFile] = {}
 
     def __getitem__(self, name: str) -> CheckedFile:
-        """One file, open.
+        """Returns a file, opened.
 
         Raises:
             CheckpointCorruptError: the manifest has no such file, or it is missing or of another size.
@@ -45,11 +45,11 @@ class OpenedFiles:
         return self._files[name]
 
     def __iter__(self) -> Iterator[CheckedFile]:
-        """The files that are open."""
+        """Iterates over the open files."""
         return iter(self._files.values())
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all files."""
         for file in self:
             file.source.close()
         self._files.clear()

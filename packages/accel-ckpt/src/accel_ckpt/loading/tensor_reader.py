@@ -1,4 +1,4 @@
-"""Tensors out of files: for every tensor wanted, just the ranges that its part needs, several at a time."""
+"""Reader of tensors: reads only the byte ranges of this rank's shards, several at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,41 +30,41 @@ from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointCorruptError
 
-# Tensors for other devices are read and moved in groups of about this many bytes.
+# Tensors for other devices are read and moved in batches of about this many bytes.
 _BATCH = 2**30
 Puts = list[Callable[[], torch.Tensor]]
-"""For each tensor that has been read, a function that puts it into its place and returns it."""
+"""For each tensor that has been read, a function that moves it to its placement and returns it."""
 
 
 class Request(NamedTuple):
-    """A tensor to read: its name in the manifest, and the tensor that it is placed like (None: whole, on the CPU)."""
+    """Tensor to read: its name in the manifest, and a tensor with its placement (None: full tensor on the CPU)."""
 
     key: str
     like: torch.Tensor | None = None
     in_place: bool = False
-    """Whether it is read into the memory of ``like``, and ``like`` is the result, where that can be."""
+    """Whether to read into the memory of ``like`` where possible, so that ``like`` is the result."""
 
 
 @final
 class TensorReader:
-    """Reads tensors of one checkpoint out of its ``files``."""
+    """Reads tensors of one checkpoint from its ``files``."""
 
     def __init__(self, manifest: Manifest, files: OpenedFiles, storage: Storage) -> None:
         self._manifest, self._files, self._storage = manifest, files, storage
         self._headers: dict[str, Mapping[str, Span]] = {}
-        # Where the tensors of a file begin, so where its header ends.
+        # First byte of the tensors of a file, i.e. the size of its header.
         self._begins: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     def entry(self, key: str) -> TensorEntry:
-        """What the manifest says of a tensor."""
+        """Returns the manifest's entry of a tensor."""
         entry = self._manifest.tensors.get(key)
         if entry is None:
             raise CheckpointCorruptError(f"{MANIFEST}: no tensor {key!r:.200}")
         return entry
 
     def dtype(self, key: str) -> torch.dtype:
-        """A tensor's dtype."""
+        """Returns the dtype of a tensor."""
         name = self.entry(key).dtype
         found = self._dtypes.get(name) or dtype_of(name)
         if found is None:
@@ -73,7 +73,7 @@ class TensorReader:
         return found
 
     def read(self, wanted: Sequence[Request]) -> list[torch.Tensor]:
-        """A tensor of the saved dtype for each request, in groups that bound what the host's memory holds."""
+        """Reads a tensor of the saved dtype for each request, in batches that limit host memory."""
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
             planned = self.plan(batch)
@@ -81,7 +81,7 @@ class TensorReader:
         return results
 
     def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
-        """As ``read`` up to where tensors are touched: headers are read and compared with the manifest."""
+        """Does the first half of ``read``, without tensors: reads headers and compares them with the manifest."""
         entries = [(self.entry(request.key), self.dtype(request.key)) for request in wanted]
         memories = [
             own_memory(request.like, dtype) if request.in_place and request.like is not None else None
@@ -97,7 +97,7 @@ class TensorReader:
         return ReadPlan(self._files, self._storage, work, targets, Interest(Seat.own(), blocks, besides))
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
-        """One part of a tensor, on the CPU."""
+        """Reads one box of a tensor onto the CPU."""
         layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
         target, work = _Target(key, self.entry(key), self.dtype(key), None, _Share.of(layout)), _Work()
         self._plan(target, work)
@@ -106,7 +106,7 @@ class TensorReader:
         return target.tensor
 
     def span(self, part: Part, entry: TensorEntry) -> Span:
-        """Where a part lies in its file; what the file says of it must be what the manifest says."""
+        """Returns the location of a part in its file; raises if the file's header contradicts the manifest."""
         if part.file not in self._headers:
             file = self._files[part.file]
             spans = read_header(partial(read_range, file.source), file.record.size, part.file)
@@ -120,9 +120,9 @@ class TensorReader:
         return span
 
     def _blocks(self, work: "_Work") -> dict[str, list[int]]:
-        """Cuts what is to be read into blocks; their numbers by file.
+        """Splits the ranges to read into blocks; returns their numbers by file.
 
-        Those with a header that nobody has compared yet are among them, so that it is before its numbers are believed.
+        Includes unverified blocks of the header, so that the header is verified before the numbers in it are trusted.
         """
         numbers: dict[str, list[int]] = {}
         for name, ranges in work.ranges.items():
@@ -163,7 +163,7 @@ class TensorReader:
 
 @final
 class ReadPlan:
-    """What one process reads, planned by itself; ``interest`` says it to those that read at the same time."""
+    """Reads of one process, planned by itself; ``interest`` describes them to the ranks that read at the same time."""
 
     def __init__(
         self, files: OpenedFiles, storage: Storage, work: "_Work", targets: "Sequence[_Target]", interest: Interest
@@ -172,11 +172,13 @@ class ReadPlan:
         self.interest = interest
 
     def read(self, interests: Sequence[Interest], peers: RankGroup, others: Sequence[Place] = ()) -> Puts:
-        """Reads all tensors into this machine's memory, and compares this process's share of what is read.
+        """Reads all tensors into host memory, and verifies this process's share of the blocks.
 
-        ``interests`` are those of all ``peers``, which call this at the same time. Of a block that several of them read
-        on one machine one compares all of it, or reads it for all. Blocks in ``others`` are compared too. Collective
-        where blocks are passed on; failures are the caller's to agree on.
+        ``interests`` are those of all ``peers``, which call this at the same time. Of the ranks of one machine that
+        read a block, one verifies all of it, or reads it for all. Blocks in ``others`` are verified too.
+
+        Collective: every rank of the group must call this. Blocks may be sent between ranks; the caller must exchange
+        errors.
 
         Raises:
             CheckpointCorruptError: names the file and the bytes that differ.
@@ -189,7 +191,7 @@ class ReadPlan:
         return [target.finish for target in self._targets]
 
     def _read_for_all(self, interests: Sequence[Interest], peers: RankGroup) -> None:
-        """Fills blocks that all want from one reader, where each would read them for itself and that is slower."""
+        """Fills blocks that all ranks read from one reader each, if the ranks share no cache and that is faster."""
         machines = {interest.seat.host for interest in interests}
         readers = len(machines) if self._storage.cached else peers.size
         if readers < 2 or len(peers.keepers) > 1:
@@ -216,7 +218,7 @@ def _run(
 
 
 def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box, common: Box, inside: Box) -> None:
-    """Copies a box that lies in pieces, out of the mapped file: only the pages that it touches are read."""
+    """Copies a box that is not contiguous in the mapped file: only the pages that it touches are read."""
     content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
     aligned = content if begin % target.tensor.element_size() == 0 else content.clone()
     saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(outer.shape))
@@ -226,19 +228,19 @@ def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box
 @final
 @dataclass(slots=True)
 class _Work:
-    """What is to be read: ranges of files with memory for each, the same in blocks, and copies of what is strided."""
+    """Planned reads: ranges of files with target memory, the same split into blocks, and copies of strided boxes."""
 
     ranges: dict[str, list[tuple[int, memoryview]]] = field(default_factory=dict)
     blocks: dict[Place, Parts] = field(default_factory=dict)
     strided: list[Callable[[], None]] = field(default_factory=list)
     mapped: dict[str, set[int]] = field(default_factory=dict)
-    """The blocks that ``strided`` copies from, and compares, by file."""
+    """Blocks that ``strided`` copies from, and verifies, by file."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """This process's part of a tensor: the shape of its memory, and the boxes in it, as ``layout.boxes`` has them."""
+    """This process's shard of a tensor: its local shape, and its boxes, as in ``shard_layout.boxes``."""
 
     shape: tuple[int, ...]
     boxes: Sequence[tuple[Box, Box]]
@@ -251,7 +253,7 @@ class _Share:
 
 
 def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Share]) -> _Share:
-    """The part that belongs where ``like`` is; ``known`` has those of tensors of the same shape and placement."""
+    """Returns the shard for the placement of ``like``; ``known`` caches it for tensors of equal shape and placement."""
     dtensor = None if like is None else as_dtensor(like)
     if dtensor is None:
         same: object = entry.shape
@@ -268,7 +270,7 @@ def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[
 
 @final
 class _Target:
-    """A tensor that is being filled: this process's part of it in CPU memory, and how to make the result of that."""
+    """Tensor that is being read: this process's shard in CPU memory, and the conversion to the result."""
 
     def __init__(
         self,
@@ -299,24 +301,24 @@ class _Target:
 
 
 def _last(box: Box) -> Box:
-    """The last element of a box."""
+    """Returns the last element of a box."""
     return Box(tuple(a + n - 1 for a, n in zip(box.offset, box.shape, strict=True)), (1,) * len(box.shape))
 
 
 def _run_start(part: Box, outer: Box) -> int | None:
-    """How many elements precede ``part`` in the memory of ``outer``; None where it does not lie there in one piece."""
+    """Returns the number of elements before ``part`` in the memory of ``outer``; None if ``part`` is not contiguous."""
     if part is outer or part == outer:
         return 0
     return run_start(part, outer) if is_run(part, outer) else None
 
 
 def _shift(common: Box, box: Box, here: Box) -> Box:
-    """``common``, which lies inside ``box``, in the coordinates of the memory where ``box`` lies at ``here``."""
+    """Converts ``common``, which lies inside ``box``, to coordinates of a memory in which ``box`` lies at ``here``."""
     return Box(tuple(c - b + h for c, b, h in zip(common.offset, box.offset, here.offset, strict=True)), common.shape)
 
 
 def _batches(wanted: Sequence[Request], size_of: Callable[[str], int]) -> Iterator[list[Request]]:
-    """All at once for the CPU, else groups of bounded size, so that host memory does not hold a full model."""
+    """Yields one batch for the CPU, otherwise batches of limited size, so that the host never holds a full model."""
     batch: list[Request] = []
     total = 0
     for request in wanted:

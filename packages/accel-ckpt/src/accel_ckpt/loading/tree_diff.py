@@ -1,4 +1,4 @@
-"""Differences between a saved tree and the tree that it is to be loaded into."""
+"""Differences between a saved tree and the tree that it is loaded into."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Places wanted but not saved, saved but not wanted, and present in both with another shape or kind."""
+    """Paths that are wanted but not saved, saved but not wanted, and present in both with another shape or kind."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -36,7 +36,7 @@ class Difference:
 
 
 def compare(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Difference:
-    """The difference of two trees given by their leaves; of tensors shapes are compared, of other values nothing."""
+    """Compares two trees given by their leaves: shapes of tensors, and whether a leaf is a tensor; not values."""
     mismatched = [
         f"{show_path(path)} ({_kind(saved[path])} saved, {_kind(value)} wanted)"
         for path, value in wanted.items()

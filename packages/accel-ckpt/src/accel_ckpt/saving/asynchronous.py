@@ -1,8 +1,8 @@
-"""Saving while training goes on: a copy now, the disk later.
+"""Background saves: a host snapshot now, the writes later.
 
-The call returns once this rank's part lies in a buffer of its own, which is kept for the next save. One thread then
-digests and writes it; both release the interpreter lock, eight megabytes at a time. It uses a group of its own with the
-other ranks, because collectives of two threads on one group would be matched wrongly.
+The call returns once this rank's tensors are copied into a buffer, which is reused by the next save. A thread then
+digests and writes the buffer in blocks of eight megabytes; both operations release the GIL. The thread has a process
+group of its own, because collectives of two threads on one group could be matched wrongly.
 """
 
 import logging
@@ -38,10 +38,10 @@ _LOG = logging.getLogger(__name__)
 
 @final
 class SaveHandle:
-    """A save under way. ``stall`` is how long the call that began it held up its caller, in seconds.
+    """A save in progress. ``stall`` is the time in seconds for which the call that began it blocked its caller.
 
-    If it fails and nobody is told, by ``wait``, ``raise_failure`` or the saver's next call, the process ends with a
-    status other than 0, whatever the script does.
+    If the save fails and the failure is not raised, by ``wait``, ``raise_failure`` or the saver's next call, the
+    process exits with a status other than 0, whatever the script does.
     """
 
     def __init__(self, path: Location, nbytes: int) -> None:
@@ -49,7 +49,7 @@ class SaveHandle:
         self.nbytes = nbytes
         self.stall = 0.0
         self.outcome = "no checkpoint was committed"
-        """What is at ``path`` if it failed."""
+        """State of ``path`` after a failure."""
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._untold: UntoldFailure | None = None
@@ -59,14 +59,14 @@ class SaveHandle:
         return f"SaveHandle({str(self.path)!r}, {state})"
 
     def done(self) -> bool:
-        """Whether it is committed or has failed."""
+        """Whether the save is committed or has failed."""
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
-        """The committed checkpoint, once it is; ``timeout`` in seconds.
+        """Waits for the commit and returns the checkpoint; ``timeout`` in seconds.
 
         Raises:
-            CheckpointError: the save failed on some rank, or is not over in time.
+            CheckpointError: the save failed on a rank, or is not committed in time.
         """
         if not self._over.wait(timeout):
             raise CheckpointError(f"{self.path} is not committed after {timeout} s")
@@ -74,7 +74,7 @@ class SaveHandle:
         return open_checkpoint(self.path, verify=False)
 
     def raise_failure(self, *, once: bool = False) -> None:
-        """Raises what the save failed with; with ``once`` only if nobody was told yet."""
+        """Raises the error of the save, if it failed; with ``once`` only if it was not raised before."""
         if self._error is not None and not (once and self._untold is None):
             if self._untold is not None:
                 self._untold.told()
@@ -93,9 +93,10 @@ class SaveHandle:
 
 @final
 class AsyncSaver:
-    """Saves in the background, one checkpoint at a time; a context manager that ends by waiting for the last.
+    """Saves in the background, one checkpoint at a time; a context manager that waits for the last save at its end.
 
-    Made and used by all ranks of ``group`` together. It makes a gloo group for its thread when there are several.
+    Collective: every rank of the group must call this. The same holds for ``save`` and ``close``. With several ranks it
+    creates a gloo group for its thread.
     """
 
     def __init__(self, *, group: Ranks = None) -> None:
@@ -106,7 +107,7 @@ class AsyncSaver:
         self._buffer: torch.Tensor | None = None
         self._handle: SaveHandle | None = None
         self._running: Future[None] | None = None
-        # Kept, since a thread that has to be made first is waited for, and under load that takes longer than the copy.
+        # Kept for all saves: under load, starting a thread takes longer than the copy.
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "accel-ckpt-save")
 
     def save(
@@ -120,14 +121,15 @@ class AsyncSaver:
         series: "CheckpointDirectory | None" = None,
         terms: Terms = Terms(),  # noqa: B008 (frozen)
     ) -> SaveHandle:
-        """As ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
+        """Like ``accel_ckpt.save``, but returns once the values are copied; they may change from then on.
 
-        Waits for an earlier save that is still under way. After the commit ``series`` is pruned. Several ranks
-        agree before the first copy; as long as they bring the same tensors, they do in the background from then on.
-        With states in ``terms.own`` they compare digests before each copy.
+        Collective: every rank of the group must call this. Waits for an earlier save that is still in progress. Prunes
+        ``series`` after the commit. The first time the ranks compare their states before the copy; as long as the ranks
+        have the same tensors, they compare them in the background from then on. With states in ``terms.own`` they
+        compare digests before each copy.
 
         Raises:
-            CheckpointError: an earlier save failed and nobody was told, or this one cannot begin.
+            CheckpointError: an earlier save failed and the error was not raised yet, or this save cannot begin.
         """
         start = time.perf_counter()
         self.wait()
@@ -148,10 +150,10 @@ class AsyncSaver:
         return handle
 
     def wait(self) -> None:
-        """Waits until nothing is under way.
+        """Waits until no save is in progress.
 
         Raises:
-            CheckpointError: the last save failed and nobody was told yet.
+            CheckpointError: the last save failed and the error was not raised yet.
         """
         if self._running is not None:
             self._running.result()
@@ -160,7 +162,10 @@ class AsyncSaver:
             self._handle.raise_failure(once=True)
 
     def close(self) -> None:
-        """Waits, frees threads and buffer, and closes the group. Collective."""
+        """Waits for the last save, frees threads and buffer, and closes the group.
+
+        Collective: every rank of the group must call this.
+        """
         try:
             self.wait()
         finally:
@@ -182,10 +187,10 @@ class AsyncSaver:
         except CheckpointError:
             if kind is None:
                 raise
-            _LOG.exception("a save under way failed too")  # the first exception is what the caller must see
+            _LOG.exception("a save under way failed too")  # the first exception is raised instead
 
     def _compared(self, target: Location, make: MakeDraft) -> MakeDraft:
-        """Finds out whether ranks still have the same, before they go on: what each has of its own is copied too."""
+        """Compares digests of the ranks before the copy, because states that a rank keeps as its own are copied too."""
         drafts: list[Draft] = []
 
         def summary() -> Summary:
@@ -198,7 +203,7 @@ class AsyncSaver:
     def _agree_first(
         self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
     ) -> "tuple[_Begin, RankPart]":
-        """What cannot be saved is refused on all ranks, now."""
+        """Begins the save and copies; a state that cannot be saved raises now, on all ranks."""
         attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
         with attempt.dropped_on_error():
             self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
@@ -207,10 +212,10 @@ class AsyncSaver:
     def _copy_first(
         self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
     ) -> "tuple[_Begin, RankPart | None]":
-        """Ranks that brought the same tensors the last time copy at once and agree in the background.
+        """Copies first and begins the save in the background, for ranks that had the same tensors at the last save.
 
-        A failure is for the background too, where all ranks hear of it: to raise here on one of them would leave it
-        out of step with the others.
+        An error is raised in the background too, on all ranks: raising it here, on one rank, would leave that rank out
+        of step.
         """
         try:
             draft = make(())
@@ -233,7 +238,7 @@ class AsyncSaver:
         error: BaseException | None = None
         attempt: Attempt | None = None
         try:
-            self._alike = False  # unless all ranks hear otherwise
+            self._alike = False  # until all ranks have agreed again
             attempt = begin()
             self._alike = attempt.alike and self._peers.group is not None
             handle.path = attempt.target
@@ -260,7 +265,7 @@ def _fail(error: Exception, apart: Collection[str]) -> Draft:
 
 
 def _outcome(path: Location, attempt: Attempt | None) -> str:
-    """Whether a save that failed has committed its checkpoint: ranks may fail after that, in pruning or at the end."""
+    """Describes whether a failed save committed its checkpoint: ranks may fail later, in pruning or at the end."""
     try:
         committed = attempt is not None and read_manifest(path).id == attempt.label.id
     except CheckpointError:
@@ -269,7 +274,10 @@ def _outcome(path: Location, attempt: Attempt | None) -> str:
 
 
 def _local_threads(peers: RankGroup) -> int:
-    """This rank's share of its machine's processors."""
+    """Returns this rank's share of its machine's CPUs.
+
+    Collective: every rank of the group must call this.
+    """
     seats = peers.together("counting the ranks of each machine", Seat.own)
     return seats[peers.rank].threads(seats, default_threads())
 

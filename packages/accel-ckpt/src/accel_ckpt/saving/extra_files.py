@@ -1,4 +1,4 @@
-"""Files of the user's own in checkpoints behind URLs: written into a local folder, uploaded, and downloaded again."""
+"""User files in checkpoints behind URLs: written into a local folder, uploaded, and downloaded again."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def check_names(names: list[str]) -> None:
-    """Raises unless the user's files have other names than the checkpoint's own.
+    """Raises if a user file has a name that is reserved for the checkpoint's own files.
 
     Raises:
-        CheckpointError: names those that have not.
+        CheckpointError: lists the reserved names.
     """
     if taken := [name for name in names if is_own_name(name.partition("/")[0])]:
         raise CheckpointError(f"a hook wrote {', '.join(taken)}, a name that the checkpoint's own files have")
 
 
 def upload(folder: Path, names: list[str], storage: Storage, target: Location) -> Mapping[str, FileRecord]:
-    """Writes files of a local folder under ``target``; their sizes and digests by name."""
+    """Uploads files of a local folder to ``target``; returns their sizes and digests by name."""
     found: dict[str, FileRecord] = {}
     for name in names:
         path, place = folder / name, target
@@ -37,10 +37,10 @@ def upload(folder: Path, names: list[str], storage: Storage, target: Location) -
 
 
 def download(checkpoint: "Checkpoint", folder: Path) -> None:
-    """Writes the user's files of a checkpoint into a local folder, under their paths.
+    """Writes the user files of a checkpoint into a local folder, under their paths.
 
     Raises:
-        CheckpointCorruptError: what was read is not what was written.
+        CheckpointCorruptError: a block does not match its digest.
     """
     for name in checkpoint.manifest.extra:
         place = folder / name

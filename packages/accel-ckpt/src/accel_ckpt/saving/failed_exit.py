@@ -1,9 +1,9 @@
-"""The exit of a process whose last background save has failed, where nobody was told: its status is not 0.
+"""Exit status of a process whose last background save failed without the error being raised: it is not 0.
 
-Python fixes the status of a process before the functions registered with ``atexit`` run, and offers one documented way
-to change it afterwards: it becomes 120 if a standard stream cannot be flushed (see ``sys.exit``). So the standard error
-is replaced by one whose ``flush`` fails. Everything else of the interpreter's end runs as ever, which ``os._exit``
-would skip: other libraries' functions, log files, worker processes.
+Python fixes the exit status before the functions registered with ``atexit`` run, and documents one way to change it
+later: the status becomes 120 if a standard stream cannot be flushed (see ``sys.exit``). Standard error is therefore
+replaced by a stream whose ``flush`` raises. All other steps of the interpreter's exit run as usual, whereas
+``os._exit`` would skip exit functions of other libraries, log files and worker processes.
 """
 
 import atexit
@@ -13,19 +13,19 @@ from typing import Any, TextIO, final
 
 _LOG = logging.getLogger(__name__)
 STATUS = 120
-"""The exit status then, whatever the script gave to ``sys.exit``."""
+"""Exit status in that case, whatever the script passed to ``sys.exit``."""
 
 
 @final
 class UntoldFailure:
-    """A failure that makes the process end with ``STATUS``, unless somebody is told of it before."""
+    """Failure that makes the process exit with ``STATUS``, unless the error is raised before."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         atexit.register(self._end_badly)
 
     def told(self) -> None:
-        """Takes it back: the failure was raised where the script could see it."""
+        """Cancels the exit status: the error was raised where the script can handle it."""
         atexit.unregister(self._end_badly)
 
     def _end_badly(self) -> None:
@@ -38,14 +38,14 @@ class UntoldFailure:
 
 @final
 class _Unflushable:
-    """A stream like the one inside, except that flushing it, which works, is reported as failed."""
+    """Wraps a stream; ``flush`` flushes it, but raises as if that had failed."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     @property
     def closed(self) -> bool:
-        """Python flushes no stream that is closed."""
+        """False, because Python does not flush closed streams."""
         return False
 
     def write(self, text: str) -> int:
@@ -54,7 +54,7 @@ class _Unflushable:
     def flush(self) -> None:
         if self._stream is not None:
             self._stream.flush()
-        # The error that library code expects of a stream at the end of a process, and passes over.
+        # Library code that flushes streams at the end of a process expects and ignores this type of error.
         raise ValueError(f"a background save has failed, so this process ends with status {STATUS}")
 
     def __getattr__(self, name: str) -> Any:

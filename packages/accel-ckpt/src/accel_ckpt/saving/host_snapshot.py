@@ -1,7 +1,7 @@
-"""A copy of many tensors into one buffer, as fast as memory allows.
+"""Host snapshot: a copy of many tensors into one buffer, at memory speed.
 
-Torch's own copies open and close a parallel region per tensor, which costs several times the copy itself when the
-processors are shared with others; plain memory moves on two threads do not.
+torch's own copies start and join a parallel region per tensor, which costs several times the copy itself if other
+processes share the CPUs; plain memory moves on a few threads do not.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ def copy_into(
     threads: int | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> None:
-    """Copies the bytes of ``tensors``, row-major and one after the other, to the begin of ``buffer`` (uint8, CPU).
+    """Copies the bytes of ``tensors``, row-major and one after the other, to the start of ``buffer`` (uint8, CPU).
 
-    ``threads`` of them at a time, this one among them and the others from ``pool``.
+    Uses ``threads`` threads, including the calling one; the others come from ``pool``.
     """
     moves: list[tuple[int, int, int]] = []
     begin = 0
@@ -45,7 +45,7 @@ def copy_into(
 
 
 def _jobs(moves: Sequence[tuple[int, int, int]]) -> Iterator[Callable[[], None]]:
-    """Moves in groups that are worth a thread's attention."""
+    """Groups moves into jobs of about ``_JOB`` bytes."""
     group: list[tuple[int, int, int]] = []
     size = 0
     for move in moves:

@@ -1,4 +1,4 @@
-"""A whole copy of a checkpoint on every machine: files that a machine's own ranks did not write are sent to it."""
+"""Full copies of a checkpoint on every machine: files that the ranks of a machine did not write are sent to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -14,13 +14,14 @@ from accel_state.errors import CheckpointError
 def complete(
     peers: RankGroup, storage: Storage, folder: Location, written: Sequence[Mapping[str, FileRecord]], digest: Digest
 ) -> None:
-    """Brings the files that each rank has ``written`` into the ``folder`` of every machine. For all ranks.
+    """Sends the files that each rank has ``written`` into the ``folder`` of every machine.
 
-    Each file goes from its writer straight to the keepers of the other copies, a block at a time, and is compared with
-    its digests when it has arrived. Who fails goes on sending or taking until the others are done, and raises then.
+    Collective: every rank of the group must call this. Each file is sent from its writer directly to the keepers of the
+    other copies, block by block, and its digests are compared on arrival. A rank with an error continues to send or
+    receive until the others are done, and raises then.
 
     Raises:
-        CheckpointError: a file could not be read, written, or is not what was sent; or a rank is gone.
+        CheckpointError: a file could not be read or written, or differs from what was sent; or a rank has ended.
     """
     problems: list[Exception] = []
     for writer, records in enumerate(written):
@@ -34,7 +35,7 @@ def complete(
                     _take(peers, storage, place, record, writer, digest)
             except CheckpointError as error:
                 problems.append(error)
-            except RuntimeError as lost:  # there is nobody to go on with
+            except RuntimeError as lost:  # the connection is broken, so the rank cannot continue
                 raise CheckpointError(f"copying {place}: a rank is gone or does not answer: {lost}") from lost
     if problems:
         raise problems[0]
@@ -62,7 +63,7 @@ def _send(peers: RankGroup, storage: Storage, place: Location, record: FileRecor
 def _take(peers: RankGroup, storage: Storage, place: Location, record: FileRecord, writer: int, digest: Digest) -> None:
     arriving = _Arriving(peers, record.size, writer)
     try:
-        # One buffer takes block after block, so nothing may still look at it when the next arrives: no threads.
+        # One buffer receives block after block, so no thread may still read it when the next arrives: no threads.
         found = storage.write(place, Content(lambda: iter(arriving), record.size, digest, threads=0))
     finally:
         for _ in arriving:
@@ -73,7 +74,7 @@ def _take(peers: RankGroup, storage: Storage, place: Location, record: FileRecor
 
 @final
 class _Arriving(Iterator[memoryview]):
-    """The blocks of a file as its writer sends them, in a buffer that is used again."""
+    """Receives the blocks of a file from its writer, in one reused buffer."""
 
     def __init__(self, peers: RankGroup, size: int, writer: int) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""One rank's contribution to a checkpoint, and the part of it that this rank writes."""
+"""Save plan: one rank's contribution to a checkpoint, and the files that this rank writes."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ from accel_ckpt.saving.replicas import StateStructure, value_digests
 from accel_state.errors import CheckpointError
 
 LOCAL = "~local"
-# Tensors up to this many bytes are all written by the first rank that has them: nothing is gained by spreading them,
-# and what differs a little between replicas (statistics of a BatchNorm) then comes from one rank.
+# Tensors up to this many bytes are all written by the first rank that has them: distributing them saves nothing, and
+# values that differ slightly between replicas (statistics of a BatchNorm) then come from one rank.
 SMALL = 2**16
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The trees as JSON and the tensors they refer to: those common to the ranks, and this rank's own."""
+    """Trees as JSON and the tensors in them: those common to the ranks, and those of this rank only."""
 
     trees: dict[str, Json]
     holdings: dict[str, Holding]
@@ -34,11 +34,11 @@ class Draft:
     metadata: Json
 
     values: dict[str, str]
-    """Digests of the tensors that other ranks hold as well."""
+    """Digests of the tensors of which other ranks hold replicas."""
 
     @cached_property
     def structure(self) -> StateStructure:
-        """What other ranks must know to see whether they bring the same."""
+        """Description of this rank's state, for the comparison with other ranks."""
         plain = {
             name: (holding.dtype, holding.shape) for name, holding in self.holdings.items() if holding.ranks is None
         }
@@ -49,14 +49,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class RankPart:
-    """The files that one rank writes: trees for JSON documents, tensors as items and memory in file order.
+    """Files that one rank writes: trees for JSON documents, tensors as items and memory in file order.
 
-    Only what needs the values is there at once; headers and documents are made when they are asked for, which a save
-    in the background does in the background.
+    Only values are collected at once; headers and documents are built on access, which for a background save is in the
+    background.
     """
 
     trees: Mapping[str, dict[str, Json]]
-    """By the name of the document."""
+    """By name of the JSON document."""
     tensors_name: str
     items: Sequence[Item]
     tensors: Sequence[torch.Tensor]
@@ -64,21 +64,21 @@ class RankPart:
 
     @cached_property
     def documents(self) -> dict[str, bytes]:
-        """The JSON files."""
+        """Contents of the JSON files by name."""
         return {name: _document(trees) for name, trees in self.trees.items()}
 
     @cached_property
     def header(self) -> bytes:
-        """The begin of the tensor file; empty if this rank writes none."""
+        """Header of the tensor file; empty if this rank writes none."""
         return header_of(self.items, {"format": "pt"}) if self.items else b""
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of tensors."""
+        """Size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The tensor file, straight from the tensors' memory where they lie on the CPU in order."""
+        """Yields the tensor file, without copies of contiguous CPU tensors."""
         yield memoryview(self.header)
         for tensor in self.tensors:
             yield byte_view(host_copy(tensor))
@@ -93,12 +93,12 @@ def make_draft(
     *,
     threads: int | None = None,
 ) -> Draft:
-    """Encodes everything and finds out what this rank holds of each tensor.
+    """Encodes all trees and determines this rank's shard of each tensor.
 
-    Those of ``state`` named in ``apart`` are this rank's own instead, beside what ``local`` has under such a name.
+    States named in ``apart`` become rank-local, beside those in ``local``, which they replace under equal names.
 
     Raises:
-        CheckpointError: something cannot be stored; names its place.
+        CheckpointError: a value cannot be stored; names its path.
     """
     table, own = TensorTable(), TensorTable(f"{LOCAL}/{peers.rank:05d}/")
     for name in (*state, *(local or {})):
@@ -132,10 +132,10 @@ def make_part(
     peers: RankGroup,
     differing: Collection[str] = (),
 ) -> RankPart:
-    """What this rank writes: its boxes of sharded tensors, its share of whole ones, its own trees.
+    """Plans this rank's files: its boxes of sharded tensors, its share of the full ones, its rank-local trees.
 
-    ``trees`` are those of all ranks; ``ranks`` says who holds each full tensor (None: everyone).
-    Of those in ``differing`` the first rank that has them writes its own.
+    ``trees`` are those common to all ranks; ``ranks`` are the holders of each full tensor (None: all ranks). A tensor
+    in ``differing`` is written by the first rank that holds it.
     """
     everyone = tuple(range(peers.size))
     holders = {
@@ -165,10 +165,10 @@ def make_part(
 
 
 def join_entries(every: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """The tensors of the checkpoint from the parts that each rank wrote.
+    """Merges the parts that each rank wrote into the tensors of the checkpoint.
 
     Raises:
-        CheckpointError: parts of a tensor are missing or twice there.
+        CheckpointError: parts of a tensor are missing or overlap.
     """
     joined: dict[str, TensorEntry] = {}
     for entries in every:
@@ -200,9 +200,9 @@ def _add(
     items: list[tuple[Item, torch.Tensor]] | None,
     entries: dict[str, TensorEntry],
 ) -> None:
-    """Adds a tensor's boxes to the file, if this rank writes it (``items`` given)."""
+    """Adds a tensor's boxes to the file if this rank writes it, i.e. if ``items`` is given."""
     parts = []
-    if items is not None and holding.ranks is None and holding.nbytes:  # whole, which nearly all are
+    if items is not None and holding.ranks is None and holding.nbytes:  # the full tensor, the common case
         items.append((Item(name, holding.dtype, holding.shape), holding.local))
         everything = Box((0,) * len(holding.shape), holding.shape)
         entries[name] = TensorEntry(holding.dtype, holding.shape, (Part(file, name, everything),))
@@ -219,7 +219,7 @@ def _add(
 
 
 def _is_shared(holding: Holding) -> bool:
-    """Whether other ranks hold the same values, or should."""
+    """Whether other ranks hold, or should hold, the same values."""
     return holding.local.numel() > 0 and (holding.ranks is None or len(holding.ranks) > 1)
 
 

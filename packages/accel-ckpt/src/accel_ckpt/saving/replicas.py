@@ -1,9 +1,9 @@
-"""Comparison of replicas by digests, and the one state that a save makes of those of all ranks.
+"""Comparison of replicas by digests, and the merge of the ranks' states into the one that is saved.
 
-Each tensor is written by one of the ranks that hold it, so a state of which ranks have different values would be put
-together from several of them. A digest of every tensor that several ranks hold shows that before anything is written.
-CRC-32 reads memory at its own speed; of a large tensor on an accelerator sums of rows are digested instead, since all
-of it would have to come to the host on every rank, where a save needs it from one.
+Each tensor is written by one of its replicas, so a state whose replicas differ would be a mixture of several ranks'
+values. The digest of every tensor with several replicas shows that before anything is written. CRC-32 runs at memory
+speed; of a large CUDA tensor sums of rows are digested instead, because otherwise every rank would copy the full tensor
+to the host, which a save needs from one rank only.
 """
 
 import json
@@ -21,7 +21,7 @@ from accel_ckpt.io.thread_pool import run_jobs
 from accel_state.errors import CheckpointError
 
 _JOB = 4 * 2**20
-# Tensors of an accelerator up to this many bytes come to the host whole.
+# CUDA tensors up to this many bytes are copied to the host in full.
 _WHOLE = 2**20
 _ROW = 256
 Facts = tuple[str, tuple[int, ...]]
@@ -31,15 +31,16 @@ Facts = tuple[str, tuple[int, ...]]
 @final
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What becomes of states in which ranks that should have the same do not, and what the user adds to a checkpoint.
+    """Treatment of replicas that differ, and files that the user adds to a checkpoint.
 
-    Of those named in ``own``, ranks that differ from the first one keep their own; of others the first rank's values
-    are saved, with a warning. ``refused(place)`` says what to do instead where that would be wrong: the save fails.
+    States named in ``own`` are saved rank by rank where ranks differ from the first one; of other states the first
+    rank's values are saved, with a warning. ``refused(path)`` returns advice for paths where that would be wrong: the
+    save then fails with the advice.
 
-    ``fill(folder)`` is called before anything is read, on all ranks, if all have it: what it writes into the folder
-    becomes part of the checkpoint, digested and committed with it. Behind a URL the folder is a temporary one of this
-    rank, whose files are uploaded. It may still change the state. Of a file that several ranks write the last writer's
-    is kept, behind a URL the lowest rank's.
+    ``fill(folder)`` is called before the state is read, on all ranks, if all have it. The files that it writes into the
+    folder become part of the checkpoint, with digests and in the same commit. Behind a URL the folder is a temporary
+    one of this rank, and its files are uploaded. ``fill`` may still change the state. If several ranks write the same
+    file, the last write counts, behind a URL that of the lowest rank.
     """
 
     own: Collection[str] = ()
@@ -50,17 +51,17 @@ class Terms:
 @final
 @dataclass(frozen=True, slots=True)
 class StateStructure:
-    """A rank's trees without tensors, dtype and shape of the tensors that it holds whole, and digests of values."""
+    """A rank's trees without tensors, dtype and shape of its full tensors, and digests of values."""
 
     trees: dict[str, Json]
     plain: dict[str, Facts]
     values: dict[str, tuple[tuple[int, ...] | None, str]]
-    """Of each tensor that several ranks hold: which ones (None: all that know the name), and the digest."""
+    """For each tensor with several replicas: the ranks that hold one (None: all that have the name), and its digest."""
     sharded: frozenset[str]
-    """The states of which ranks hold parts."""
+    """States with sharded tensors."""
 
     def summary(self) -> "Summary":
-        """What tells whether ranks bring the same."""
+        """Reduces the structure to digests, which suffice to find out whether ranks differ."""
         kind = sha256([json.dumps([self.trees, sorted(self.plain.items())]).encode()])
         sets: dict[tuple[int, ...] | None, list[tuple[str, str]]] = {}
         for name, (ranks, digest) in self.values.items():
@@ -71,7 +72,7 @@ class StateStructure:
 @final
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A digest of trees and kinds of tensors, and one of the values of all tensors that the same ranks hold."""
+    """A digest of trees, dtypes and shapes, and one of the values of all tensors with replicas on the same ranks."""
 
     kind: str
     values: Mapping[tuple[int, ...] | None, str]
@@ -80,22 +81,22 @@ class Summary:
 @final
 @dataclass(slots=True)
 class Differences:
-    """Where the values of ranks differ, by state: the places, and the ranks that are not like the first."""
+    """Differences between ranks, by state: the paths, and the ranks that differ from the first."""
 
     places: dict[str, set[str]] = field(default_factory=dict)
     ranks: dict[str, set[int]] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
-    """The names of tensors among them."""
+    """Names of the tensors that differ."""
     misfits: dict[str, str] = field(default_factory=dict)
-    """Tensors that differ in dtype or shape, and how, by state."""
+    """Descriptions of tensors that differ in dtype or shape, by state."""
 
     def add(self, state: str, place: str, rank: int) -> None:
-        """Notes that a rank has something else at a place than the first that has it."""
+        """Records that ``rank`` has another value at a path than the first rank that has the path."""
         self.places.setdefault(state, set()).add(place)
         self.ranks.setdefault(state, set()).add(rank)
 
     def shown(self, states: Collection[str]) -> str:
-        """Places and ranks for a message."""
+        """Formats paths and ranks for a message."""
         places = sorted(place for state in states for place in self.places[state])
         ranks = sorted({rank for state in states for rank in self.ranks[state]})
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
@@ -105,7 +106,7 @@ class Differences:
 @final
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One state out of those of all ranks: the trees, who holds each full tensor, and what differs."""
+    """The merged state of all ranks: its trees, the holders of each full tensor, and the differences."""
 
     trees: dict[str, Json]
     holders: dict[str, tuple[int, ...]]
@@ -113,7 +114,7 @@ class Merged:
 
 
 def alike(summaries: Sequence[Summary]) -> bool:
-    """Whether all ranks bring the same tensors, and those that hold the same part of one have the same values."""
+    """Whether all ranks have the same tensors, and all replicas have the same values."""
     everyone = range(len(summaries))
     return len({one.kind for one in summaries}) == 1 and all(
         len({summaries[rank].values.get(ranks) for rank in (everyone if ranks is None else ranks)}) == 1
@@ -123,7 +124,7 @@ def alike(summaries: Sequence[Summary]) -> bool:
 
 
 def value_digests(tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> dict[str, str]:
-    """A digest of the bytes of each tensor, or of sums that differ where they do, as the module's text says."""
+    """Digests the bytes of each tensor, or the sums of its rows for large CUDA tensors (see the module's docstring)."""
     found: dict[tuple[str, int], str] = {}
     group: list[tuple[tuple[str, int], torch.Tensor]] = []
     jobs: list[Callable[[], None]] = []
@@ -148,7 +149,7 @@ def value_digests(tensors: Mapping[str, torch.Tensor], threads: int | None = Non
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of 256 neighbours each, on the tensor's own device: they differ where the tensor does."""
+    """Sums groups of 256 neighbouring words (int32, or bytes) to int64 on the tensor's own device, for digests."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 4 == 0 and flat.data_ptr() % 4 == 0:
         flat = flat.view(torch.int32)
@@ -157,7 +158,7 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def merge_structures(structures: Sequence[StateStructure]) -> Merged:
-    """One set of trees from ranks that bring different ones. Where values differ the first rank's is taken."""
+    """Merges the trees of ranks that differ. Where values differ, the first rank's value is used."""
     differences = Differences()
     trees: dict[str, Json] = {}
     for rank, structure in enumerate(structures):
@@ -187,10 +188,10 @@ def merge_structures(structures: Sequence[StateStructure]) -> Merged:
 
 
 def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Terms, rank: int) -> frozenset[str]:
-    """The states of which this rank keeps its own, as it differs from the first rank.
+    """Returns the states that this rank saves as its own because they differ from the first rank's.
 
     Raises:
-        CheckpointError: values differ that must not, or tensors differ in dtype or shape; the same on all ranks.
+        CheckpointError: values that must be equal differ, or tensors differ in dtype or shape; raised on all ranks.
     """
     differences = merged.differences
     sharded = frozenset[str]().union(*(structure.sharded for structure in structures))
@@ -206,7 +207,7 @@ def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Term
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of a tensor that threads can digest; those of a large one on an accelerator are made from its sums."""
+    """Splits a tensor into pieces for several threads; a large CUDA tensor is replaced by its row sums."""
     if tensor.is_cuda and tensor.nbytes > _WHOLE:
         tensor = row_sums(tensor)
     if not tensor.is_contiguous() or tensor.nbytes <= _JOB:

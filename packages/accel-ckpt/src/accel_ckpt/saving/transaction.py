@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its part, then one rename that makes it exist."""
+"""Save transaction: every rank writes its files, then one rename commits the checkpoint."""
 
 import logging
 import os
@@ -27,11 +27,11 @@ from accel_ckpt.saving.replicas import Summary, Terms, alike, kept_apart, merge_
 from accel_state.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
-# Called with the name of each stage just before it is entered; tests kill the process there.
+# Called with the name of each stage just before the stage begins; tests kill the process there.
 Witness = Callable[[str], None]
 _HOOKS = "hooks before saving"
 MakeDraft = Callable[[Collection[str]], Draft]
-"""What this rank brings, with the states of the given names as its own."""
+"""Builds this rank's draft, with the states of the given names as rank-local."""
 
 
 def save(  # noqa: PLR0913
@@ -46,21 +46,21 @@ def save(  # noqa: PLR0913
     alone: bool = False,
     terms: Terms = Terms(),  # noqa: B008 (frozen)
 ) -> Checkpoint:
-    """Saves named state trees under ``path``, which holds either all of them or what it held before.
+    """Saves named state trees under ``path``, which then holds all of them, or its previous contents after a failure.
 
-    To be called on all ranks of ``group`` (None: torch's default group; without one, this process alone). ``state`` is
-    what the ranks have in common: each DTensor's parts are written by the ranks that hold them, each plain tensor once
-    by one of them. ``local`` is this rank's own. ``metadata`` is JSON, kept in the manifest; rank 0's counts, and so
-    does its ``path``. With ``alone`` this process writes everything by itself, though it is one of several. With a
-    ``PerNode`` as ``group`` every machine gets a whole checkpoint, at the ``path`` of its lowest rank; a place that is
-    overwritten on several machines is replaced on each in one step, but not on all in the same. ``digest`` finds
-    damage; "sha256" makes the manifest's seal stand for every byte, for who wants to sign it.
+    Collective: every rank of the group must call this. ``group`` defaults to torch's default group; without a group,
+    this process saves alone. ``state`` is common to the ranks: the shards of a DTensor are written by the ranks that
+    hold them, a plain tensor by one of the ranks. ``local`` is this rank's own state. ``metadata`` is JSON, kept in the
+    manifest; rank 0's metadata and ``path`` are used. With ``alone`` this process saves by itself, although it is one
+    of several. With a ``PerNode`` as ``group`` every machine gets a full checkpoint, at the ``path`` of its lowest
+    rank; an overwrite is atomic on each machine, but not over all of them. ``digest`` detects damage; with "sha256" the
+    manifest's seal covers every byte, for users who sign it.
 
-    Where ranks have different values in ``state``, rank 0's are saved and a warning names the places, unless
-    ``terms`` says otherwise. Tensors of several ranks are never put together into one state.
+    If replicas in ``state`` differ, rank 0's values are saved and a warning lists the paths, unless ``terms`` says
+    otherwise. Values of several ranks are never mixed in one state.
 
     Raises:
-        CheckpointError: on every rank if any of them failed; ``path`` is as before.
+        CheckpointError: on every rank if any rank failed; ``path`` is unchanged.
     """
     peers = RankGroup(None) if alone else RankGroup.of(group)
     make = partial(make_draft, state, local, metadata, peers)
@@ -73,7 +73,7 @@ def save(  # noqa: PLR0913
 @final
 @dataclass(slots=True)
 class Attempt:
-    """One save under way: begun by all ranks together, finished by all or dropped."""
+    """A save in progress: begun by all ranks together, then committed or dropped."""
 
     target: Location
     storage: Storage
@@ -81,13 +81,13 @@ class Attempt:
     part: RankPart
     label: "_Label"
     staging: Staged | None
-    """The keeper's; None on the others."""
+    """The keeper's staging folder; None on other ranks."""
     threads: int
-    """This rank's share of the processors, which those that save beside it use too."""
+    """This rank's share of the CPUs, which the other ranks of its machine use too."""
     alike: bool = True
-    """Whether all ranks bring the same tensors, so that each knows its part without asking."""
+    """Whether all ranks have the same tensors, so that each can plan its files without communication."""
     extra: Mapping[str, FileRecord] = field(default_factory=dict)
-    """Files that ``fill`` wrote where this rank keeps a copy."""
+    """Files that ``fill`` wrote into this rank's copy."""
     digest: Digest = "crc32"
     witness: Witness = lambda stage: None
 
@@ -102,14 +102,14 @@ class Attempt:
         part: RankPart | None = None,
         terms: Terms = Terms(),  # noqa: B008 (frozen)
     ) -> "Attempt":
-        """Plans who writes what and makes the folder to write into. Collective; nothing is written yet.
+        """Plans the files of all ranks and creates the staging folder; writes no tensors yet.
 
-        ``draft`` gives what this rank brings, or raises; it is called once more with the names of states that turn
-        out to be this rank's own. ``part`` is what it has decided to write, if it has, on the assumption that all ranks
-        bring the same tensors.
+        Collective: every rank of the group must call this. ``draft`` builds this rank's draft, or raises; it is called
+        again with the names of states that turn out to be rank-local. ``part`` is this rank's plan if it was made
+        before, under the assumption that all ranks have the same tensors.
 
         Raises:
-            CheckpointError: on every rank if any cannot take part, or if that assumption was wrong.
+            CheckpointError: on every rank if any rank cannot take part, or if that assumption was wrong.
         """
         place = _Place(peers, target, overwrite)
         drafts: list[Draft] = []
@@ -143,13 +143,13 @@ class Attempt:
     def finish(
         self, peers: RankGroup, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None
     ) -> None:
-        """Writes this rank's files and commits once all ranks have. Collective.
+        """Writes this rank's files, and commits once all ranks have written theirs.
 
-        ``pieces`` gives the bytes of this rank's tensor file; ``threads`` digest them (None: as many as it has share
-        of the processors).
+        Collective: every rank of the group must call this. ``pieces`` yields the bytes of this rank's tensor file;
+        ``threads`` is the number of threads that digest them (None: this rank's share of the CPUs).
         """
         with self.dropped_on_error():
-            if len(peers.keepers) == 1:  # rank 0 alone needs the entries, of which a large model has many
+            if len(peers.keepers) == 1:  # only rank 0 needs the entries, and a large model has many
                 written = partial(self._write, pieces, threads)
                 peers.at_first(f"saving {self.target}", written, self._seal_and_commit)
                 return
@@ -158,13 +158,13 @@ class Attempt:
             files = [records for records, _ in told]
             bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
             peers.together(f"copying {self.target} to every machine", bring)
-            # No copy is committed unless all can be.
+            # A copy is committed only if all copies can be.
             peers.first(f"sealing {self.target}", lambda: self._seal(told))
             peers.first(f"committing {self.target}", self._commit)
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """Removes what was written if the block raises."""
+        """Removes the written files if the block raises."""
         try:
             yield
         except BaseException:
@@ -217,17 +217,17 @@ class Attempt:
 
 @final
 class _Place:
-    """Where the ranks write: made by the keeper of each copy, once."""
+    """Staging folder that the ranks write into, created once by the keeper of each copy."""
 
     def __init__(self, peers: RankGroup, target: Location, overwrite: bool) -> None:
         self._peers, self._target, self._overwrite = peers, target, overwrite
         self.what = f"saving {target}"
         self.staging: Staged | None = None
-        """The keeper's; None on the others."""
+        """The keeper's staging folder; None on other ranks."""
         self.extra: Mapping[str, FileRecord] = {}
 
     def made(self) -> str:
-        """The folder on a rank that keeps it."""
+        """Creates the folder on a keeper and returns its path; empty on other ranks."""
         if len(self._peers.keepers) > 1 and isinstance(self._target, Url):
             raise CheckpointError(f"{self._target} is one place for all machines, so each cannot keep a copy there")
         if self._peers.keeps and self.staging is None:
@@ -235,9 +235,10 @@ class _Place:
         return "" if self.staging is None else str(self.staging.folder)
 
     def fill(self, write: Callable[[Location], object]) -> None:
-        """Lets ``write`` put files there, and learns which are there then. Collective.
+        """Calls ``write`` to add files to the folder, and records the added files.
 
-        Behind a URL each rank writes into a folder of its own, and uploads what no lower rank has.
+        Collective: every rank of the group must call this. Behind a URL each rank writes into a folder of its own, and
+        uploads the files that no lower rank has.
         """
         folder = self._peers.together(self.what, self.made)[self._peers.keeper]
         if not isinstance(self._target, Url):
@@ -265,7 +266,7 @@ def _written_by_hooks(folder: Path) -> list[str]:
 @final
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What rank 0 says of a save, the same in every copy."""
+    """Identity of a save, set by rank 0 and equal in every copy."""
 
     id: str
     created: str
@@ -282,7 +283,7 @@ Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
 @final
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a rank says at the begin of a save."""
+    """Data that ranks exchange at the start of a save."""
 
     summary: Summary
     folder: str
@@ -294,10 +295,12 @@ class _Told:
 def _plan(
     peers: RankGroup, path: Location, draft: Draft, make: MakeDraft, part: RankPart | None, terms: Terms
 ) -> tuple[RankPart, bool]:
-    """The part that this rank writes where ranks bring different states, and whether all bring the same tensors.
+    """Plans this rank's files if ranks have different states; also returns whether all have the same tensors.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        CheckpointError: what differs must not; on all ranks.
+        CheckpointError: states that must be equal differ; on all ranks.
     """
     what = f"saving {path}"
     structures = peers.together(what, lambda: draft.structure)
@@ -331,7 +334,7 @@ def _check_same(part: RankPart, planned: RankPart) -> None:
 
 
 def _check_arrived(folder: Location, seen: Mapping[str, int | None], written: Sequence[dict[str, FileRecord]]) -> None:
-    """Raises unless rank 0 sees what every rank says it has written."""
+    """Raises unless rank 0 sees every file that a rank has written, with the right size."""
     for rank, records in enumerate(written):
         for name, record in records.items():
             if seen.get(name) != record.size:

@@ -1,4 +1,4 @@
-"""A series of checkpoints in one folder: numbered, found again, pruned."""
+"""Series of numbered checkpoints in one folder: saving, finding the latest, pruning."""
 
 import logging
 import os
@@ -21,12 +21,12 @@ NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
 
 @final
 class CheckpointDirectory:
-    """``checkpoint_0``, ``checkpoint_1``, ... in ``path``; ``retention`` decides which stay when a new one is there.
+    """``checkpoint_0``, ``checkpoint_1``, ... in ``path``; ``retention`` selects those that stay after a save.
 
-    Methods that act (``save``, ``latest``, ``prune``, ``sweep``, ``next_path``) are for all ranks of ``group``; rank 0
+    ``save``, ``latest``, ``prune``, ``sweep``, ``next_path`` and ``is_empty`` are collectives over ``group``. Rank 0
     decides, so that ranks whose view of the file system lags behind do not disagree. With a ``PerNode`` the lowest rank
-    of each machine acts on its copy of the series, and what counts is what all machines have. With ``alone`` this
-    process acts by itself, though it is one of several.
+    of each machine acts on its copy of the series, and a checkpoint counts if all machines have it. With ``alone`` this
+    process acts by itself, although it is one of several.
     """
 
     def __init__(
@@ -43,24 +43,30 @@ class CheckpointDirectory:
         self._peers = RankGroup(None) if alone else RankGroup.of(group)
 
     def entries(self) -> list[SavedCheckpoint]:
-        """The committed checkpoints in order of their numbers, whether or not they are intact. Not a collective."""
+        """Returns the committed checkpoints in order of their numbers, intact or not. Not a collective."""
         places = {number: self._place(number) for number in self._committed()}
         return [SavedCheckpoint(number, path, _Metadata(path)) for number, path in places.items()]
 
     def alone(self) -> "CheckpointDirectory":
-        """The same series for this process by itself."""
+        """Returns the same series for this process alone."""
         return self.among(RankGroup(None))
 
     def among(self, group: Ranks) -> "CheckpointDirectory":
-        """The same series for other ranks."""
+        """Returns the same series for the ranks of ``group``."""
         return CheckpointDirectory(self.path, retention=self.retention, group=group)
 
     def is_empty(self) -> bool:
-        """Whether no rank sees a committed checkpoint, intact or not."""
+        """Whether no rank sees a committed checkpoint, intact or not.
+
+        Collective: every rank of the group must call this.
+        """
         return not any(self._peers.each_copy(f"looking into {self.path}", self._committed))
 
     def next_path(self, *, at_least: int = 0) -> Location:
-        """Where the next checkpoint goes: one number above all that are taken, or ``at_least``."""
+        """Returns the location of the next checkpoint: one number above all existing ones, at least ``at_least``.
+
+        Collective: every rank of the group must call this.
+        """
         last = self._peers.each_copy(f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()]))
         return self._place(max(last) + 1)
 
@@ -71,7 +77,9 @@ class CheckpointDirectory:
         local: Mapping[str, Tree] | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Checkpoint:
-        """Saves under the next number, then removes what ``retention`` no longer keeps.
+        """Saves under the next number, then removes the checkpoints that ``retention`` does not keep.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             CheckpointError: as ``accel_ckpt.save``; nothing was removed.
@@ -90,14 +98,14 @@ class CheckpointDirectory:
         return saved
 
     def latest(self, accept: Callable[[Checkpoint], object] | None = None) -> Checkpoint | None:
-        """The newest checkpoint all of whose bytes are as written; None if there is none.
+        """Opens the newest checkpoint whose bytes all match their digests; None if there is none.
 
-        Damaged ones are passed over with a warning that says what is wrong with them. If ``accept`` is given, it is
-        called instead of comparing all bytes, and raises CheckpointCorruptError on all ranks to pass one over; so the
-        bytes that are needed can be read and compared at the same time.
+        Collective: every rank of the group must call this. Damaged checkpoints are skipped with a warning that
+        describes the damage. ``accept``, if given, is called instead of the verification of all bytes, and skips a
+        checkpoint by raising CheckpointCorruptError on all ranks; it can read and verify the needed bytes in one pass.
         """
         tried: set[int] = set()
-        while True:  # those that are there while others are tried may be pruned before it is their turn
+        while True:  # listed again, because checkpoints may be pruned while others are tried
             copies = [set(numbers) for numbers in self._peers.each_copy(f"looking into {self.path}", self._committed)]
             untried = set.union(*copies) - tried
             if not untried:
@@ -124,16 +132,17 @@ class CheckpointDirectory:
                 raise
             except CheckpointError as error:
                 if checkpoint is not None and not isinstance(error, CheckpointCorruptError):
-                    raise  # by ``accept``, and not because of damage
+                    raise  # raised by ``accept`` for another reason than damage
                 if peers.rank == 0:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)
         return None
 
     def surplus(self, *, thorough: bool = False) -> list[SavedCheckpoint]:
-        """What pruning would remove, oldest first: never the newest, nor the newest that is whole. Not a collective.
+        """Returns the checkpoints to prune, oldest first; never the newest, nor the newest complete one.
 
-        Whole is what has every file in its size; with ``thorough`` every byte is compared, as ``verify`` does. Where
-        the policy goes by metadata that cannot be read, though it is not damaged, nothing is removed this time.
+        A checkpoint is complete if it has every file with its recorded size; with ``thorough``, if every byte matches
+        its digest. If the policy needs metadata that cannot be read for another reason than damage, nothing is removed
+        this time. Not a collective.
         """
         saved = self.entries()
         if len(saved) < 2:
@@ -146,7 +155,10 @@ class CheckpointDirectory:
             return []
 
     def prune(self, *, thorough: bool = False) -> list[Location]:
-        """Removes the ``surplus``; of several copies of a checkpoint all or none."""
+        """Removes the ``surplus``; of several copies of a checkpoint all or none.
+
+        Collective: every rank of the group must call this.
+        """
         what = f"pruning {self.path}"
         seen = self._peers.each_copy(what, lambda: self._kept_and_surplus(thorough))
         kept = frozenset[int]().union(*(keeping for keeping, _ in seen))
@@ -164,16 +176,16 @@ class CheckpointDirectory:
         return going
 
     def sweep(self, *, grace: float | None = None) -> list[Location]:
-        """Removes what killed saves left here; what another run is writing right now is left alone.
+        """Removes leftovers of killed saves in the folder; saves in progress of other runs are left alone.
 
-        Where no lock tells whether the writer lives (object stores), leftovers are spared for ``grace`` seconds: a day
-        unless given.
+        Collective: every rank of the group must call this. In object stores, where no lock shows whether the writer is
+        alive, leftovers younger than ``grace`` seconds (default: a day) stay.
         """
         sweep = partial(self._storage.sweep, self.path, grace=grace)
         return self._peers.first(f"sweeping {self.path}", sweep)
 
     def _numbers(self) -> list[int]:
-        """Those that are taken, by committed checkpoints or not, in order."""
+        """Returns the existing numbers in order, of committed checkpoints and other folders."""
         names = self._storage.listing(self.path) if is_folder(self._storage, self.path) else {}
         found = (NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
         return sorted(int(match[1]) for match in found if match is not None)
@@ -187,7 +199,7 @@ class CheckpointDirectory:
     def _has_manifest(self, place: Location) -> bool:
         try:
             return MANIFEST in self._storage.listing(place)
-        except FileNotFoundError:  # another run has removed it
+        except FileNotFoundError:  # another run has removed the folder
             return False
 
 
@@ -205,12 +217,12 @@ def _is_full(place: Location, thorough: bool) -> bool:
 
 @final
 class _UnreadableError(CheckpointError):
-    """Metadata of a checkpoint that may well be intact."""
+    """Metadata of a checkpoint cannot be read, although the checkpoint may be intact."""
 
 
 @final
 class _Metadata(Mapping[str, Json]):
-    """The metadata of one checkpoint, read when it is first needed: most policies go by numbers alone."""
+    """Metadata of one checkpoint, read on first access, because most policies need numbers only."""
 
     def __init__(self, path: Location) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The checkpoints of a series to keep: pure functions from those that exist to those that stay."""
+"""Retention policies: pure functions from the checkpoints of a series to those that stay."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from accel_state.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """One checkpoint of a series: its number, its place, and the metadata it was saved with."""
+    """Checkpoint of a series: its number, its location, and its metadata."""
 
     number: int
     path: Location
@@ -19,13 +19,13 @@ class SavedCheckpoint:
 
 
 METRICS = "metrics"
-"""Entry of a checkpoint's metadata with the numbers that were measured on it, by name."""
+"""Metadata key of the metrics that were measured on a checkpoint, by name."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The ``count`` checkpoints with the smallest, or with ``mode="max"`` the largest, number called ``metric``."""
+    """The ``count`` checkpoints with the smallest value of ``metric``, or the largest with ``mode="max"``."""
 
     metric: str
     count: int = 1
@@ -33,16 +33,16 @@ class Best:
 
 
 Retention = Callable[[Sequence[SavedCheckpoint]], frozenset[int]]
-"""Given the checkpoints in order of their numbers, the numbers of those to keep. The newest is kept in any case."""
+"""Maps the checkpoints in order of their numbers to the numbers to keep. The newest is kept in any case."""
 
 
 def keep_all() -> Retention:
-    """Nothing is ever removed."""
+    """Keeps all checkpoints."""
     return lambda saved: frozenset(entry.number for entry in saved)
 
 
 def keep_last(count: int) -> Retention:
-    """The ``count`` newest.
+    """Keeps the ``count`` newest checkpoints.
 
     Raises:
         CheckpointError: ``count`` is below 1.
@@ -52,7 +52,7 @@ def keep_last(count: int) -> Retention:
 
 
 def keep_every(step: int) -> Retention:
-    """Those whose number is a multiple of ``step``.
+    """Keeps the checkpoints whose number is a multiple of ``step``.
 
     Raises:
         CheckpointError: ``step`` is below 1.
@@ -62,13 +62,13 @@ def keep_every(step: int) -> Retention:
 
 
 def keep_best(metric: str, count: int = 1, *, mode: Literal["min", "max"] = "min") -> Retention:
-    """The ``count`` with the smallest (or largest) number ``metric`` in their metadata; of equal ones the newer.
+    """Keeps the ``count`` checkpoints with the smallest (or largest) ``metric`` in their metadata; at a tie the newer.
 
-    One without that number, or with NaN, is never among the best. The number is looked for under ``"metrics"`` first;
-    ``metric`` may lead into nested metadata with dots.
+    Checkpoints without the metric, or with NaN, are never among the best. The metric is looked up under ``"metrics"``
+    first; dots in ``metric`` select nested metadata.
 
     Raises:
-        CheckpointError: ``count`` is below 1, or ``mode`` neither "min" nor "max".
+        CheckpointError: ``count`` is below 1, or ``mode`` is neither "min" nor "max".
     """
     _at_least_one("keep_best", count)
     if mode not in ("min", "max"):
@@ -87,14 +87,14 @@ def keep_best(metric: str, count: int = 1, *, mode: Literal["min", "max"] = "min
 
 
 def keep_unmeasured(metric: str) -> Retention:
-    """Those whose metadata has no number ``metric``: nothing can be said of them."""
+    """Keeps the checkpoints whose metadata has no ``metric``, because they cannot be ranked by it."""
     return lambda saved: frozenset(entry.number for entry in saved if metric_of(entry.metadata, metric) is None)
 
 
 def keep_for_run(*, last: int | None = None, every: int | None = None, best: Best | None = None) -> Retention:
-    """What any of the rules that are given keeps: the newest, every so-many-th, the best. Without a rule, all.
+    """Keeps the union of the given rules: the newest, every so-many-th, the best. Without a rule, keeps all.
 
-    The best alone say nothing of checkpoints that nobody has measured, so these are kept then.
+    With ``best`` alone, checkpoints without the metric are kept too, because that rule cannot rank them.
 
     Raises:
         CheckpointError: a number is below 1.
@@ -109,12 +109,12 @@ def keep_for_run(*, last: int | None = None, every: int | None = None, best: Bes
 
 
 def keep_union(*policies: Retention) -> Retention:
-    """What any of ``policies`` keeps: ``keep_union(keep_last(3), keep_every(1000))``."""
+    """Keeps the union of ``policies``: ``keep_union(keep_last(3), keep_every(1000))``."""
     return lambda saved: frozenset[int]().union(*(policy(saved) for policy in policies))
 
 
 def to_remove(saved: Sequence[SavedCheckpoint], retention: Retention, intact: frozenset[int]) -> list[SavedCheckpoint]:
-    """What may go now, oldest first: neither kept, nor the newest, nor the newest known to be ``intact``."""
+    """Returns the checkpoints to remove, oldest first; never the newest, nor the newest in ``intact``."""
     ordered = sorted(saved, key=lambda entry: entry.number)
     if not ordered:
         return []
@@ -125,14 +125,14 @@ def to_remove(saved: Sequence[SavedCheckpoint], retention: Retention, intact: fr
 
 
 def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that were measured on a checkpoint, by name."""
+    """Returns the metrics of a checkpoint by name."""
     given = metadata.get(METRICS)
     names = given if isinstance(given, Mapping) else ()
     return {name: value for name in names if (value := metric_of(metadata, name)) is not None}
 
 
 def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
-    """The number called ``name``, among the metrics or elsewhere in the metadata; None if there is none."""
+    """Returns the number called ``name``, from the metrics or elsewhere in the metadata; None if there is none."""
     for place in (metadata.get(METRICS), metadata):
         value = _found(place, name)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -141,7 +141,7 @@ def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
 
 
 def _found(place: Any, name: str) -> Any:
-    """What ``name`` leads to, a key or keys joined by dots, which may contain dots themselves."""
+    """Looks up ``name``: a key, or keys joined by dots, which may contain dots themselves."""
     if not isinstance(place, Mapping):
         return None
     if name in place:

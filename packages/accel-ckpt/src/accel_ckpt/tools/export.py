@@ -1,4 +1,4 @@
-"""A model as plain safetensors files with an index, as the tools of the Hub read them, and back."""
+"""Export of a model as plain safetensors files with an index, the format of the Hugging Face Hub."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# Gives the tensors of these names, one after the other, when they are to be written.
+# Yields the tensors of these names, one after the other, when they are written.
 _Values = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 
 
@@ -43,13 +43,13 @@ def export_model(
 ) -> list[Location]:
     """Writes ``state`` to ``<name>.safetensors``, or to numbered shards and ``<name>.safetensors.index.json``.
 
-    Of tensors that share memory the first is written; the names of the others are in the file's metadata. DTensors are
-    put together one at a time, so all ranks of ``group`` must call; rank 0 writes. Files appear under their names when
-    all are complete, the index last; then shards of an earlier export are removed. ``directory`` is a folder or a URL.
-    Returns the files.
+    Collective: every rank of the group must call this. DTensors are all-gathered one at a time; rank 0 writes. Of tied
+    tensors the first is written; the names of the others are in the file's metadata. The files are renamed to their
+    names once all are complete, the index last; then shards of an earlier export are removed. ``directory`` is a folder
+    or a URL. Returns the files.
 
     Raises:
-        CheckpointError: on all ranks if a tensor has a dtype that safetensors has not, or the disk refuses.
+        CheckpointError: on all ranks if a tensor has a dtype that safetensors lacks, or a write fails.
     """
     peers = RankGroup.of(group)
     folder = locate(directory)
@@ -61,7 +61,7 @@ def export_model(
         try:
             if peers.rank == 0:
                 _write_all(folder, name, files, kept, aliases, values)
-        finally:  # a rank that fails, or writes nothing, still takes part in putting tensors together
+        finally:  # a rank that fails, or writes nothing, still takes part in the all-gathers
             values.finish()
 
     peers.together(f"exporting to {folder}", write)
@@ -76,14 +76,14 @@ def export_checkpoint(
     state: str = "model",
     name: str | None = None,
 ) -> list[Location]:
-    """Writes the tensors of the saved ``state`` of the checkpoint at ``path`` as ``export_model`` does.
+    """Writes the tensors of the saved ``state`` of the checkpoint at ``path``, like ``export_model``. Not a collective.
 
-    Memory holds one tensor at a time; neither the model nor a process group is needed. Parts of a nested name are
-    joined by dots, and what is no tensor is left out. Files are called ``name``, or like the state. Not a collective.
+    Memory holds one tensor at a time; neither the model nor a process group is needed. Nested keys are joined by dots,
+    and values that are not tensors are left out. The files are called ``name``, by default like the state.
 
     Raises:
-        CheckpointError: there is no such checkpoint or state, or as ``export_model``.
-        CheckpointCorruptError: what was read is not what was written; nothing appears in ``directory``.
+        CheckpointError: there is no such checkpoint or state, or as in ``export_model``.
+        CheckpointCorruptError: a block does not match its digest; no file appears in ``directory``.
     """
     folder, prefix = locate(directory), state if name is None else name
     with open_checkpoint(path, verify=False) as saved:
@@ -101,11 +101,11 @@ def export_checkpoint(
 
 
 def export_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> Location:
-    """Writes whole ``tensors`` to the one safetensors ``file``, which is whole or as before. Not a collective.
+    """Writes full ``tensors`` to the one safetensors ``file``, atomically. Not a collective.
 
     Raises:
-        CheckpointError: a value is no tensor, sharded (gather it first) or of a dtype that safetensors has not, the
-            file's name says another format, or the disk refuses.
+        CheckpointError: a value is not a tensor, is sharded (gather it first) or has a dtype that safetensors lacks,
+            the file's name has another suffix, or the write fails.
     """
     path = locate(file)
     stem, dot, kind = path.name.rpartition(".")
@@ -120,10 +120,10 @@ def export_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in ``"10GB"`` (10**10), ``"5GiB"`` (5 * 2**30), ``"300 KB"`` or a number.
+    """Parses ``"10GB"`` (10**10), ``"5GiB"`` (5 * 2**30), ``"300 KB"`` or a number to bytes.
 
     Raises:
-        CheckpointError: it is none of these, or not positive.
+        CheckpointError: ``size`` is none of these, or not positive.
     """
     match = _SIZE.fullmatch(str(size).strip())
     value = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
@@ -133,7 +133,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_into_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, a new shard whenever the next would exceed ``limit`` bytes; larger ones stand alone."""
+    """Groups names in order into shards of at most ``limit`` bytes; a larger tensor is a shard by itself."""
     shards: list[list[str]] = [[]]
     room = limit
     for key, size in sizes.items():
@@ -146,7 +146,7 @@ def split_into_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def shard_names(name: str, count: int) -> list[str]:
-    """``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    """Returns ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
     if count == 1:
         return [f"{name}.safetensors"]
     return [f"{name}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -154,13 +154,13 @@ def shard_names(name: str, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Stands in a tree for a tensor by its name in the checkpoint."""
+    """Placeholder in a tree for a tensor, with its name in the checkpoint."""
 
     key: str
 
 
 def _stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
-    """The tensors of a state: the name to export each under, and its name in the checkpoint."""
+    """Maps the name under which each tensor of a state is exported to its name in the checkpoint."""
     found = leaves(saved.read_structure(state, _Stored))
     stored: dict[str, str] = {}
     places: dict[str, str] = {}
@@ -183,7 +183,7 @@ def _stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
 
 
 def _arranged(kept: Mapping[str, torch.Tensor], name: str, max_shard_size: int | str) -> dict[str, list[str]]:
-    """The files to write and the tensors of each, in the order in which they lie there."""
+    """Maps each file to the tensors in it, in file order."""
     for key, tensor in kept.items():
         if dtype_name(tensor.dtype) not in CODES:
             raise CheckpointError(f"{key} has dtype {tensor.dtype}, which safetensors files cannot hold")
@@ -200,7 +200,7 @@ def _write_all(
     aliases: Mapping[str, str],
     values: _Values,
 ) -> None:
-    """Writes an export called ``name``, and removes what an earlier one of that name has left."""
+    """Writes an export called ``name``, and removes leftover shards of an earlier export of that name."""
     index = {f"{name}.safetensors.{INDEX}": _index(shards, kept)} if len(shards) > 1 else {}
     _write_files(folder, shards, kept, aliases, values, index)
     storage = storage_of(folder)
@@ -218,7 +218,7 @@ def _write_files(
     values: _Values,
     documents: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes files of tensors, then ``documents``, under other names, and gives them their own once all are there."""
+    """Writes files of tensors, then ``documents``, under temporary names, and renames them once all are complete."""
     storage, mark = storage_of(folder), secrets.token_hex(4)
     storage.ready(folder)
     written: dict[Location, Location] = {}
@@ -235,7 +235,7 @@ def _write_files(
                 items, {"format": "pt", **{key: first for key, first in aliases.items() if first in keys}}
             )
             size = len(header) + sum(item.nbytes for item in items)
-            # Threads for digests would keep tensors in memory until their turn comes.
+            # Digesting in other threads would keep tensors in memory until they are digested.
             write(name, Content(partial(_pieces, header, keys, values), size, threads=0))
         for name, document in (documents or {}).items():
             write(name, Content.of(document))
@@ -253,7 +253,7 @@ def _pieces(header: bytes, keys: Sequence[str], values: _Values) -> Iterator[mem
 
 @final
 class _Gathered:
-    """Tensors in an order that all ranks keep; sharded ones are put together in turn, which each can be once."""
+    """Yields tensors in an order common to all ranks; a DTensor is all-gathered when it is reached, once only."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], order: Sequence[str]) -> None:
         self._tensors = tensors
@@ -273,7 +273,7 @@ class _Gathered:
                 )
 
     def finish(self) -> None:
-        """Takes part in putting together what is left."""
+        """Takes part in the all-gathers of the remaining tensors."""
         for key in self._left:
             put_together(as_dtensor(self._tensors[key]))
 

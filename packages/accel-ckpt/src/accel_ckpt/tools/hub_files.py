@@ -1,4 +1,4 @@
-"""Plain safetensors files of a model: their names, their headers, and all of them in memory."""
+"""Plain safetensors files of a model: finding them, parsing their headers, loading all of them."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from accel_state.errors import CheckpointCorruptError, CheckpointError
 INDEX = "index.json"
 _MAX_INDEX = 2**28
 _READ_JOB = 32 * 2**20
-# Codes that only newer safetensors writers use, beside those in tensors.CODES.
+# dtype codes of newer safetensors writers, in addition to those in tensors.CODES.
 _NEWER = {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, an index, or a folder with either, on the CPU; tied names come back tied.
+    """Loads the tensors of a safetensors file, index, or folder with either onto the CPU; tied names are tied again.
 
     Raises:
         CheckpointError: there is none, or only files of formats that may run code when read.
-        CheckpointCorruptError: a file is not what its header or the index says.
+        CheckpointCorruptError: a file does not match its header or the index.
     """
     files = model_files(locate(path))
     loaded: dict[str, torch.Tensor] = {}
@@ -50,11 +50,11 @@ def load_model_files(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def model_files(place: Location) -> list[Location]:
-    """The safetensors files of a model: one file, those of an index, or what a folder holds of either.
+    """Returns the safetensors files of a model: one file, those of an index, or those that a folder holds.
 
     Raises:
         CheckpointError: there is none, or only files of formats that may run code when read.
-        CheckpointCorruptError: an index that is none.
+        CheckpointCorruptError: an index is malformed.
     """
     storage = storage_of(place)
     if is_folder(storage, place):
@@ -81,10 +81,10 @@ def model_files(place: Location) -> list[Location]:
 
 
 def open_plain(file: Location) -> ByteSource:
-    """A file for reading; one of this machine may be reached over links, as the Hub's tools lay them.
+    """Opens a file for reading; a local file may be behind links, as in the cache of the Hub's tools.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file does not exist.
     """
     if not isinstance(file, Path):
         return storage_of(file).open(file)
@@ -94,12 +94,12 @@ def open_plain(file: Location) -> ByteSource:
 
 
 def read_plain(source: ByteSource, name: str) -> tuple[dict[str, Span], dict[str, str]]:
-    """The tensors of a file by name, and what its writer noted: tied names, each with the first of its tensor.
+    """Returns the tensors of a file by name, and its metadata: tied names, each with the name that is stored.
 
-    ``name`` is the file's, for messages.
+    ``name`` is the file's name in messages.
 
     Raises:
-        CheckpointCorruptError: it has no header of a safetensors file, or one that does not fit its size.
+        CheckpointCorruptError: the header is not that of a safetensors file, or does not match the file's size.
     """
     read = partial(read_range, source)
     spans = read_header(read, source.size, name)
@@ -110,10 +110,10 @@ def read_plain(source: ByteSource, name: str) -> tuple[dict[str, Span], dict[str
 
 
 def dtype_of_code(code: str, key: str) -> torch.dtype:
-    """The dtype that a header's code stands for.
+    """Returns the torch dtype for a dtype code in a header.
 
     Raises:
-        CheckpointError: this torch has none such; ``key`` is the tensor's name, for the message.
+        CheckpointError: this torch lacks the dtype; ``key`` is the tensor's name in the message.
     """
     names = {found: name for name, found in CODES.items()} | _NEWER
     dtype = dtype_of(names[code])

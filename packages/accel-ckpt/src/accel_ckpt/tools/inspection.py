@@ -1,4 +1,4 @@
-"""Looking at checkpoints without the model, the process group or the memory to hold one."""
+"""Inspection of checkpoints, without the model, a process group or the memory to hold one."""
 
 import math
 import os
@@ -15,13 +15,13 @@ from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.series.directory import NUMBERED
 from accel_state.errors import CheckpointError
 
-# Elements that are compared at a time: differences are taken in double precision, which is up to 8 times as large.
+# Elements that are compared at a time: differences are computed in float64, up to 8 times as large.
 _SLICE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """A checkpoint in one line. ``number`` is its place in a series, None if its name is none of a series'.
+    """Summary of a checkpoint. ``number`` is its number in a series; None if its name is not that of a series.
 
     ``problem`` is None unless its manifest cannot be read.
     """
@@ -37,7 +37,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor:
-    """A tensor of a state: its place, dtype, shape, bytes, and in how many parts it lies."""
+    """Tensor of a state: its path, dtype, shape, size in bytes, and number of parts."""
 
     place: str
     dtype: str
@@ -48,7 +48,7 @@ class DescribedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DescribedState:
-    """A named state: its tensors, tied ones under each of their places, and its other values by place."""
+    """Named state: its tensors, tied ones under each of their paths, and its other values by path."""
 
     name: str
     tensors: tuple[DescribedTensor, ...]
@@ -57,8 +57,8 @@ class DescribedState:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that differs. ``largest`` is the largest absolute difference, ``relative`` the norm of the difference
-    over that of the first; both NaN where shapes or dtypes differ, which ``reason`` then says."""
+    """Tensor that differs. ``largest`` is the largest absolute difference, ``relative`` the norm of the difference
+    divided by that of the first tensor; both are NaN if shapes or dtypes differ, and ``reason`` says so then."""
 
     place: str
     largest: float
@@ -68,20 +68,20 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two checkpoints do not have in common; places begin with the state's name."""
+    """Differences between two checkpoints; paths begin with the state's name."""
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     tensors: tuple[Changed, ...]
     values: Mapping[str, tuple[Any, Any]]
     same: int
-    """How many tensors and values are equal."""
+    """Number of equal tensors and values."""
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints in a folder: those of a series by their numbers, then others by their age.
+    """Lists the checkpoints in a folder: those of a series by their numbers, then others by creation time.
 
-    Of damaged ones it is said what is wrong, of numbered folders without a manifest too.
+    Damaged checkpoints, and numbered folders without a manifest, are listed with their problem.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -100,13 +100,13 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
 
 
 def describe(path: str | os.PathLike[str]) -> list[DescribedState]:
-    """What a checkpoint holds, by state; no tensor is read."""
+    """Describes the contents of a checkpoint by state; reads no tensor."""
     with open_checkpoint(path, verify=False) as saved:
         return [_describe(saved, name) for name in saved.names]
 
 
 def verify(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with a checkpoint; None if every byte is as written."""
+    """Returns a description of the damage of a checkpoint; None if every byte matches its digest."""
     try:
         open_checkpoint(path).close()
     except CheckpointError as error:
@@ -115,7 +115,7 @@ def verify(path: str | os.PathLike[str]) -> str | None:
 
 
 def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
-    """Where two checkpoints differ and by how much; two tensors at a time are in memory."""
+    """Compares two checkpoints; holds two tensors at a time in memory."""
     with open_checkpoint(first, verify=False) as one, open_checkpoint(second, verify=False) as other:
         ours, theirs = dict(_places(one)), dict(_places(other))
         common = [place for place in ours if place in theirs]
@@ -192,7 +192,7 @@ def _compare_tensors(
 
 
 def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The largest element and the norm of ``y - x``, and the norm of ``x``."""
+    """Returns the largest element and the norm of ``y - x``, and the norm of ``x``."""
     wide = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     apart = (y - x).abs()

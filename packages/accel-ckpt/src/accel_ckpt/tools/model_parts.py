@@ -1,4 +1,4 @@
-"""This rank's part of a model that lies in plain safetensors files, without reading the rest."""
+"""Sharded loading of a model from plain safetensors files: each rank reads only its shards."""
 
 import os
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from accel_state.errors import CheckpointMismatchError
 
 
 def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, index or folder, each placed as the one of its name in ``like``.
+    """Loads the tensors of a safetensors file, index or folder, each placed like the tensor of its name in ``like``.
 
-    Of a tensor that is a DTensor there only this rank's part is read; a plain one comes whole, on the device of its
-    model. Names that ``like`` does not have come whole on the CPU, so that a strict load can refuse them; names that
-    were tied when written are found under either. Dtypes are those saved. Not a collective.
+    If that is a DTensor, only this rank's shard is read; a plain tensor is read in full, onto its device. Names that
+    are not in ``like`` are read in full onto the CPU, so that a strict load can refuse them; names that were tied when
+    written are found under either name. Dtypes are those of the file. Not a collective.
 
     Raises:
-        CheckpointError: there is no such file, or it is of a format that may run code when read.
-        CheckpointCorruptError: a file is not what its header or the index says.
-        CheckpointMismatchError: a tensor has another shape than its model.
+        CheckpointError: there is no such file, or its format may run code when read.
+        CheckpointCorruptError: a file does not match its header or the index.
+        CheckpointMismatchError: a tensor has another shape than in ``like``.
     """
     loaded: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
@@ -37,13 +37,13 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
             names |= {key: first for key, first in metadata.items() if key in like and first in spans}
             for key, stored in names.items():
                 if key != stored and stored in like:
-                    continue  # tied here as well, under the name that is stored
+                    continue  # tied in ``like`` too, which has the stored name
                 loaded[key] = _part(key, source, spans[stored], like.get(key))
     return loaded
 
 
 def _bytes(source: ByteSource, begin: int, end: int) -> torch.Tensor:
-    """A range of a file: mapped where that is possible, so that only what is touched is read."""
+    """Returns a range of a file, mapped if possible, so that only accessed pages are read."""
     memory = source.mapped()
     if memory is not None:
         return torch.frombuffer(memory, dtype=torch.uint8)[begin:end]

@@ -1,4 +1,4 @@
-"""A checkpoint written anew in another number of files, a part of a tensor at a time."""
+"""Resharding of a checkpoint: a rewrite with another number of files, one part of a tensor at a time."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,16 @@ from accel_state.errors import CheckpointError
 def reshard(
     path: str | os.PathLike[str], target: str | os.PathLike[str], files: int, *, overwrite: bool = False
 ) -> Checkpoint:
-    """Writes the checkpoint at ``path`` to ``target`` with its tensors in ``files`` files.
+    """Writes the checkpoint at ``path`` to ``target`` with its tensors in ``files`` files. Not a collective.
 
-    Large tensors are cut along their first dimension as FSDP cuts them, so that as many ranks read one file each;
-    small ones lie whole in one of the files. Nothing else changes: any number of ranks reads either, to the same
-    values, and what belonged to single ranks stays theirs. Memory holds one part of a tensor at a time; neither the
-    model nor a process group is needed. Not a collective.
+    Large tensors are split along dim 0 as in FSDP, so that as many ranks read one file each; small tensors are stored
+    in full in one of the files. Nothing else changes: any number of ranks reads the same values from either, and
+    rank-local states stay with their ranks. Memory holds one part of a tensor at a time; neither the model nor a
+    process group is needed.
 
     Raises:
-        CheckpointError: there is no such checkpoint, ``files`` is below 1, or ``target`` is taken or refuses.
-        CheckpointCorruptError: what was read is not what was written; nothing appears at ``target``.
+        CheckpointError: there is no such checkpoint, ``files`` is below 1, or ``target`` is taken or cannot be written.
+        CheckpointCorruptError: a block does not match its digest; nothing appears at ``target``.
     """
     if files < 1:
         raise CheckpointError(f"files={files}; a checkpoint has 1 or more files of tensors")
@@ -48,7 +48,7 @@ def reshard(
                 header = header_of([piece.item for piece in pieces], {"format": "pt"})
                 size = len(header) + sum(piece.item.nbytes for piece in pieces)
                 stream = partial(_stream, saved, header, pieces)
-                # Threads for digests would keep parts in memory until their turn comes.
+                # Digesting in other threads would keep parts in memory until they are digested.
                 name = tensor_file(number)
                 records[name] = storage.write(staged.folder / name, Content(stream, size, threads=0))
             manifest = replace(
@@ -72,7 +72,7 @@ def reshard(
 @final
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, and how it is stored."""
+    """Box of a tensor, and its entry in a file."""
 
     tensor: str
     box: Box
@@ -80,7 +80,7 @@ class _Piece:
 
 
 def _spread(saved: Checkpoint, files: int) -> list[list[_Piece]]:
-    """The pieces of each file, in the order in which they lie there."""
+    """Assigns the pieces of all tensors to files, in file order."""
     shards: list[list[_Piece]] = [[] for _ in range(files)]
     load = [0] * files
     for name, entry in saved.manifest.tensors.items():

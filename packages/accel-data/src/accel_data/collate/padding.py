@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths: padding to the longest, and the cost of the padding."""
+"""Padding collation of samples of different lengths, and the share of padding."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class _Padded(NamedTuple):
-    """What was done to one name, for the mask."""
+    """Lengths, padded length and side of one padded name, for the mask."""
 
     lengths: list[int]
     padded: int
@@ -24,10 +24,10 @@ class _Padded(NamedTuple):
 
 
 def padded_length(longest: int, *, multiple_of: int = 1, max_length: int | None = None) -> int:
-    """The length every sequence of a batch gets whose longest has ``longest`` positions.
+    """Returns the length to which all sequences of a batch are padded, if the longest has ``longest`` positions.
 
-    Rounded up to ``multiple_of`` (tensor cores want 8 or 16, compiled programs few distinct shapes) and never above
-    ``max_length``, which wins over the multiple.
+    Rounded up to ``multiple_of`` (tensor cores are fastest with 8 or 16; compiled programs need few distinct shapes),
+    but at most ``max_length``, which overrides the multiple.
     """
     length = -(-longest // multiple_of) * multiple_of
     return length if max_length is None else min(length, max_length)
@@ -36,9 +36,9 @@ def padded_length(longest: int, *, multiple_of: int = 1, max_length: int | None 
 def pad_sequences(
     sequences: Sequence[torch.Tensor], *, length: int, value: float = 0, side: Side = "right"
 ) -> torch.Tensor:
-    """Stacks sequences ``(n_i, *rest)`` into ``(batch, length, *rest)``, filling the ``side`` with ``value``.
+    """Stacks sequences ``(n_i, *rest)`` into ``(batch, length, *rest)``, padded with ``value`` on ``side``.
 
-    A sequence longer than ``length`` loses positions on the padded side: right padding cuts the end, left padding the
+    A sequence longer than ``length`` is truncated on the padded side: right padding cuts the end, left padding the
     beginning. Dtype and device are those of the sequences. Raises ``DataError`` when dtypes or ``rest`` differ.
     """
     first = sequences[0]
@@ -63,35 +63,35 @@ def pad_sequences(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingCollator:
-    """A ``collate_fn`` that pads every batch to its own longest sample instead of to one length for the whole run.
+    """A ``collate_fn`` that pads every batch to its own longest sample instead of to one length for all batches.
 
     Samples may be mappings, dataclasses, named tuples, tuples, or bare sequences. Tensors, arrays and lists of numbers
     are sequences along their first dimension; numbers become one tensor (``int64``, ``float64``, ``bool``); strings,
     ``None`` and other objects stay a list with one entry per sample.
 
-    A *name* below is the key or field of a sequence (``"input_ids"``), its path where that is ambiguous
-    (``"prompt.input_ids"``), or the position inside a tuple (``"0"``).
+    A *name* below is the key or field of a sequence (``"input_ids"``), its path if the key is ambiguous
+    (``"prompt.input_ids"``), or its index in a tuple (``"0"``).
 
-    Raises ``DataError`` when samples of a batch do not fit together, naming the sample and the name, ``ConfigError``
-    for impossible options.
+    Raises ``DataError``, with the sample and the name, when samples of a batch do not match, ``ConfigError`` for
+    invalid options.
     """
 
     keys: Collection[str] | None = None
-    """Names to pad; ``None``: every sequence. What is not named must have one shape in the batch."""
+    """Names to pad; ``None``: every sequence. Sequences of other names must have one shape in the batch."""
     ragged: Collection[str] = ()
     """Names that stay a list with one tensor per sample (bounding boxes, spans)."""
     pad_value: float | Mapping[str, float] = 0
-    """The filling, or one per name, e.g. ``{"labels": -100}``; names not in the mapping get 0."""
+    """Padding value, or one per name, e.g. ``{"labels": -100}``; names not in the mapping are padded with 0."""
     side: Side | Mapping[str, Side] = "right"
-    """Where the filling goes, or one side per name; names not in the mapping get "right"."""
+    """Side of the padding, or one per name; names not in the mapping are padded on the "right"."""
     multiple_of: int = 1
-    """Round the padded length up to a multiple. Applies to every name of ``keys``: name them when samples also hold
-    sequences of fixed size."""
+    """Multiple to which the padded length is rounded up. Applies to every name of ``keys``, so set ``keys`` if samples
+    also hold sequences of fixed size."""
     max_length: int | None = None
-    """Cut longer sequences, on the padded side. ``None``: nothing is ever cut."""
+    """Length at which longer sequences are truncated, on the padded side. ``None``: no truncation."""
     mask: str | None = None
-    """Add a boolean ``(batch, length)`` entry of this name, true on real positions of the first padded sequence.
-    Mapping samples only; an entry of that name in the samples is kept as it is."""
+    """Name of a boolean ``(batch, length)`` entry to add: True on real positions of the first padded sequence. Mapping
+    samples only; an entry of that name in the samples is kept as it is."""
 
     def __post_init__(self) -> None:
         if self.multiple_of < 1:
@@ -104,7 +104,7 @@ class PaddingCollator:
                 raise ConfigError(f"side is {side!r}; it must be one of {', '.join(map(repr, _SIDES))}")
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """One batch of ``samples``, with the containers of the samples."""
+        """Collates ``samples`` into one batch with the containers of the samples."""
         if not samples:
             raise DataError("an empty list of samples cannot be collated; does the batch sampler yield empty batches?")
         done: list[_Padded] = []
@@ -155,7 +155,7 @@ class PaddingCollator:
 
     def _leaf(self, column: list[Any], path: str, done: list[_Padded]) -> Any:
         if all(isinstance(sample, bool | int | float) for sample in column):
-            # The dtypes of torch's own default collation: a Python float is a double.
+            # Dtypes as in torch's default collation: a Python float becomes float64.
             kinds = {type(sample) for sample in column}
             return torch.tensor(column, dtype=torch.float64 if float in kinds else None)
         tensors = [_as_tensor(sample) for sample in column]
@@ -193,9 +193,9 @@ class PaddingCollator:
 
 
 def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, multiple_of: int = 1) -> float:
-    """The share of positions (0 to 1) that is padding when ``batches`` of sample indices are padded to their longest.
+    """Returns the share of padding (0 to 1) if ``batches`` of sample indices are padded to their longest sample.
 
-    ``lengths[i]`` is the length of sample ``i``. 0.4 means that 40 % of what the model computes is thrown away.
+    ``lengths[i]`` is the length of sample ``i``. 0.4 means that 40 % of the model's computation is spent on padding.
     """
     real = 0
     total = 0
@@ -207,7 +207,7 @@ def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, m
 
 
 def _as_tensor(sample: Any) -> torch.Tensor | None:
-    """The sample as a tensor, sharing memory where it can, or None when it is not numeric."""
+    """Converts a sample to a tensor, without a copy if possible; None if it is not numeric."""
     if isinstance(sample, torch.Tensor):
         return sample
     if isinstance(sample, list):
@@ -217,7 +217,7 @@ def _as_tensor(sample: Any) -> torch.Tensor | None:
         numeric = all(isinstance(item, bool | int | float) for item in flat)
         if not numeric:
             return None
-        # An empty list has no dtype of its own: token ids are the usual content.
+        # An empty list has no dtype; int64, because token ids are the usual content.
         return torch.tensor(sample) if flat else torch.empty(0, dtype=torch.int64)
     dtype = getattr(sample, "dtype", None)
     if hasattr(sample, "__array__") and getattr(dtype, "kind", "O") in "biufc":
@@ -251,7 +251,7 @@ def _named(path: str, names: Collection[str]) -> bool:
 
 
 def _of(setting: _T | Mapping[str, _T], path: str, default: _T) -> _T:
-    """The setting of one name: its full path wins over its last part."""
+    """Returns the setting of one name: that of its full path, otherwise that of its last component."""
     if not isinstance(setting, Mapping):
         return setting
     return setting.get(path, setting.get(path.rpartition(".")[2], default))

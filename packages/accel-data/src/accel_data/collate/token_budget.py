@@ -1,4 +1,4 @@
-"""Batches of as many samples as fit a number of tokens."""
+"""Batches by token budget: as many samples as fit a number of tokens."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from accel_state.errors import ConfigError, DataError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """How much one batch may hold, counted in positions after padding to the longest of the batch."""
+    """Capacity of one batch, in positions after padding to the longest sample of the batch."""
 
     max_tokens: int
-    """Samples of a batch times its padded length never exceed this."""
+    """Upper limit of the number of samples of a batch times its padded length."""
     max_samples: int | None = None
-    """And never more samples than this (very short samples make very wide batches)."""
+    """Upper limit of the number of samples of a batch (very short samples would make very large batches)."""
     multiple_of: int = 1
-    """The multiple the collator pads to, so that the budget counts what the model sees."""
+    """The collator's ``multiple_of``, so that the budget counts the padded positions that the model computes on."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_samples", "multiple_of"):
@@ -31,17 +31,17 @@ class TokenBudget:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def fits(self, longest: int) -> int:
-        """How many samples of at most ``longest`` positions make one batch."""
+        """Returns the number of samples of at most ``longest`` positions that fit one batch."""
         padded = padded_length(max(longest, 1), multiple_of=self.multiple_of)
         count = self.max_tokens // padded
         return count if self.max_samples is None else min(count, self.max_samples)
 
 
 def pack(lengths: torch.Tensor, order: torch.Tensor, budget: TokenBudget, *, pool: int) -> list[list[int]]:
-    """Cuts ``order`` (sample indices) into pools, sorts each by length and fills batches from the longest down.
+    """Splits ``order`` (sample indices) into pools, sorts each by length and fills batches from the longest down.
 
-    The longest sample of a batch comes first, so it alone decides how many fit. A larger ``pool`` wastes less padding
-    and mixes less. Every index of ``order`` is in exactly one batch.
+    The first sample of a batch is its longest and determines the number of samples. A larger ``pool`` reduces padding
+    and shuffles less. Every index of ``order`` is in exactly one batch.
     """
     batches: list[list[int]] = []
     for members in order.split(pool):
@@ -56,13 +56,14 @@ def pack(lengths: torch.Tensor, order: torch.Tensor, budget: TokenBudget, *, poo
 
 
 def even_out(batches: list[list[int]], multiple: int) -> list[list[int]]:
-    """Makes the number of batches a multiple of ``multiple`` by halving the largest ones, in place in the order.
+    """Makes the number of batches a multiple of ``multiple`` by splitting the largest ones in half where they are.
 
-    So every rank gets equally many batches and still every sample is read once. Only when there are fewer samples than
-    needed batches are the first batches repeated.
+    Every rank therefore gets equally many batches, and every sample is read once. The first batches are repeated only
+    if there are fewer samples than batches are needed.
     """
     missing = -len(batches) % multiple
-    # A heap of (-size, position, offset): what is cut stays where it was, among batches of its own length.
+    # A heap of (-size, position, offset): both halves keep the position of the batch, next to batches of similar
+    # length.
     heap = [(-len(batch), position, 0, batch) for position, batch in enumerate(batches)]
     heapq.heapify(heap)
     while missing and heap and heap[0][0] < -1:
@@ -77,20 +78,21 @@ def even_out(batches: list[list[int]], multiple: int) -> list[list[int]]:
 
 @final
 class TokenBudgetSampler(Sampler[list[int]]):
-    """A batch sampler for samples of different lengths: each batch holds as many as fit a budget of tokens.
+    """A batch sampler for samples of different lengths: each batch holds as many samples as fit a token budget.
 
-    Batches are a pure function of (lengths, budget, seed, epoch). ``groups_of`` batches of neighbouring lengths stay
-    together and their number is a multiple of it: with ``groups_of`` a multiple of the number of data-parallel ranks,
-    all ranks take equally many batches, of about equal cost at each step, and no sample is read twice.
+    Batches are a pure function of (lengths, budget, seed, epoch). Each group of ``groups_of`` consecutive batches has
+    similar lengths, and the number of batches is a multiple of ``groups_of``: if that is a multiple of the number of
+    data-parallel ranks, all ranks get equally many batches, of about equal cost at each step, and every sample is read
+    once.
 
-    In ``DataLoader(..., batch_sampler=sampler)`` given to a prepared loader leave ``num_shards`` alone: the loader
-    deals out the batches. In a loop of one's own, ``num_shards`` and ``index`` give each rank its batches.
+    For a prepared loader (``DataLoader(..., batch_sampler=sampler)``) keep the default ``num_shards``: the loader
+    shards the batches. Without a prepared loader, ``num_shards`` and ``index`` select the batches of each rank.
 
-    Raises ``DataError`` for a sample longer than the budget, naming it.
+    Raises ``DataError``, naming the sample, for a sample longer than the budget.
     """
 
     drop_last = False
-    """What the wrapper of a prepared loader asks a batch sampler: the last batches are never dropped."""
+    """Attribute that a prepared loader reads from batch samplers; the last batches are never dropped."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         index: int = 0,
         pool: int = 16384,
     ) -> None:
-        """``lengths[i]`` is the number of positions of sample ``i``; ``pool`` how many samples are sorted together."""
+        """``lengths[i]`` is the number of positions of sample ``i``; ``pool`` the number of samples sorted together."""
         self.budget = budget if isinstance(budget, TokenBudget) else TokenBudget(max_tokens=budget)
         self.shuffle, self.seed, self.pool = shuffle, seed, pool
         self.num_shards, self.index = num_shards, index
@@ -128,11 +130,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._planned: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the shuffle of this epoch."""
+        """Sets the epoch, which determines the shuffle."""
         self.epoch = epoch
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """All batches of an epoch, of all ranks, in the order in which they are read."""
+        """Returns all batches of an epoch, of all ranks, in the order in which they are read."""
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, self._plan(epoch))
         return self._planned[1]
@@ -144,7 +146,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         batches = even_out(pack(self._lengths, order, self.budget, pool=self.pool), self.groups_of)
         if not self.shuffle:
             return batches
-        # Whole groups change places: inside one, ranks keep batches of about the same length for the same step.
+        # Groups are shuffled as units: within a group, ranks keep batches of similar length for the same step.
         groups = torch.randperm(len(batches) // self.groups_of, generator=generator).tolist()
         return [batch for group in groups for batch in batches[group * self.groups_of : (group + 1) * self.groups_of]]
 
@@ -152,12 +154,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return iter(self.plan(self.epoch)[self.index :: self.num_shards])
 
     def __len__(self) -> int:
-        """Batches of this rank in the current epoch; epochs may differ by a few."""
+        """Number of batches of this rank in the current epoch; it may differ slightly between epochs."""
         return len(self.plan(self.epoch)) // self.num_shards
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """One 63-bit seed from two numbers (the finaliser of SplitMix64), so that neighbouring pairs are unrelated."""
+    """Hashes two numbers to a 63-bit seed (the finaliser of SplitMix64), so that neighbouring pairs are unrelated."""
     mask = (1 << 64) - 1
     value = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,1 +1,1 @@
-"""Batches on the device of the step."""
+"""Transfer of batches to the device of the step."""

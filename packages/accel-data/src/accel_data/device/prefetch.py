@@ -1,4 +1,4 @@
-"""Copies of batches to the device of the step, started while the step before it still computes."""
+"""Prefetch: copies of batches to the device of the step, started while the previous step computes."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, final
@@ -9,28 +9,28 @@ from accel_state.pytree.operations import map_leaves, send_to_device
 
 
 class Placed(Protocol):
-    """A batch on its way to the device."""
+    """A batch whose copy to the device has been started."""
 
     def take(self) -> Any:
-        """The batch, safe to use on the current stream of the device. Called once, by the thread that computes."""
+        """Returns the batch, ready for the device's current stream. Called once, by the thread that computes."""
 
 
 class Placer(Protocol):
-    """Starts moving batches. The loader starts the next one before it hands out the current one.
+    """Starts copies of batches to the device. The loader starts the next batch before it yields the current one.
 
-    A backend whose device is fed in another way (XLA queues whole batches per core) brings its own.
+    A backend whose device is fed in another way (XLA queues full batches per core) provides its own placer.
     """
 
     def start(self, batch: Any) -> Placed:
-        """Begins the move of ``batch`` and returns without waiting for it where the device allows."""
+        """Starts the copy of ``batch``; does not wait for it if the device copies asynchronously."""
 
 
 def placer_for(device: torch.device | None, *, non_blocking: bool = False, even_batches: bool = True) -> Placer:
-    """The placer that suits ``device``; ``None`` leaves batches where they are.
+    """Returns the placer for ``device``; ``None`` leaves batches on their device.
 
-    A device with streams gets pinned copies on a stream of their own; XLA devices get parts of every batch, all of one
-    shape with ``even_batches``. Elsewhere tensors are moved at once, with ``non_blocking`` passed on. A batch whose
-    leaves all are in place already is returned as the same object.
+    Devices with streams get copies from pinned memory on a side stream; XLA devices get a shard of every batch each,
+    with ``even_batches`` always of one shape. For other devices tensors are moved synchronously, with ``non_blocking``
+    passed on. A batch that is already on the device is returned as the same object.
     """
     if device is None:
         return AsIs()
@@ -44,9 +44,9 @@ def placer_for(device: torch.device | None, *, non_blocking: bool = False, even_
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether copies to ``device`` can run beside its computation: this build's accelerator, except Apple's.
+    """Whether copies to ``device`` can overlap its computation: true for torch's accelerator, except MPS.
 
-    MPS shares its memory with the CPU and exposes one stream only, so there is nothing to overlap.
+    MPS shares its memory with the CPU and exposes a single stream, so there is nothing to overlap.
     """
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type and device.type not in ("cpu", "mps")
@@ -54,40 +54,40 @@ def has_streams(device: torch.device) -> bool:
 
 @final
 class AsIs:
-    """Leaves batches where they are: the user places them, or there is one device only."""
+    """Leaves batches on their device: the user moves them, or there is only one device."""
 
     def start(self, batch: Any) -> Placed:
-        """The batch itself."""
+        """Wraps the batch unchanged."""
         return _Arrived(batch)
 
 
 @final
 class Direct:
-    """Moves a batch when it is started, on the stream in use: devices without streams, and the CPU."""
+    """Moves a batch in ``start``, on the current stream: for devices without streams, and the CPU."""
 
     def __init__(self, device: torch.device, *, non_blocking: bool = False) -> None:
         self.device, self.non_blocking = device, non_blocking
 
     def start(self, batch: Any) -> Placed:
-        """Moves what has to move; a batch that is in place is handed on as the same object."""
+        """Moves the tensors that are on another device; a batch that is already there stays the same object."""
         return _Arrived(send_to_device(batch, self.device, self.non_blocking))
 
 
 @final
 class SideStream:
-    """Copies a batch from pinned memory on a stream of its own, so that the copy runs under the previous step.
+    """Copies a batch from pinned memory on a side stream, so that the copy overlaps the previous step.
 
     Why this is correct:
 
-    - The copies are allocated while the side stream is current, so the caching allocator books their memory on it. What
-      it hands out there was freed by work this stream has seen, hence the side stream need not wait for the step: that
-      wait would serialise what is meant to overlap.
+    - The copies are allocated while the side stream is current, so the caching allocator assigns their memory to it.
+      Memory that it reuses was freed by work that the side stream has waited for, hence the side stream need not wait
+      for the step; such a wait would serialise the copy and the step.
     - The step runs on another stream and may read a batch only after its copies: ``take`` makes the current stream wait
-      for an event recorded behind them. The host waits for nothing.
-    - When the user drops the batch its memory would be free for the side stream's next copy although kernels queued on
-      the current stream may still read it: ``record_stream`` delays the reuse until those have run.
-    - The source is pinned by torch, whose host allocator also delays reuse until the copy has run; the batch keeps a
-      reference to it until it is taken nevertheless, for sources pinned by someone else.
+      for an event recorded after them. The host does not wait.
+    - When the user drops the batch, its memory could be reused by the side stream's next copy although kernels queued
+      on the current stream may still read it: ``record_stream`` delays the reuse until those kernels have run.
+    - The source is pinned by torch, whose host allocator also delays reuse until the copy has run; the batch still
+      keeps a reference to the source until ``take``, for sources that other libraries have pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,8 +95,8 @@ class SideStream:
         self._stream: torch.Stream | None = None
 
     def start(self, batch: Any) -> Placed:
-        """Queues the copies of ``batch``; only pinning, where the loader has not done so, costs host time."""
-        # Made on first use: a loader may be built, pickled or forked before the device may be touched.
+        """Queues the copies of ``batch``; the host waits only for pinning, if the loader has not pinned the batch."""
+        # Created on first use, because a loader may be built, pickled or forked before the device is initialised.
         stream = self._stream = self._stream or torch.Stream(self.device)
         copies: list[torch.Tensor] = []
 
@@ -145,8 +145,8 @@ class _InFlight:
         for copy in self._copies:
             copy.record_stream(current)
         sources.clear()
-        # Leaves of other kinds (sparse, nested, subclasses, objects with .to) move here, on the current stream: not all
-        # of them can be recorded on a stream.
+        # Other leaves (sparse, nested, subclasses, objects with .to) move here, on the current stream, because not all
+        # of them support record_stream.
         return send_to_device(self._batch, device)
 
 
@@ -155,5 +155,5 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _moves_itself(leaf: Any) -> bool:
-    # Mappings that can move (tokenizer outputs) are entered: their tensors are plain and may overlap.
+    # Mappings with a ``to`` (tokenizer outputs) are traversed: their tensors are plain and their copies can overlap.
     return isinstance(leaf, torch.Tensor) or (callable(getattr(leaf, "to", None)) and not isinstance(leaf, Mapping))

@@ -1,4 +1,4 @@
-"""Batches on XLA devices: cut over all of them, and of one shape, because every other shape is compiled anew."""
+"""Batches on XLA devices: sharded over all devices, and of one shape, because each new shape is compiled."""
 
 from typing import Any, final
 
@@ -11,16 +11,16 @@ from accel_state.pytree.operations import ignorant_find_batch_size, map_leaves, 
 
 @final
 class XLADevices:
-    """Moves batches to the XLA devices of this process, and ends the step before each.
+    """Moves batches to the XLA devices of this process, and ends the step before each batch.
 
-    The rows of a tensor are spread over the devices of torch_xla's global mesh, where a backend has opened one. Over
-    several machines each cuts its own batch for its own devices, and all of them are one tensor, in the order of ranks,
-    which the numbers of rows must allow. With ``fill``, a batch of fewer rows than the largest before it repeats its
-    first ones, so that the last batch of an epoch has the shape of the others; a loader's ``real_counts`` say which
-    rows are new, as for any batch made even.
+    The rows of a tensor are sharded over torch_xla's global mesh, if a backend has opened one. With several machines,
+    each shards its own batch over its own devices, and the batches form one tensor in order of rank, which requires
+    numbers of rows that divide evenly. With ``fill``, a batch with fewer rows than the largest one so far is padded by
+    repeating its first rows, so that the last batch of an epoch has the shape of the others; the loader's
+    ``real_counts`` give the number of rows that are not padding, as for ``even_batches``.
 
     Raises:
-        ConfigError: several machines without ``fill``, whose last batches would not be of one shape.
+        ConfigError: several machines without ``fill``, whose last batches would have different shapes.
     """
 
     def __init__(self, device: torch.device, *, fill: bool = True) -> None:
@@ -38,7 +38,7 @@ class XLADevices:
         self._specs: dict[tuple[int, bool], Any] = {}
 
     def start(self, batch: Any) -> Placed:
-        """Begins the copies to the devices; they run beside the step."""
+        """Starts the copies to the devices; they overlap the step."""
         if self.fill:
             batch = self._filled(batch)
         return _RecordedShape(send_to_device(map_leaves(self._send, batch), self.device))
@@ -77,7 +77,7 @@ class XLADevices:
 
 
 def _rows_spread(dimensions: int, *, own: bool) -> Any:
-    """How the rows of a tensor are spread over torch_xla's global mesh; None where no backend has opened one.
+    """Returns the sharding of rows over torch_xla's global mesh; None if no backend has opened a mesh.
 
     ``own``: each machine has rows of its own, equally many for each of its devices.
     """
@@ -97,7 +97,7 @@ class _RecordedShape:
         self._batch = batch
 
     def take(self) -> Any:
-        """The batch; what was recorded before it runs now, or steps would grow into one computation."""
+        """Ends the step with ``torch_xla.sync``, otherwise steps would be traced into one graph; returns the batch."""
         import torch_xla
 
         torch_xla.sync()

@@ -1,4 +1,4 @@
-"""The part of a batch that one rank computes on, where several share every sequence."""
+"""Sequence-parallel sharding of batches: each rank of a group computes on a shard of every sequence."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
@@ -10,31 +10,32 @@ from accel_data.device.prefetch import Placed, Placer
 from accel_state.errors import DataError
 
 IGNORED = -100
-"""The label of a token that counts for nothing, as ``torch.nn.functional.cross_entropy`` has it by default."""
+"""Label of tokens without a loss: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 
 Part = Callable[[Any], tuple[Any, float]]
-"""Takes of a batch what this rank computes on, and says what the mean over it weighs among those of its peers."""
+"""Maps a batch to this rank's shard, and the weight of its mean loss among the ranks of the group."""
 
 _TELLS_LENGTH = ("input_ids", "inputs_embeds", "shift_labels", "labels", "position_ids")
 
 
 def split_sequences(batch: Any, index: int, count: int, *, expected: int | None = None) -> tuple[Any, float]:
-    """The part ``index`` of ``count`` equal parts of every sequence of a batch, and what its mean loss weighs.
+    """Returns shard ``index`` of ``count`` equal shards of every sequence of a batch, and the weight of its mean loss.
 
-    ``batch`` is a mapping, as of a tokenizer. Every tensor (samples, length, ...) in it is cut along its second
-    dimension; whatever else it holds stays whole. Before that ``labels`` become ``shift_labels``, of which each is the
-    token that comes next, because the next one may be in another part; the last has none (-100). A batch with
-    ``shift_labels`` of its own keeps them. ``position_ids`` are added where there are none.
+    ``batch`` is a mapping, like a tokenizer's output. Every tensor (samples, length, ...) in it is split along dim 1;
+    other values stay full. Before the split, ``labels`` become ``shift_labels``, i.e. the next token of each position,
+    because the next token may be in another shard; the last position has none (-100). A batch that has ``shift_labels``
+    keeps them. ``position_ids`` are added if they are missing.
 
-    The weight makes the mean over ranks of weight times mean loss the mean over all tokens whose ``shift_labels`` are
-    not -100; 1.0 where there are none.
+    With the weight, the mean over ranks of (weight * mean loss) is the mean over all tokens whose ``shift_labels`` are
+    not -100; 1.0 if there are no labels.
 
     Args:
-        expected: tokens of every sequence; None: batches differ.
+        expected: length of every sequence in tokens; None: batches differ.
 
     Raises:
-        DataError: no mapping, none of the names that tell the length, another length, one that is no multiple of
-            ``count``, or an ``attention_mask`` that hides more than ends of sequences, which no attention would see.
+        DataError: the batch is not a mapping or has none of the names that give the length; the length is not as
+            expected or not a multiple of ``count``; or an ``attention_mask`` masks tokens before unmasked ones, which
+            the sharded attention would ignore.
     """
     length = _length(batch) if isinstance(batch, Mapping) else 0
     if not length:
@@ -67,7 +68,7 @@ def split_sequences(batch: Any, index: int, count: int, *, expected: int | None 
 
 
 def _length(batch: Mapping[str, Any]) -> int:
-    """Tokens of each sequence; 0 where nothing tells."""
+    """Returns the number of tokens of each sequence; 0 if no tensor gives it."""
     tensors = (batch.get(name) for name in _TELLS_LENGTH)
     return next((one.shape[1] for one in tensors if isinstance(one, torch.Tensor) and one.ndim >= 2), 0)
 
@@ -77,7 +78,7 @@ def _has_length(value: Any, length: int) -> bool:
 
 
 def _weight(labels: torch.Tensor | None, index: int, count: int) -> float:
-    """What the mean over one part's tokens is multiplied with, so that the parts' mean is that over all tokens."""
+    """Returns the weight of one shard's mean loss: with it, the mean over shards is the mean over all tokens."""
     if labels is None:
         return 1.0
     tokens = [int(part.ne(IGNORED).sum()) for part in labels.chunk(count, 1)]
@@ -85,7 +86,7 @@ def _weight(labels: torch.Tensor | None, index: int, count: int) -> float:
 
 
 def _check_mask(mask: Any) -> None:
-    """Refuses a mask (samples, length) with tokens after hidden ones."""
+    """Raises for a mask (samples, length) with unmasked tokens after masked ones."""
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool((mask.diff(dim=1) > 0).any()):
         raise DataError(
             "attention_mask hides tokens before others that it shows, and attention over the parts of several ranks "
@@ -95,10 +96,10 @@ def _check_mask(mask: Any) -> None:
 
 @final
 class PartPlacer:
-    """Takes this rank's part of each batch before it is placed; a ``Placer`` around another.
+    """A ``Placer`` that takes this rank's sequence shard of each batch before another placer moves it.
 
     Attributes:
-        weight: of the batch that was taken last.
+        weight: weight of the batch that was taken last.
     """
 
     def __init__(self, part: Part, placer: Placer) -> None:
@@ -106,7 +107,7 @@ class PartPlacer:
         self.weight = 1.0
 
     def start(self, batch: Any) -> Placed:
-        """Begins the move of the part."""
+        """Starts the copy of this rank's shard."""
         mine, weight = self._part(batch)
         return _PartOnItsWay(self, self._placer.start(mine), weight)
 

@@ -1,1 +1,1 @@
-"""Dispatched loading: one rank reads, and every rank receives its rows."""
+"""Dispatch: one rank reads, and every rank receives its rows."""

@@ -1,4 +1,4 @@
-"""The threads of dispatched reading: one rank reads and sends ahead, the others receive ahead."""
+"""Threads of dispatched loading: one rank reads and sends ahead of the step, the others receive ahead."""
 
 import threading
 import time
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 READER = 0
-"""The rank of the group that reads."""
+"""Rank of the group that reads."""
 _HELD_MESSAGES = 2
 _MOST_STEPS = 16
 _MOST_BYTES = 8 << 20
 _HURRY = 0.002
-"""Seconds for which steps are gathered while the loop waits for one."""
+"""Seconds for which steps are collected into one message while the loop waits for a step."""
 _LOOK_EVERY = 0.5
 _GOODBYE = 5.0
-"""Seconds a leaving rank waits for its thread; what is left then is finished in the background."""
+"""Seconds for which a rank that leaves the loop waits for its thread, which then continues in the background."""
 
 
 class Dispatched(NamedTuple):
-    """One step: a part by index, what every rank is told, and what only the reading rank keeps."""
+    """One step: a batch per shard, metadata for every rank, and private state for the reading rank only."""
 
     parts: tuple[Any, ...]
     shared: Any
@@ -39,7 +39,7 @@ class Dispatched(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels: some steps as ``(part, shared, own)``, or the end of the pass."""
+    """Message between ranks: steps as ``(batch, shared, own)``, or the end of the pass."""
 
     kind: Literal["steps", "end", "left", "failed"]
     content: Any
@@ -47,7 +47,7 @@ class Message(NamedTuple):
 
 @final
 class DispatchPipeline:
-    """A queue of messages with room for few, which either end may close without the other waiting for ever."""
+    """Bounded queue of messages between a thread and the loop; after ``close`` neither end blocks."""
 
     def __init__(self, room: int = _HELD_MESSAGES) -> None:
         self._room, self._messages = room, deque[Message]()
@@ -56,11 +56,11 @@ class DispatchPipeline:
 
     @property
     def is_empty(self) -> bool:
-        """Who takes from it has taken all there was."""
+        """Whether the consumer has taken every message."""
         return not self._messages
 
     def put(self, message: Message) -> bool:
-        """Waits for room; False when nobody will take it any more."""
+        """Waits for room and appends ``message``; returns False if the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._messages) < self._room)
             if not self.closed:
@@ -69,7 +69,7 @@ class DispatchPipeline:
             return not self.closed
 
     def get(self, patience: float | None) -> Message | None:
-        """The next message, or None after ``patience`` seconds (None: for ever)."""
+        """Returns the next message, or None after ``patience`` seconds (None: no limit)."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._messages), patience):
                 return None
@@ -78,7 +78,7 @@ class DispatchPipeline:
             return message
 
     def close(self) -> None:
-        """Drops what is queued and refuses more."""
+        """Drops queued messages and refuses further ones."""
         with self._changed:
             self.closed = True
             self._messages.clear()
@@ -87,20 +87,21 @@ class DispatchPipeline:
 
 @final
 class Sender:
-    """Runs on the reading rank: reads steps in a thread, sends each rank its part, and keeps this rank's own.
+    """Runs on the reading rank: reads steps in a thread, sends each rank its batch, and keeps this rank's own.
 
-    Where this rank's loop waits, a step is sent within ``_HURRY`` seconds, and gathered with others into a larger
-    message otherwise: so a slow reader delays nobody and a fast one pays the price of a message once for many steps.
-    (Of what it sends gloo does not say that it has arrived until it is waited for, and the loops of all ranks go in
-    step.) The thread stops reading when ``_HELD_MESSAGES`` messages are under way and as many wait here.
+    A step is sent within ``_HURRY`` seconds if this rank's loop waits for one; otherwise several steps share a larger
+    message. A slow reader therefore delays no rank, and with a fast one the cost of a message is spread over many
+    steps. (The loops of all ranks advance in step, so this rank's loop stands for all; gloo reports the arrival of a
+    message only to a wait for it.) The thread stops reading while ``_HELD_MESSAGES`` messages are in flight and as many
+    are queued here.
     """
 
     def __init__(
         self, peers: LoaderGroup, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int
     ) -> None:
-        """``greeting`` goes in front of every message, which is made in ``blocks``.
+        """``greeting`` is included in every message; messages are built in ``blocks``.
 
-        ``tag`` is the pass's own: messages of a pass inside this one go through the same group.
+        ``tag`` is unique to the pass, because nested passes use the same group.
         """
         self.lane = DispatchPipeline()
         self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
@@ -109,14 +110,14 @@ class Sender:
         self._gathered: list[Dispatched] = []
         self._size, self._sent = 0, -_HURRY
         self._sending = threading.Lock()
-        """Held by who gathers or sends: the thread that reads, or the loop, which does not wait for that."""
+        """Held by the thread that collects or sends: the reading thread, or the loop, which never waits for it."""
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Reads the first step here, where worker processes and seeds belong to the caller, and the others beside it.
+        """Reads the first step in the calling thread, which owns workers and seeds, and starts the reading thread.
 
-        An error is kept for its place among the messages, so that all ranks hear of it.
+        An error is sent in order with the messages, so that all ranks raise it.
         """
         try:
             self._steps = chain(list(islice(self._steps, 1)), self._steps)
@@ -125,7 +126,7 @@ class Sender:
         self._thread.start()
 
     def close(self, patience: float | None = _GOODBYE) -> bool:
-        """Stops reading and tells the others; True once the thread is gone."""
+        """Stops reading and notifies the other ranks; returns whether the thread has ended."""
         self.lane.close()
         if self._thread.ident is not None:
             self._thread.join(patience)
@@ -149,7 +150,7 @@ class Sender:
             self._steps = iter(())
 
     def next(self, patience: float | None) -> Message | None:
-        """The next message for the loop; what has been gathered is not kept back from one that waits."""
+        """Returns the next message for the loop; sends pending steps early if the loop waits."""
         message = self.lane.get(_HURRY)
         if message is not None:
             return message
@@ -166,13 +167,13 @@ class Sender:
                 if not self._add(step):
                     break
         finally:
-            # What was read before an error still arrives before it.
+            # Steps that were read before an error are sent before the error.
             with self._sending:
                 self._flush()
         return Message("left" if self.lane.closed else "end", None)
 
     def _add(self, step: Dispatched) -> bool:
-        """Gathers a step, and sends what there is when it is much or waited for; False when this rank has left."""
+        """Adds a step to the pending ones; sends them if they are large or awaited. False if this rank has left."""
         with self._sending:
             self._gathered.append(step)
             self._size += _bytes_of(step.parts)
@@ -182,7 +183,7 @@ class Sender:
             return not self.lane.closed
 
     def _flush(self) -> None:
-        """Sends what has been gathered, unless this rank has left the loop."""
+        """Sends the pending steps, unless this rank has left the loop."""
         gathered, self._gathered, self._size = self._gathered, [], 0
         if not gathered or self.lane.closed:
             return
@@ -200,7 +201,7 @@ class Sender:
         self.lane.put(Message("steps", (self._greeting, kept)))
 
     def _send_to_all(self, messages: list[Message]) -> None:
-        """Sends ``messages[i]`` to every rank whose part is ``i``."""
+        """Sends ``messages[i]`` to every rank whose shard is ``i``."""
         import torch.distributed as dist
 
         packed: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -225,29 +226,29 @@ class Sender:
 
 @final
 class Receiver:
-    """Runs on every other rank: receives in a thread until the reader says that the pass is over.
+    """Runs on every other rank: receives in a thread until the reading rank ends the pass.
 
-    A rank that leaves the loop goes on receiving, and forgetting, in that thread: the reader never waits for a rank
-    that has gone, and nothing of this pass is left in the group when the next begins.
+    After this rank has left the loop, the thread still receives and drops messages: the reading rank never waits for a
+    rank that has left, and no message of this pass is left in the group when the next one begins.
     """
 
     def __init__(self, peers: LoaderGroup, blocks: Blocks, tag: int) -> None:
-        """``tag`` is the one that the sender of the pass was given."""
+        """``tag`` is that of the pass's sender."""
         self.lane = DispatchPipeline()
         self._peers, self._blocks, self._tag = peers, blocks, tag
         self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begins to receive."""
+        """Starts the receiving thread."""
         self._thread.start()
 
     def next(self, patience: float | None) -> Message | None:
-        """The next message for the loop; None after ``patience`` seconds."""
+        """Returns the next message for the loop; None after ``patience`` seconds."""
         return self.lane.get(patience)
 
     def close(self, patience: float | None = _GOODBYE) -> bool:
-        """Stops keeping what comes; True once the reader has said goodbye."""
+        """Drops further messages; returns whether the reading rank has ended the pass and the thread has ended."""
         self.lane.close()
         if self._thread.ident is not None:
             self._thread.join(patience)
@@ -264,14 +265,14 @@ class Receiver:
             self.lane.put(Message("failed", (type(error).__name__, f"the reading rank is gone: {error}")))
 
     def _receive(self, front: torch.Tensor, arrival: "Work") -> "tuple[Message, tuple[torch.Tensor, Work] | None]":
-        """The message of which ``front`` is the beginning, and the front of the one after it, if one follows."""
+        """Receives the message that begins with ``front``, and starts to receive the front of the next one, if any."""
         arrival.wait()
         block = self._blocks.take(body_size(front))
         for rest in joined_body(front, block):
             self._expect(rest)[1].wait()
         arriving = Arriving(block, self._blocks)
         message: Message = arriving.content()
-        # All that is known to come is waited for at once: each time the sender is told of memory it has to wait.
+        # All expected receives are posted at once, because the sender waits each time for the receiver's memory.
         rooms = [self._expect(room) for room in arriving.room]
         following = self._expect(torch.empty(FRONT, dtype=torch.uint8)) if message.kind == "steps" else None
         for _, work in rooms:
@@ -289,9 +290,10 @@ class Receiver:
 def take(
     end: "Sender | Receiver", patience: float | None, number: int, trouble: Callable[[], str | None] | None
 ) -> Message:
-    """The next message for the loop; raises what went wrong, on every rank, as a ``DataError`` that names it.
+    """Returns the next message for the loop; raises a reading error on every rank, as a ``DataError`` that names it.
 
-    ``trouble`` tells what another rank has said in another way: the reader may be gone before it could send anything.
+    ``trouble`` returns the error that another rank has reported by other means, because the reading rank may end before
+    it can send its error.
     """
     began = time.monotonic()
     while True:
@@ -300,7 +302,7 @@ def take(
         if message is not None or left == 0.0 or trouble is None:
             break
         if (said := trouble()) is not None:
-            message = end.next(_LOOK_EVERY)  # the reader's own word, if it still comes
+            message = end.next(_LOOK_EVERY)  # the reading rank's own message, if it still arrives
             if message is None:
                 raise stopped(said)
             break
@@ -327,7 +329,7 @@ def _failed(error: BaseException) -> Message:
 
 
 def _bytes_of(parts: tuple[Any, ...]) -> int:
-    """How many bytes the tensors of the largest part have."""
+    """Returns the number of bytes of tensors in the last shard's batch, which stands for the others."""
     from accel_state.pytree.structure import leaves_of
 
     return sum(leaf.nbytes for leaf in leaves_of(parts[-1]) if isinstance(leaf, torch.Tensor))

@@ -1,4 +1,4 @@
-"""The rows of a batch that each rank gets of what one rank has read, and how many of them are real."""
+"""Division of the batches that one rank reads into the rows of each rank, with the number of real rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import torch
 from accel_state.pytree.structure import children, rebuild
 
 SliceFunction = Callable[..., Any]
-"""``slice_fn(batch, slice, process_index=, num_processes=)``: one rank's rows of a batch."""
+"""``slice_fn(batch, slice, process_index=, num_processes=)``: returns one rank's rows of a batch."""
 
 
 @final
 class _Absent:
-    """In the place of a batch for a rank that has none in this step. Pickles to itself."""
+    """Stands for the batch of a rank that has none in this step. Pickles to itself."""
 
     def __reduce__(self) -> str:
         return "ABSENT"
@@ -26,7 +26,7 @@ ABSENT = _Absent()
 @final
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """One step: a batch for each shard (or ``ABSENT``), real rows by shard (None: nothing is repeated), rows in all."""
+    """One step: a batch per shard (or ``ABSENT``), real rows per shard (None: no padding), and the total of rows."""
 
     parts: tuple[Any, ...]
     counts: tuple[int, ...] | None
@@ -36,12 +36,12 @@ class Dealt:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealer:
-    """The rules by which batches become steps.
+    """Rules by which batches become steps.
 
-    A full step takes one batch for each shard and hands them on whole, whatever they hold; with ``split`` it takes one
-    batch and cuts it. Only the last step of an epoch may be incomplete. With ``even`` its rows are divided anew, as
-    equally as can be, and the first of them repeated to fill up; where rows cannot be divided (ragged batches, batches
-    of no fixed size) whole batches are dealt and the first is repeated.
+    A full step takes one batch per shard and passes them on unchanged; with ``split`` it takes one batch and slices it.
+    Only the last step of an epoch may be incomplete. With ``even`` its rows are redistributed as equally as possible,
+    and padded by repeating the first rows; if rows cannot be redistributed (ragged batches, batches of no fixed size),
+    batches stay full and the first ones are repeated.
     """
 
     shards: int
@@ -49,18 +49,18 @@ class Dealer:
     even: bool = True
     drop_last: bool = False
     batch_rows: int | None = None
-    """Rows of a full batch; None: batches have no fixed size, or no rows at all."""
+    """Rows of a full batch; None: batches have no fixed size, or no rows."""
     has_rows: bool = True
-    """The numbers of rows are known. Off for batches a dataset makes itself, which are counted whole."""
+    """Whether the numbers of rows are known. False for batches that a dataset builds itself, which count as units."""
     slice_fn: SliceFunction | None = None
 
     @property
     def takes(self) -> int:
-        """Batches of a full step."""
+        """Number of batches of a full step."""
         return 1 if self.split else self.shards
 
     def deal(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt | None:
-        """The step that ``batches`` make, at least one and at most ``takes``; None when it is to be dropped.
+        """Builds a step from at least one and at most ``takes`` batches; None if the step is dropped.
 
         ``rows[i]`` is the number of rows of ``batches[i]``.
         """
@@ -78,7 +78,7 @@ class Dealer:
             try:
                 return self._cut(join_rows(batches, rows), total, full)
             except (TypeError, ValueError, RuntimeError):
-                pass  # ragged: rows of different batches do not fit into one
+                pass  # ragged: rows of different batches cannot be concatenated
         return self._whole(batches, rows)
 
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
@@ -110,10 +110,10 @@ class Dealer:
 
 
 def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
-    """These rows of a batch of ``rows`` rows, in containers of the same types.
+    """Slices the rows of a batch of ``rows`` rows, in containers of the same types.
 
-    A tensor has rows when its first dimension is ``rows`` long, a list when it holds ``rows`` entries that are not
-    themselves tensors with rows (strings, one ragged tensor per sample). Whatever has no rows is handed on as it is.
+    A tensor has rows if its first dimension has length ``rows``; a list, if it holds ``rows`` entries that are not
+    themselves tensors with rows (strings, one ragged tensor per sample). Leaves without rows are returned unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch[wanted] if batch.ndim and len(batch) == rows else batch
@@ -127,9 +127,9 @@ def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
 
 
 def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
-    """The rows of several batches in one batch; leaves without rows are those of the first.
+    """Concatenates the rows of several batches; leaves without rows are those of the first batch.
 
-    Raises TypeError, ValueError or RuntimeError when the batches do not fit together.
+    Raises TypeError, ValueError or RuntimeError if the batches do not match.
     """
     first = batches[0]
     if len(batches) == 1:
@@ -150,15 +150,16 @@ def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def repeat_rows(batch: Any, rows: int, count: int) -> Any:
-    """``count`` rows, taken from the first on and again from there when there are not enough."""
+    """Returns ``count`` rows, from the first row on, cyclically."""
     pieces = [slice_rows(batch, slice(0, min(rows, count - start)), rows) for start in range(0, count, rows)]
     return join_rows(pieces, [min(rows, count - start) for start in range(0, count, rows)])
 
 
 def _is_column(batch: Any, rows: int) -> bool:
-    """Whether a list holds one entry for each row, rather than being a container of columns.
+    """Whether a list holds one entry per row, rather than being a container of columns.
 
-    Tensors of one kind that are not all ``rows`` long are the samples of a ragged batch, also where one of them is.
+    Tensors of one dtype and trailing shape that do not all have length ``rows`` are the samples of a ragged batch, even
+    if one of them has that length.
     """
     if not isinstance(batch, list) or len(batch) != rows:
         return False

@@ -1,6 +1,6 @@
-"""Any batch as bytes between live ranks: tensors beside a pickle of everything else.
+"""Serialization of batches between live ranks: tensors beside a pickle of all other objects.
 
-Pickles travel only between processes of one running job; nothing of this is ever stored.
+Pickles are sent only between processes of one running job and never stored.
 """
 
 import io
@@ -18,22 +18,22 @@ from accel_data.dispatch.buffers import Blocks
 _ALIGNMENT = 64
 _WORD = 8
 FRONT = 4096
-"""Bytes of what is sent first, so that its receiver knows how much to expect of it."""
+"""Bytes of the first send of a message, which includes the length of the rest."""
 _LARGE = 128 << 10
-"""Tensors of this many bytes and more are sent from where they are: copying them would cost as much as sending."""
+"""Tensors of at least this many bytes are sent from their own memory, because a copy would cost as much as the send."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SerializedBatch:
-    """A message: ``body``, which holds all but the ``large`` tensors, and says how large those are. All ``uint8``."""
+    """A message: ``body`` holds all but the ``large`` tensors, and their sizes. All are ``uint8`` tensors."""
 
     body: torch.Tensor
     large: tuple[torch.Tensor, ...]
 
 
 def pack(content: Any, blocks: Blocks) -> SerializedBatch:
-    """``content`` in a block of ``blocks``; no plain CPU tensor is pickled, small ones are copied once."""
+    """Serializes ``content`` into a block of ``blocks``; CPU tensors are not pickled, small ones are copied once."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(content)
@@ -57,7 +57,7 @@ def pack(content: Any, blocks: Blocks) -> SerializedBatch:
 
 @final
 class Arriving:
-    """A message of which the body has come, and the large tensors are to be filled in.
+    """A message whose body has arrived, and whose large tensors are still to be received.
 
     Attributes:
         room: memory for each of the large tensors, in the order in which they are sent.
@@ -75,7 +75,7 @@ class Arriving:
         self.room = [whole[place : place + size] for place, size in self._places]
 
     def content(self) -> Any:
-        """What was packed; its tensors are views of the memory that came, which lives as long as they do."""
+        """Deserializes the message; its tensors are views of the received memory and keep it alive."""
         large = iter([(self._tail, place) for place, _ in self._places])
         with memoryview(self._body).cast("B") as view:
             return _Unpickler(view[self._pickled], _Found(self._body, _aligned(self._pickled.stop), large)).load()
@@ -83,9 +83,9 @@ class Arriving:
 
 @final
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out and notes what is needed to find them: dtype by name, shape, and whether large.
+    """Pickles all but plain CPU tensors, of which it stores dtype name, shape, and whether the tensor is large.
 
-    They are met as objects to reduce, not as persistent ones: that would ask about every number and string as well.
+    Uses ``reducer_override`` rather than ``persistent_id``, which would be called for every number and string as well.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
         self.large: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        # Other tensors (sparse, nested, quantized, subclasses, on a device) know best how to pickle themselves.
+        # Other tensors (sparse, nested, quantized, subclasses, on a device) pickle themselves.
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
             return NotImplemented
         if obj.is_nested or obj.is_quantized or obj.is_conj() or obj.is_neg():
@@ -105,17 +105,18 @@ class _Pickler(pickle.Pickler):
 
 
 def left_out(name: str, shape: tuple[int, ...], is_large: bool) -> torch.Tensor:
-    """In a pickle: here was a tensor. Who unpickles a message finds it beside the pickle."""
+    """Stands in the pickle for a tensor that is sent beside it; ``_Unpickler`` replaces it by the tensor."""
     raise pickle.UnpicklingError(f"a message lacks its {name} tensor of shape {shape}: only a whole one can be read")
 
 
 @final
 class _Unpickler(pickle.Unpickler):
-    """Meets the tensors in the order in which they were left out."""
+    """Unpickles a message; finds the tensors in the order in which the pickler left them out."""
 
     def __init__(self, pickled: memoryview, found: "_Found") -> None:
         super().__init__(io.BytesIO(pickled))
-        # What it calls it remembers: a method of its own would keep it, and all tensors, until cycles are collected.
+        # An object, because a method of this class would be kept in the unpickler's memo: a cycle that keeps all
+        # tensors.
         self._found = found
 
     def find_class(self, module: str, name: str) -> Any:
@@ -124,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
 @final
 class _Found:
-    """The tensors of a message, one after the other: small ones from ``position`` on in its body."""
+    """Returns the tensors of a message one after the other: small ones from ``position`` on in its body."""
 
     def __init__(self, body: Any, position: int, large: Iterator[tuple[Any, int]]) -> None:
         self._body, self._position, self._large = body, position, large
@@ -144,9 +145,9 @@ class _Found:
 
 
 def split_body(body: torch.Tensor) -> list[torch.Tensor]:
-    """A body as what is sent: a front of ``FRONT`` bytes, which says how long it is, and the rest, where there is one.
+    """Splits a body into its sends: a front of ``FRONT`` bytes with the body's length, and the rest, if there is any.
 
-    Each thing that is sent wakes threads on both sides; the front spares short bodies a second time.
+    Each send wakes threads on both sides; with the front, a short body needs only one.
     """
     front = torch.zeros(FRONT, dtype=torch.uint8)
     front[:_WORD].view(torch.int64).fill_(body.nbytes)
@@ -157,12 +158,12 @@ def split_body(body: torch.Tensor) -> list[torch.Tensor]:
 
 
 def body_size(front: torch.Tensor) -> int:
-    """How long the body is that begins in ``front``."""
+    """Returns the length of the body that begins in ``front``."""
     return int(front[:_WORD].view(torch.int64))
 
 
 def joined_body(front: torch.Tensor, block: Any) -> list[torch.Tensor]:
-    """Puts what ``front`` holds of a body into ``block``; what is still to be received there."""
+    """Copies the body's bytes in ``front`` into ``block``; returns views of the rest, which is yet to be received."""
     whole = torch.frombuffer(block, dtype=torch.uint8)[: body_size(front)]
     first = whole[: FRONT - _WORD]
     first.copy_(front[_WORD : _WORD + len(first)])

@@ -1,4 +1,4 @@
-"""One rank reads for all: the source behind ``dispatch_batches=True``."""
+"""Dispatch source: rank 0 reads for all ranks (``dispatch_batches=True``)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Facts(NamedTuple):
-    """What every rank is told about one step."""
+    """Metadata of one step, sent to every rank."""
 
     samples: int
     counts: tuple[int, ...] | None
@@ -33,11 +33,12 @@ class _Facts(NamedTuple):
 
 @final
 class DispatchSource(Source):
-    """Rank 0 reads ``base`` and sends every rank its part, ahead of the step and beside it.
+    """Rank 0 reads ``base`` and sends every rank its rows, ahead of the step and in parallel with it.
 
-    ``base`` is the source of the whole data (shard 0 of 1). It exists on every rank, for lengths and saved positions,
-    but is read on rank 0 alone. All ranks must leave the loop at the same batch. Reading happens in a thread: with
-    ``num_workers=0`` a dataset that draws from global generators draws beside the step; give such a dataset a worker.
+    ``base`` is the source of the full data (shard 0 of 1). It exists on every rank, for lengths and saved positions,
+    but only rank 0 reads it. All ranks must leave the loop at the same batch. Reading runs in a thread: with
+    ``num_workers=0`` a dataset that draws from global generators draws concurrently with the step; give such a dataset
+    a worker.
     """
 
     reads_for_all = True
@@ -120,7 +121,7 @@ class DispatchSource(Source):
 
     @property
     def ends_together(self) -> bool:
-        """Every rank gets a part of the last step; a sampler with a state is read to its end on rank 0 only."""
+        """Whether the last step ends the epoch on every rank; a stateful sampler is read to its end on rank 0 only."""
         return self.even_batches and not self._base.keeps_state
 
     def is_over(self, cursor: Cursor) -> bool:
@@ -130,7 +131,7 @@ class DispatchSource(Source):
         return self._base.epoch_chosen()
 
     def record(self, *, between: bool) -> dict[str, Json]:
-        """What rank 0 recorded for the pass being read: only there the data has been seen."""
+        """Returns rank 0's record of the pass that is being read, because only rank 0 has read the data."""
         return self._base.record(between=between) if self._record is None else dict(self._record)
 
     def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
@@ -150,7 +151,7 @@ class DispatchSource(Source):
         return undo
 
     def steps(self, start: Pass, cursor: Cursor) -> Iterator[Dispatched]:
-        """Deals out a pass of the base."""
+        """Divides a pass of the base source into steps."""
         dealer = replace(self._dealer, even=self.even_batches)
         before = cursor.samples
         group: list[Any] = []
@@ -173,22 +174,22 @@ class DispatchSource(Source):
             record = self._base.record(between=False)
             if record != self._dealt_with:
                 self._dealt_with = record
-            # The same object in all steps of a message is sent once with it.
+            # Steps of a message share this object, so that it is sent once per message.
             facts = _Facts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
             yield Dispatched(dealt.parts, facts, step.private)
 
     def leave(self, end: "Sender | Receiver") -> None:
-        """Lets the threads of a pass end; what they still have to do they do in the background."""
+        """Ends the threads of a pass; unfinished sends and receives continue in the background."""
         if not end.close():
             self._leaving = end
 
 
 @final
 class DispatchPass(Pass):
-    """One walk over what rank 0 reads."""
+    """One pass over the batches that rank 0 reads."""
 
     def __init__(self, source: DispatchSource, cursor: Cursor, tag: int) -> None:
-        """``tag`` distinguishes its messages from those of another pass that is under way."""
+        """``tag`` distinguishes the messages of this pass from those of another pass in progress."""
         self._source, self._cursor, self._tag = source, cursor, tag
         self._end: Sender | Receiver | None = None
         self._base: Pass | None = None
@@ -199,7 +200,7 @@ class DispatchPass(Pass):
         if peers is None or peers.rank == READER:
             self._base = source._base.begin(cursor)
             private = self._base.step(0).private
-        # Taken before anything is read ahead, because the record of the base then is of what was read last.
+        # Taken before any lookahead, because afterwards the record of the base source is that of the batch read last.
         self._start = Step(cursor, private=private), source._base.record(between=False)
         self.batches = self._alone() if peers is None else self._together(peers)
 
@@ -259,7 +260,7 @@ class DispatchPass(Pass):
             return step
         facts, own = next((facts, own) for counted, facts, own in self._notes if counted == number)
         self._source._record = facts.record
-        # Only the rank that reads has, and can use, what its dataset says of itself.
+        # Only the reading rank has, and needs, the private state of its dataset.
         return Step(Cursor(self._cursor.epoch, facts.samples), facts.counts, private=own)
 
     def close(self) -> None:

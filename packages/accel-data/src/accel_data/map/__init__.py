@@ -1,1 +1,1 @@
-"""Map-style datasets: sharded index streams in place of the samplers of a DataLoader."""
+"""Map-style datasets: sharded index streams instead of a DataLoader's samplers."""

@@ -1,4 +1,4 @@
-"""A user's map-style DataLoader, taken apart: an order that can be computed, or samplers that must be iterated."""
+"""Decomposition of a map-style DataLoader into its samplers, and the computable order of a sampler, if it has one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class DataLoaderParts:
-    """What a DataLoader reads.
+    """Parts of a map-style DataLoader.
 
     Attributes:
-        slot: the loader's attribute that our sampler takes the place of: "batch_sampler", or "sampler" where the
-            loader does no batching of its own (``batch_size=None``).
-        batch_sampler: the user's sampler of batches, or None.
-        sampler: the user's sampler of single indices, or None below a batch sampler that has none.
-        batch_size: of one batch; None: batches have any size.
-        batched: samples come as lists of indices (else one index at a time).
-        whole: the batches are the batch sampler's own business, so we walk it; else it is torch's plain one.
+        slot: attribute of the loader that accel's sampler replaces: "batch_sampler", or "sampler" if the loader does
+            not batch (``batch_size=None``).
+        batch_sampler: the user's batch sampler, or None.
+        sampler: the user's sampler of single indices, or None for a batch sampler without one.
+        batch_size: size of one batch; None: batches have any size.
+        batched: whether the dataset gets lists of indices (otherwise one index at a time).
+        whole: whether the batch sampler is not torch's own, so that its batches must be iterated.
     """
 
     slot: str
@@ -50,7 +50,7 @@ class DataLoaderParts:
 
 
 def read_dataloader(dataloader: "DataLoader[Any]") -> DataLoaderParts:
-    """Takes a map-style DataLoader apart without changing it."""
+    """Decomposes a map-style DataLoader without changing it."""
     batches: Any = dataloader.batch_sampler
     slot = "batch_sampler"
     if batches is None:
@@ -65,9 +65,9 @@ def read_dataloader(dataloader: "DataLoader[Any]") -> DataLoaderParts:
 
 
 def order_of(sampler: Any) -> Order | None:
-    """The order that takes the place of a sampler of torch's or ours; None for one that only its owner understands.
+    """Returns the order that replaces a sampler of torch or accel; None for other samplers, which must be iterated.
 
-    A subclass may do anything, so only the classes themselves are replaced.
+    Only the classes themselves are replaced, because a subclass may do anything.
     """
     make = _ORDERS.get(torchs_class(sampler))
     return None if make is None else make(sampler)
@@ -78,13 +78,13 @@ _BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order"
 
 @final
 class Basis:
-    """What a sampler's order was made of, to notice that the user gave the sampler something else since."""
+    """Attributes from which a sampler's order was computed, to detect that the user has changed the sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
 
     def differs(self, sampler: Any) -> bool:
-        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not seen."""
+        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not detected."""
         now = [_content(getattr(sampler, name, None)) for name in _BASIS]
         return any(
             version != version_now or not (value is other or (isinstance(value, int) and value == other))
@@ -98,7 +98,7 @@ def _content(value: Any) -> tuple[Any, int]:
 
 
 def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
-    """A sampler that draws from the same source, the same number, with or without replacement, but by seed + epoch."""
+    """Returns a sampler with the same source, number and replacement as ``sampler``, but seeded by seed + epoch."""
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -125,7 +125,7 @@ def _seedable(sampler: SeedableRandomSampler) -> Order:
 
 
 def _distributed(sampler: Any) -> Order:
-    # It shards for a number of ranks of its own; sharding its part again would lose all other parts.
+    # It shards by its own number of ranks; sharding that shard again would lose all other shards.
     size = len(sampler.dataset)
     return Shuffled(size) if sampler.shuffle else Sequential(size)
 
@@ -142,7 +142,7 @@ _ORDERS: dict[type, Callable[[Any], Order]] = {
 
 
 def own_seed(sampler: Any) -> int | None:
-    """The seed that a sampler carries in itself, or None."""
+    """Returns the seed that a sampler has as an attribute, or None."""
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.initial_seed
     if isinstance(sampler, OrderSampler | DistributedSampler):
@@ -151,13 +151,13 @@ def own_seed(sampler: Any) -> int | None:
 
 
 def drawn_seed(reading: DataLoaderParts) -> int:
-    """A seed from the generator that the user gave the sampler or, without one, from torch's global one."""
+    """Draws a seed from the generator of the user's sampler; without one, from torch's global generator."""
     generator = next((found for found in map(_generator_of, chain_of(reading)) if found is not None), None)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def chain_of(reading: DataLoaderParts) -> list[Any]:
-    """The user's batch sampler, its sampler, and whatever they wrap, outermost first."""
+    """Returns the user's batch sampler, its sampler, and the samplers that they wrap, outermost first."""
     found: list[Any] = []
     candidates: list[Any] = [reading.batch_sampler, reading.sampler]
     while candidates:
@@ -176,12 +176,12 @@ def _generator_of(sampler: Any) -> torch.Generator | None:
 
 @final
 class Surroundings:
-    """The user's samplers and dataset, as far as they want to know of epochs, or have a state.
+    """The user's samplers and dataset that have a ``set_epoch`` or a state.
 
-    Looked through once, for a pass has to start fast.
+    Collected once, because the start of a pass must be fast.
 
     Attributes:
-        dataset_listens: the dataset has a ``set_epoch``.
+        dataset_listens: whether the dataset has a ``set_epoch``.
     """
 
     def __init__(self, reading: DataLoaderParts, dataset: object, *, walked: bool) -> None:
@@ -194,7 +194,7 @@ class Surroundings:
         self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
 
     def begin(self, epoch: int, seed: int) -> None:
-        """Tells everybody the epoch, and seeds the generators of samplers that are walked."""
+        """Calls ``set_epoch`` on all of them, and seeds the generators of samplers that are iterated."""
         for listener in self._listeners:
             listener.set_epoch(epoch)
         self._epochs = {number: self._epoch_of(number) for number in self._epochs}
@@ -204,7 +204,7 @@ class Surroundings:
                 generator.manual_seed(derive_key(seed, epoch, number))
 
     def epoch_chosen(self) -> int | None:
-        """The epoch that somebody else set on a sampler with an ``epoch`` since the last call or ``begin``."""
+        """Returns the epoch that the script set on a sampler since the last call or ``begin``; None if it set none."""
         for number, known in self._epochs.items():
             epoch = self._epoch_of(number)
             if epoch is not None and epoch != known:
@@ -217,17 +217,17 @@ class Surroundings:
         return epoch if isinstance(epoch, int) else None
 
     def states(self) -> list[Any]:
-        """The states of the samplers that have one, outermost first."""
+        """Returns the states of the stateful samplers, outermost first."""
         return [sampler.state_dict() for sampler in self._stateful]
 
     def load(self, states: Sequence[Any]) -> None:
-        """Gives the samplers back their states."""
+        """Restores the states of the stateful samplers."""
         for sampler, state in zip(self._stateful, states, strict=False):
             sampler.load_state_dict(state)
 
 
 def fingerprint_of(dataset: Any) -> str | None:
-    """What the dataset says identifies its content: an attribute or method ``fingerprint`` that gives a string."""
+    """Returns the dataset's ``fingerprint`` (attribute or method), a string that identifies its content, or None."""
     value = getattr(dataset, "fingerprint", None)
     if callable(value):
         value = value()

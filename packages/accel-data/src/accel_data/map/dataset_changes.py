@@ -1,4 +1,4 @@
-"""A saved position and a dataset that has changed since: the refusal, and what ``allow_changed_data`` makes of it."""
+"""Saved positions and a dataset that has changed since: refusal, or adaptation with ``allow_changed_data``."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,19 +15,19 @@ ORDER_KEY = "order"
 LENGTH_KEY = "length"
 FINGERPRINT_KEY = "fingerprint"
 BEGUN_KEY = "begun"
-"""True in the record of an epoch that is finished over the samples it began with, though the dataset has more."""
+"""True in the record of an epoch that is finished over its original samples, although the dataset has grown."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DatasetFacts:
-    """What a loader knows of its dataset now.
+    """Current facts of a loader's dataset.
 
     Attributes:
-        length: samples, or None.
-        fingerprint: what the dataset says identifies its content, or None.
-        order: the order that is computed over it; None where a sampler of the user's is walked.
-        description: of the order, as the record has it.
+        length: number of samples, or None.
+        fingerprint: the dataset's own identification of its content, or None.
+        order: the order that is computed over it; None if a sampler of the user is iterated.
+        description: description of the order, as in the record.
     """
 
     length: int | None
@@ -36,7 +36,7 @@ class DatasetFacts:
     description: Mapping[str, Json]
 
     def difference(self, record: Mapping[str, Json]) -> str | None:
-        """How the dataset of ``record`` differs from this one, as the end of a sentence; None: it does not."""
+        """Describes how the dataset of ``record`` differs, as the end of a sentence; None if it does not."""
         length, mark = record.get(LENGTH_KEY), record.get(FINGERPRINT_KEY)
         if length is not None and self.length is not None and length != self.length:
             return f"of {length} samples, this one has {self.length}"
@@ -49,7 +49,7 @@ _TOLD = "the loader's state was saved with a dataset"
 
 
 def check_dataset(facts: DatasetFacts, record: Mapping[str, Json], cursor: Cursor, *, warns: bool) -> None:
-    """Refuses a position inside an epoch of other data with ``DataStateError``; warns of an epoch that begins so."""
+    """Raises ``DataStateError`` for a position inside an epoch of other data; warns at the start of an epoch."""
     difference = facts.difference(record)
     if difference is None:
         return
@@ -66,15 +66,16 @@ def check_dataset(facts: DatasetFacts, record: Mapping[str, Json], cursor: Curso
 def adapted(
     facts: DatasetFacts, record: Mapping[str, Json], cursor: Cursor, *, warns: bool
 ) -> tuple[Mapping[str, Json], Cursor]:
-    """The record and position with which a saved run goes on over a dataset that has changed inside an epoch.
+    """Returns the record and position with which a run continues over a dataset that has changed inside an epoch.
 
-    - It has grown, and the order of the epoch can be computed from the record: the epoch is finished over the samples
-      that it began with, and the new ones come from the next epoch on.
-    - It has shrunk, and is read in sequence: the position stays, and the epoch ends where the dataset ends now.
+    - The dataset has grown, and the order of the epoch can be computed from the record: the epoch is finished over its
+      original samples, and the new samples are read from the next epoch on.
+    - It has shrunk and is read sequentially: the position stays, and the epoch ends at the current end of the dataset.
     - It has another fingerprint and the same length: the position stays.
-    - Otherwise: the epoch begins anew, because which of its samples were delivered cannot be known.
+    - Otherwise the epoch starts again, because it is unknown which of its samples were delivered.
 
-    What is done is warned of in numbers. A record of a sampler of another kind is returned as it is, to be refused.
+    A warning reports the change in numbers. A record of another kind of sampler is returned unchanged and refused
+    later.
     """
     difference, saved = facts.difference(record), record.get(ORDER_KEY, facts.description)
     if difference is None or not cursor.samples or saved.get("kind") != facts.description.get("kind"):
@@ -102,7 +103,7 @@ def adapted(
 
 
 def order_begun(order: Order | None, saved: Mapping[str, Any]) -> Order | None:
-    """The order that ``saved`` describes, of the kind of ``order``; None where the description is not all of it."""
+    """Rebuilds the order that ``saved`` describes, of the class of ``order``; None if the description is incomplete."""
     make = _ORDERS.get(type(order))
     return None if make is None else make(saved)
 

@@ -1,4 +1,4 @@
-"""One pass over map-style data: the user's DataLoader, iterated over the index batches of a walk."""
+"""Pass over map-style data: iteration of the user's DataLoader over the batches of an index stream."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -16,10 +16,10 @@ from accel_data.stateful_dataloader import is_torchs_iteration
 
 @final
 class MapPass(Pass):
-    """One iteration of the user's DataLoader over the batches of a walk.
+    """One iteration of the user's DataLoader over the batches of an index stream.
 
     Attributes:
-        is_over: it ended or was left.
+        is_over: whether the pass has ended or was left.
     """
 
     is_over = False
@@ -37,7 +37,7 @@ class MapPass(Pass):
         self.trail = trail
         assert indices.walk is not None
         self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
-        # A subclass may give more or fewer batches than its sampler.
+        # A subclass may yield more or fewer batches than its sampler.
         self._closed = closed
         own = is_torchs_iteration(dataloader)
         self.exact = self._walk.exact and own
@@ -47,21 +47,21 @@ class MapPass(Pass):
 
     @property
     def is_last(self) -> bool:
-        """By number, or because no index batch follows."""
+        """Whether the batch taken last is the last, by its number or because no index batch follows."""
         return self.delivered + 1 == self.length if self.exact else self._indices.exhausted
 
     @property
     def length(self) -> int | None:  # type: ignore[override]
-        """As far as the walk knows."""
+        """Length of the index stream, if known."""
         return self._walk.length
 
     @property
     def remainder(self) -> int:  # type: ignore[override]
-        """As far as the walk knows."""
+        """Remainder of the index stream, if known."""
         return self._walk.remainder
 
     def close(self) -> None:
-        """Ends the workers, unless they are to stay."""
+        """Ends the workers, unless they are persistent."""
         super().close()
         let_go(self._dataloader)
         self.is_over = True
@@ -70,5 +70,5 @@ class MapPass(Pass):
             self._closed = None
 
     def step(self, number: int) -> Step:
-        """What the walk computes or has recorded."""
+        """Returns the facts of a step, which the index stream computes or has recorded."""
         return self._walk.step(number)

@@ -1,4 +1,4 @@
-"""The global random generators of a process: torch's (CPU), ``random``'s, and numpy's where the process uses it."""
+"""The process's global random generators: of torch (CPU), of ``random``, and of numpy if the process uses it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -9,11 +9,11 @@ import torch
 
 ItemT = TypeVar("ItemT")
 _DRAW_NOTHING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
-"""Iterators over indices that have all been made."""
+"""Iterators over items that exist already, which draw no random numbers."""
 
 
 class GlobalGenerator(NamedTuple):
-    """One of the process's global generators: how its state is read, restored, and made from a seed."""
+    """A global generator of the process, as functions that read, restore and seed its state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
@@ -21,7 +21,7 @@ class GlobalGenerator(NamedTuple):
 
 
 def global_generators() -> list[GlobalGenerator]:
-    """Those of torch (CPU), of ``random``, and of numpy if the process uses it."""
+    """Returns the generators of torch (CPU), of ``random``, and of numpy if the process uses it."""
     import random
     import sys
 
@@ -41,10 +41,10 @@ def global_generators() -> list[GlobalGenerator]:
 
 @final
 class SeededGlobals(AbstractContextManager[None]):
-    """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
+    """Seeds the global generators of torch (CPU), ``random`` and numpy inside the block, and restores them afterwards.
 
-    A sampler that shuffles with them then gives the same indices on every rank and again on resuming. Entered again,
-    they go on where they were left.
+    A sampler that shuffles with them then yields the same indices on every rank and after a resume. A second block
+    continues with the states at the end of the first.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,10 +67,10 @@ class SeededGlobals(AbstractContextManager[None]):
 
 
 def drawn(sampler: Iterable[ItemT], rng: AbstractContextManager[None], *, limit: int) -> Iterator[ItemT]:
-    """The items of a sampler of the user's, each made inside ``rng``.
+    """Yields the items of a user's sampler, each drawn inside ``rng``.
 
-    Up to ``limit`` items are made ahead, because entering ``rng`` exchanges the states of three generators, which takes
-    longer than making an item. An error of the sampler is raised behind the items before it.
+    Up to ``limit`` items are drawn ahead, because entering ``rng`` swaps the states of three generators, which takes
+    longer than drawing an item. An error of the sampler is raised after the items before it.
     """
     with rng:
         items = iter(sampler)

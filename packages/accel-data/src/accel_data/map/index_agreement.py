@@ -1,7 +1,7 @@
-"""A check that all ranks are given the same indices by a sampler of the user's, beside the step and without waiting.
+"""Check that a user's sampler yields the same indices on all ranks, without blocking the step.
 
-Each rank keeps a running digest of the indices of every round (one step of all ranks). Now and then one of them, the
-reference, publishes its latest digests in the store that the ranks met in; the others compare their own with those.
+Each rank keeps a running digest of the indices of every round (one step of all ranks). From time to time the reference
+rank publishes its latest digests in the rendezvous store, and the others compare theirs with them.
 """
 
 import struct
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PUBLISHED = 1024
-"""Digests of the latest rounds that are published at a time, 4 bytes each."""
+"""Number of digests, of the latest rounds, that are published at a time; 4 bytes each."""
 _KEPT = 1 << 16
-"""Digests that a rank keeps for a reference that is behind it."""
+"""Number of digests that a rank keeps for comparison with a reference that is behind it."""
 _PASSES_KEPT = 4
 _HEADER = struct.Struct("<QQ??")
 
@@ -27,13 +27,13 @@ _HEADER = struct.Struct("<QQ??")
 @final
 @dataclass(slots=True)
 class IndexCheck:
-    """The check of one loader, made when the ranks agreed on its seed.
+    """Index check of one loader, created when the ranks agreed on its seed.
 
     Attributes:
-        name: the loader's, equal on all ranks and no other's.
-        rank: of this process.
-        reference: the rank that the others compare with.
-        sampler: the class of what is checked.
+        name: name of the loader, equal on all ranks and unique.
+        rank: rank of this process.
+        reference: rank whose digests the others compare with theirs.
+        sampler: class of the sampler that is checked.
     """
 
     name: str
@@ -44,12 +44,12 @@ class IndexCheck:
     _keys: list[str] = field(default_factory=list)
 
     def trail(self, start: Cursor) -> "IndexTrail":
-        """The digests of a pass that begins at ``start``, where every rank has the same number of passes begun."""
+        """Creates the digests of a pass from ``start``; every rank has begun the same number of passes there."""
         number = self._passes[start] = self._passes.get(start, 0) + 1
         return IndexTrail(self, start, f"accel-data/indices/{self.name}/{start.epoch}.{start.samples}.{number}")
 
     def forget(self, store: "Store", key: str) -> None:
-        """Deletes what was published for passes before the latest ones, of which ``key`` is one."""
+        """Deletes published digests of old passes; ``key`` is that of a current one."""
         if key not in self._keys:
             self._keys.append(key)
         while len(self._keys) > _PASSES_KEPT:
@@ -58,12 +58,12 @@ class IndexCheck:
 
 @final
 class IndexTrail:
-    """The running digests of one pass on one rank, by round.
+    """Running digests of one pass on one rank, by round.
 
-    ``add`` and ``complete`` belong to the thread that reads, ``compare`` to one that watches.
+    The reading thread calls ``add`` and sets ``complete``; the watching thread calls ``compare``.
 
     Attributes:
-        complete: the sampler has ended.
+        complete: whether the sampler has ended.
     """
 
     def __init__(self, check: IndexCheck, start: Cursor, key: str) -> None:
@@ -75,7 +75,7 @@ class IndexTrail:
         self.complete = False
 
     def add(self, batches: Iterable[Sequence[Any]]) -> None:
-        """Takes down the index batches of the next round."""
+        """Adds the index batches of the next round to the digest."""
         digest = self._digest
         for batch in batches:
             digest = crc32(_bytes_of(batch), crc32(len(batch).to_bytes(8, "little"), digest))
@@ -83,9 +83,9 @@ class IndexTrail:
         self._digests.append(digest)
 
     def compare(self, store: "Store", *, closed: bool = False) -> str | None:
-        """Publishes, or compares with what is published; ``closed``: this rank's pass is over.
+        """Publishes the digests (reference) or compares them with published ones; ``closed``: this rank's pass is over.
 
-        Returns how this rank differs from the reference; None: in nothing that is known yet.
+        Returns a description of the first difference from the reference; None if none is known yet.
         """
         if self.is_reference:
             self._check.forget(store, self._key)
@@ -97,11 +97,11 @@ class IndexTrail:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the others compare with this rank."""
+        """Whether the other ranks compare their digests with this rank's."""
         return self._check.rank == self._check.reference
 
     def is_settled(self, store: "Store") -> bool:
-        """Whether the reference publishes nothing more for this pass."""
+        """Whether the reference has published its last digests of this pass."""
         if not store.check([self._key]):
             return False
         closed: bool = _HEADER.unpack_from(store.get(self._key))[2]
@@ -148,7 +148,7 @@ class IndexTrail:
 
 
 def _bytes_of(indices: Sequence[Any]) -> "bytes | array[int]":
-    """What distinguishes indices; equal on all ranks for equal ones. Of keys that only their owner knows: nothing."""
+    """Returns bytes for the digest, equal on all ranks for equal indices; empty for keys of unknown types."""
     try:
         return array("q", indices)
     except (TypeError, OverflowError):

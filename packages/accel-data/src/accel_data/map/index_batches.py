@@ -1,8 +1,8 @@
-"""The index batches of one rank, as the sampler of the user's DataLoader, and the form in which they reach its workers.
+"""Index batches of one rank, as the sampler of the user's DataLoader, and their form for its workers.
 
-An index batch on its way to a worker carries the seed of the worker's global generators. Random augmentation in a
-worker is so a function of the batch's position, whatever the worker has read before: a resumed run draws the numbers of
-an uninterrupted one, with any number of workers.
+An index batch sent to a worker carries a seed for the worker's global generators. Random augmentation in a worker is
+therefore a function of the batch's position, whatever the worker has read before: a resumed run draws the same numbers
+as an uninterrupted one, with any number of workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,13 @@ _END = object()
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerSeeds:
-    """The seeds of the workers' global generators in one pass.
+    """Seeds of the workers' global generators in one pass.
 
     Attributes:
-        base: decides, with the position of a batch, the seed under which that batch is read.
-        epoch: set on the dataset of each worker by its first batch; None: the workers' copies know it already.
-        workers: how many workers there are; they take the first batches of a pass in turn.
+        base: determines, with the position of a batch, the seed for reading that batch.
+        epoch: epoch that the first batch of each worker sets on the worker's dataset; None: the datasets have it
+            already.
+        workers: number of workers; they take the first batches of a pass in turn.
     """
 
     base: int
@@ -39,13 +40,13 @@ class WorkerSeeds:
     workers: int
 
     def sent(self, indices: Any, number: int, position: int) -> "SentIndices":
-        """Batch ``number`` (from 0) of the pass, which begins at ``position`` of the epoch."""
+        """Wraps batch ``number`` (from 0) of the pass, which begins at ``position`` of the epoch."""
         return SentIndices(indices, self.base, position, self.epoch if number < self.workers else None)
 
 
 @final
 class SentIndices:
-    """An index batch for a worker, where it arrives as plain indices. Here it is a sequence of them."""
+    """Index batch for a worker, which unpickles it to plain indices; in this process, a sequence of the indices."""
 
     __slots__ = ("_content", "_indices")
 
@@ -63,7 +64,7 @@ class SentIndices:
 
 
 def _arrived(indices: Any, base: int, position: int, epoch: int | None) -> Any:
-    """Prepares the worker that received ``indices`` for reading them; torch unpickles a batch right before it reads."""
+    """Seeds the worker that received ``indices``; torch unpickles a batch of indices right before reading it."""
     info = get_worker_info()
     if info is not None:
         seed_globals(derive_key(base, position))
@@ -74,16 +75,16 @@ def _arrived(indices: Any, base: int, position: int, epoch: int | None) -> Any:
 
 @final
 class IndexBatches(BatchSampler):
-    """This rank's index batches of one pass after another, in the place of the user's sampler.
+    """This rank's index batches of one pass after another, instead of the user's sampler.
 
-    The user's own samplers are reachable as ``batch_sampler`` and ``sampler``.
+    The user's own samplers are the attributes ``batch_sampler`` and ``sampler``.
 
     Attributes:
-        walk: gives the index batches of the pass under way.
-        seeds: the seeds of the pass; None: the batches are read in this process, which draws as it goes.
-        looks_ahead: one index batch is made before it is needed, so that ``exhausted`` is known.
-        exhausted: with ``looks_ahead``, the index batch taken last is the last of the pass.
-        length: how many there are in an epoch, where that is known.
+        walk: index stream of the pass in progress.
+        seeds: seeds of the pass; None: batches are read in this process, with its own generators.
+        looks_ahead: whether one index batch is drawn ahead, so that ``exhausted`` is known.
+        exhausted: with ``looks_ahead``, whether the index batch taken last is the last of the pass.
+        length: number of index batches in an epoch, if known.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The index batches of one rank in one pass, and the facts of each step.
+"""Index streams: the index batches of one rank in one epoch, and the facts of each step.
 
-A walk is what our batch sampler iterates. ``OrderWalk`` computes positions; ``ItemWalk`` counts through a sampler that
-only its owner understands. ``accel_data.map.sampler_stream`` has those over whole batches and over a user's function.
+accel's batch sampler iterates over an index stream (``Walk``). ``OrderWalk`` computes positions; ``ItemWalk`` iterates
+over a user's sampler. ``accel_data.map.sampler_stream`` has the streams of batch samplers and of sharding functions.
 """
 
 import dataclasses
@@ -23,36 +23,36 @@ from accel_state.parallelism.config import DataShard
 
 _SECOND_CHUNK, _LARGEST_CHUNK = 256, 16384
 _INDICES_AHEAD = 1024
-"""How many indices of a sampler of the user's are made before they are needed, at most."""
+"""Upper limit of indices that are drawn ahead from a user's sampler."""
 
 
 class Walk(Protocol):
-    """This rank's index batches from a cursor to the end of its epoch."""
+    """Index stream: this rank's index batches from a cursor to the end of its epoch."""
 
     @property
     def length(self) -> int | None:
-        """How many batches there will be, if that is known."""
+        """Number of batches, if known."""
 
     @property
     def exact(self) -> bool:
-        """``length`` is computed, not told by somebody else."""
+        """Whether ``length`` is computed, rather than taken from a user's object."""
 
     @property
     def remainder(self) -> int:
-        """Real samples in the last step over all ranks; 0: it is full, -1: not known yet."""
+        """Real samples in the last step over all ranks; 0: the step is full, -1: not known yet."""
 
     def batches(self) -> Iterator[list[Any]]:
-        """The index batches; read ahead of what is delivered."""
+        """Yields the index batches; they are drawn ahead of delivery."""
 
     def position(self, number: int) -> int:
-        """Samples of the epoch before the batch that follows the ``number``-th; asked when that batch has been made."""
+        """Returns the number of samples before the batch after the ``number``-th; called once that batch is drawn."""
 
     def step(self, number: int) -> Step:
-        """The facts after the ``number``-th batch was delivered; 0: before the first."""
+        """Returns the facts after the ``number``-th batch was delivered; 0: before the first."""
 
 
 def sharded_step(sharding: Sharding, start: Cursor, number: int, shard: DataShard) -> Step:
-    """The facts of a step of which everything can be computed."""
+    """Computes the facts of a step."""
     cursor = Cursor(start.epoch, sharding.seek(start.samples, number))
     if number == 0:
         return Step(cursor)
@@ -62,7 +62,7 @@ def sharded_step(sharding: Sharding, start: Cursor, number: int, shard: DataShar
 
 
 def last_remainder(sharding: Sharding, start: int, num_ranks: int) -> int:
-    """Real samples in the last step, 0 when every rank's batch is as full as in any other."""
+    """Returns the real samples in the last step; 0 if every rank's batch is as full as in other steps."""
     steps = sharding.steps(start)
     if not steps:
         return 0
@@ -74,7 +74,7 @@ def last_remainder(sharding: Sharding, start: int, num_ranks: int) -> int:
 
 @final
 class OrderWalk:
-    """Batches of an order with random access: nothing is walked, a resumed pass starts as fast as any other."""
+    """Index stream of an order with random access: it skips nothing, so a resumed pass starts as fast as a new one."""
 
     def __init__(
         self, order: Epoch, sharding: Sharding, *, start: Cursor, shard: DataShard, num_nodes: int = 1
@@ -86,21 +86,21 @@ class OrderWalk:
 
     @property
     def remainder(self) -> int:
-        """Computed."""
+        """Computed from the sharding."""
         return last_remainder(self._sharding, self._start.samples, self._shard.count)
 
     def position(self, number: int) -> int:
-        """Computed."""
+        """Computes the position from the sharding."""
         return self._sharding.seek(self._start.samples, number)
 
     def step(self, number: int) -> Step:
-        """Computed."""
+        """Computes the facts from the sharding."""
         return sharded_step(self._sharding, self._start, number, self._shard)
 
     def batches(self) -> Iterator[list[int]]:
-        """Index lists, computed for some hundred batches at a time."""
+        """Yields index lists, computed for several hundred batches at a time."""
         position, left = self._start.samples, self.length
-        # The first batch alone: it is what a resumed run waits for.
+        # The first batch alone, because a resumed run waits for it.
         chunk = 1
         while left:
             run = min(self._sharding.run(position), left)
@@ -118,7 +118,7 @@ class OrderWalk:
             chunk = min(max(chunk * 4, _SECOND_CHUNK), _LARGEST_CHUNK)
 
     def _single(self, position: int, steps: int) -> Iterator[list[int]]:
-        """Steps that differ from each other, still as one look-up."""
+        """Yields steps that differ from each other, computed with one lookup."""
         total = self._sharding.total
         positions: list[int] = []
         sizes: list[int] = []
@@ -134,10 +134,10 @@ class OrderWalk:
 
 @final
 class ItemWalk:
-    """Batches cut from a sampler of the user's, whose indices every rank walks in step.
+    """Index stream from a user's sampler, over which every rank iterates in full.
 
-    The sampler must give the same indices on every rank, and again when the epoch is resumed; its code runs inside
-    ``rng``, so that one which draws from the global generators does.
+    The sampler must yield the same indices on every rank, and again when the epoch is resumed. Its code runs inside
+    ``rng``, so that a sampler that draws from the global generators does so.
     """
 
     def __init__(
@@ -159,27 +159,27 @@ class ItemWalk:
 
     @property
     def length(self) -> int | None:
-        """From the sampler's ``len``, where it has one."""
+        """Computed from the sampler's ``len``, if it has one."""
         if self._planned is None:
             return None
         return batches_of(self._planned, self._start.samples, self._shard.index)
 
     @property
     def remainder(self) -> int:
-        """From the sampler's ``len`` or, once it is reached, its end."""
+        """Computed from the sampler's ``len`` or, once reached, from its end."""
         known = self._sharding if self._sharding.total < UNKNOWN_TOTAL else self._planned
         return -1 if known is None else last_remainder(known, self._start.samples, self._shard.count)
 
     def position(self, number: int) -> int:
-        """Computed."""
+        """Computes the position from the sharding."""
         return self._sharding.seek(self._start.samples, number)
 
     def step(self, number: int) -> Step:
-        """Computed; a short last step is known by the time its batch was made."""
+        """Computes the facts; a short last step is known once its batch is drawn."""
         return sharded_step(self._sharding, self._start, number, self._shard)
 
     def batches(self) -> Iterator[list[Any]]:
-        """Reads what all ranks take, keeps this rank's part."""
+        """Draws the indices of all ranks and yields this rank's."""
         size = self._sharding.seek(0, 1) if isinstance(self._sharding, ByIndex) else self._sharding.global_batch
         position = self._start.samples
         items = drawn(self._sampler, self._rng, limit=_INDICES_AHEAD)
@@ -205,9 +205,9 @@ class ItemWalk:
 
 
 def skip_items(items: Iterator[Any], number: int, keep: int) -> tuple[list[Any], list[Any]]:
-    """Reads ``number`` items and returns the first ``keep`` of them, and an empty buffer for what follows.
+    """Skips ``number`` items; returns the first ``keep`` of them, and an empty buffer for the following ones.
 
-    Raises ``DataStateError`` when there are not that many.
+    Raises ``DataStateError`` if there are fewer items.
     """
     head = list(islice(items, min(number, keep)))
     counter = deque(enumerate(islice(items, number - len(head)), 1), maxlen=1)
@@ -221,9 +221,9 @@ def skip_items(items: Iterator[Any], number: int, keep: int) -> tuple[list[Any],
 
 
 def check_indices(indices: Sequence[Any], size: int | None) -> None:
-    """Raises ``DataError`` for an index outside of a dataset of ``size`` samples; keys of other kinds are not judged.
+    """Raises ``DataError`` for an index outside of a dataset of ``size`` samples; keys of other types are not checked.
 
-    Every rank checks the indices of all ranks, so all of them raise.
+    Every rank checks the indices of all ranks, so all ranks raise.
     """
     if size is None or not indices:
         return
@@ -237,7 +237,7 @@ def check_indices(indices: Sequence[Any], size: int | None) -> None:
 
 
 def sized(items: object) -> int | None:
-    """``len(items)``, or None when it has none, or refuses."""
+    """Returns ``len(items)``, or None if ``items`` has no length."""
     try:
         return len(items)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):

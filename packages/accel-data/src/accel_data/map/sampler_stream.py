@@ -1,6 +1,6 @@
-"""Walks whose steps nobody can compute beforehand: over a user's batch sampler, and over a user's sharding function.
+"""Index streams whose steps cannot be computed beforehand: of a user's batch sampler, and of a sharding function.
 
-They keep the facts of the steps that may still be delivered: as many as workers can have read ahead.
+They record the facts of the steps that may still be delivered: as many as workers can have read ahead.
 """
 
 from collections import deque
@@ -21,32 +21,32 @@ from accel_state.errors import DataError, DataStateError
 from accel_state.parallelism.config import DataShard
 
 _BATCHES_AHEAD = 64
-"""How many batches of a sampler of the user's are made before they are needed, at most."""
+"""Upper limit of batches that are drawn ahead from a user's batch sampler."""
 
 Part = tuple[list[Any], int] | None
-"""What a rank gets in a round: its indices and how many of them are real, or None."""
+"""A rank's indices in a round and the number of real ones, or None if the rank has no batch."""
 
 
 class DrawnRows(NamedTuple):
-    """How rounds of whole batches are dealt out."""
+    """Rules by which batches of a batch sampler are divided over the ranks in rounds."""
 
     num_ranks: int
     batch_size: int | None
-    """Of one batch of the sampler; None: batches have any size."""
+    """Size of one batch of the sampler; None: batches have any size."""
     split: bool = False
     even: bool = True
     drop_last: bool = False
 
     @property
     def round_size(self) -> int:
-        """Batches of the sampler that one step takes."""
+        """Number of batches of the sampler in one step."""
         return 1 if self.split else self.num_ranks
 
 
 def deal(group: list[list[Any]], head: list[list[Any]], cut: DrawnRows, *, final: bool) -> list[Part]:
-    """What each rank gets of a round: of up to ``num_ranks`` batches, or with ``split`` of one.
+    """Returns each rank's indices in a round of up to ``num_ranks`` batches, or with ``split`` of one batch.
 
-    ``head`` holds the first batches of the epoch, which fill up the ``final`` round or, split, a short batch.
+    ``head`` holds the first batches of the epoch, which pad the ``final`` round or, with ``split``, a short batch.
     """
     if cut.split:
         return _slices(group[0], head, cut, final=final)
@@ -66,10 +66,10 @@ def deal(group: list[list[Any]], head: list[list[Any]], cut: DrawnRows, *, final
 
 
 def _slices(batch: list[Any], head: list[list[Any]], cut: DrawnRows, *, final: bool) -> list[Part]:
-    """One global batch in equal slices; one of another size in slices that are as equal as they can be.
+    """Splits one global batch into equal slices, or a batch of another size into slices as equal as possible.
 
-    Only in the ``final`` step of an epoch that is not evened a rank may have no slice: in any other it would be a step
-    behind the others from then on.
+    A rank may be without a slice only in the ``final`` step of an epoch without ``even_batches``; in any other step it
+    would be one step behind the other ranks from then on.
     """
     assert cut.batch_size is not None
     ranks, real = cut.num_ranks, len(batch)
@@ -86,7 +86,7 @@ def _slices(batch: list[Any], head: list[list[Any]], cut: DrawnRows, *, final: b
 
 
 def rounds_of(batches: int, cut: DrawnRows, rank: int, *, last: int | None = None) -> int:
-    """How many batches ``rank`` gets of ``batches``; ``last`` is the size of the last one, where that is known."""
+    """Returns the number of batches of ``batches`` for ``rank``; ``last`` is the size of the last one, if known."""
     full, rest = divmod(batches, cut.round_size)
     if cut.split:
         assert cut.batch_size is not None
@@ -98,7 +98,7 @@ def rounds_of(batches: int, cut: DrawnRows, rank: int, *, last: int | None = Non
 
 
 def last_batch_size(batch_sampler: object) -> int | None:
-    """Indices in the last batch of a sampler that cuts a sized one without dropping; None: not known."""
+    """Returns the size of the last batch of a sampler that batches a sized one without dropping; None if unknown."""
     size, items = getattr(batch_sampler, "batch_size", None), sized(getattr(batch_sampler, "sampler", None))
     if not isinstance(size, int) or not items or getattr(batch_sampler, "drop_last", False):
         return None
@@ -107,9 +107,9 @@ def last_batch_size(batch_sampler: object) -> int | None:
 
 @final
 class BatchWalk:
-    """Whole batches of a batch sampler of the user's, dealt out in rounds; every rank walks all of them in step.
+    """Index stream of a user's batch sampler, divided in rounds; every rank iterates over all of its batches.
 
-    A saved position inside a batch (another batch size wrote it) starts with the rest of that batch.
+    A saved position inside a batch (saved with another batch size) starts with the rest of that batch.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class BatchWalk:
         self._start, self._shard, self._size = start, shard, size
         self._steps: deque[tuple[int, Step]] = deque([(0, Step(start))], maxlen=ahead + 3)
         self._passed: int | None = None if start.samples else 0
-        # Rows that a batch needs so that each rank has one of them; a shorter one is joined with those behind it.
+        # Rows that a batch needs for one row per rank; shorter batches are concatenated with the following ones.
         self._least = cut.num_ranks if cut.split and not cut.even else 0
         self.remainder = -1
 
     @property
     def length(self) -> int | None:
-        """From the sampler's ``len``, once it is known how many batches lie before the start."""
+        """Computed from the sampler's ``len``, once the number of batches before the start is known."""
         batches = sized(self._sampler)
         if batches is None or self._passed is None:
             return None
@@ -144,15 +144,15 @@ class BatchWalk:
         return rounds_of(max(batches - self._passed, 0), self._cut, self._shard.index, last=last)
 
     def position(self, number: int) -> int:
-        """As recorded."""
+        """Returns the recorded position."""
         return recorded_step(self._steps, number).cursor.samples
 
     def step(self, number: int) -> Step:
-        """As recorded when the batch was made."""
+        """Returns the facts recorded when the batch was drawn."""
         return recorded_step(self._steps, number)
 
     def batches(self) -> Iterator[list[Any]]:
-        """Reads a round, keeps this rank's part."""
+        """Draws the batches of a round and yields this rank's."""
         size = self._cut.round_size
         stream = drawn(_Lists(self._sampler), self._rng, limit=_BATCHES_AHEAD)
         head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
@@ -189,7 +189,7 @@ class BatchWalk:
 
 @final
 class _Lists:
-    """The batches of a sampler, each copied when it is made: some samplers fill one list again and again."""
+    """Copies each batch of a sampler as it is drawn, because some samplers reuse one list for all batches."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
         self._sampler = batch_sampler
@@ -199,7 +199,7 @@ class _Lists:
 
 
 def recorded_step(steps: Iterable[tuple[int, Step]], number: int) -> Step:
-    """The facts recorded for ``number``."""
+    """Returns the facts recorded for batch ``number``."""
     for recorded, step in steps:
         if recorded == number:
             return step
@@ -209,10 +209,10 @@ def recorded_step(steps: Iterable[tuple[int, Step]], number: int) -> Step:
 def skip_batches(
     stream: Iterator[Sequence[Any]], samples: int, *, keep: int = 0
 ) -> tuple[list[list[Any]], list[Any] | None, int]:
-    """Reads batches until ``samples`` indices have passed.
+    """Skips batches until ``samples`` indices have passed.
 
-    Returns the first ``keep`` batches read, the rest of a batch that ``samples`` lies inside of, and how many whole
-    batches passed. Raises ``DataStateError`` when the stream ends before.
+    Returns the first ``keep`` batches, the rest of a batch if ``samples`` lies inside it, and the number of full
+    batches that passed. Raises ``DataStateError`` if the stream ends before.
     """
     head: list[list[Any]] = []
     passed = seen = 0
@@ -233,13 +233,13 @@ def skip_batches(
 
 
 def samples_in(stream: Iterator[Sequence[Any]], batches: int) -> int:
-    """Indices in the next ``batches`` batches of ``stream``, or in all there are."""
+    """Counts the indices in the next ``batches`` batches of ``stream``, or in all that are left."""
     return sum(len(batch) for batch in islice(stream, batches))
 
 
 @final
 class FunctionWalk:
-    """Steps that a user's function decides one after the other, from (cursor, shard)."""
+    """Index stream of a user's sharding function, called step by step with (cursor, shard)."""
 
     def __init__(self, order: Epoch, function: ShardFunction, *, start: Cursor, shard: DataShard, ahead: int) -> None:
         self._order, self._function = order, function
@@ -250,11 +250,11 @@ class FunctionWalk:
         self.remainder = -1
 
     def position(self, number: int) -> int:
-        """As recorded."""
+        """Returns the recorded position."""
         return next(before.samples for recorded, before, _ in self._cursors if recorded == number + 1)
 
     def step(self, number: int) -> Step:
-        """The cursor as recorded; the other ranks' shares are asked for now."""
+        """Returns the recorded cursor; calls the function for the real counts of the other ranks."""
         for recorded, before, after in self._cursors:
             if recorded == number:
                 counts = None if number == 0 else tuple(self._real(before, rank) for rank in range(self._shard.count))
@@ -268,7 +268,7 @@ class FunctionWalk:
         return len(share.positions) if share.real is None else share.real
 
     def batches(self) -> Iterator[list[int]]:
-        """Asks the function until it says that the epoch is over."""
+        """Calls the function until it returns None at the end of the epoch."""
         cursor, number, total = self._start, 0, len(self._order)
         while (share := self._function(cursor, self._shard)) is not None:
             after = Cursor(cursor.epoch, self._checked(share, cursor, total))
@@ -281,7 +281,7 @@ class FunctionWalk:
 
     @staticmethod
     def _checked(share: Share, cursor: Cursor, total: int) -> int:
-        """The position after the step; a function that stands still or goes past the end is wrong."""
+        """Returns the position after the step; raises if the function does not advance or passes the end."""
         after = cursor.samples + share.advance
         if share.advance < 1 or after > total:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Samplers for a DataLoader: of an order of ours, or seeded by epoch, or sharded batch by batch."""
+"""Samplers for a DataLoader: of an order, seeded by epoch, sharded by batches, or skipping batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -18,15 +18,15 @@ from accel_state.parallelism.config import DataShard
 class OrderSampler(Sampler[int]):
     """An order as a sampler: ``DataLoader(dataset, sampler=OrderSampler(LengthGrouped(lengths, group_size=32)))``.
 
-    A prepared loader takes the order out of it, so it resumes and shards without walking. Anywhere else it yields
-    epoch ``epoch``, which goes up by one after each full pass.
+    A prepared loader uses the order itself, so that it resumes and shards without iteration. Elsewhere the sampler
+    yields the indices of epoch ``epoch``, which increases by one after each full pass.
     """
 
     def __init__(self, order: Order, *, seed: int = 0) -> None:
         self.order, self.seed, self.epoch = order, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass."""
+        """Sets the epoch of the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -40,9 +40,9 @@ class OrderSampler(Sampler[int]):
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A ``RandomSampler`` whose order is decided by ``data_seed`` + ``epoch`` alone.
+    """A ``RandomSampler`` whose order depends on ``data_seed`` + ``epoch`` only.
 
-    ``data_seed`` defaults to torch's initial seed. ``epoch`` starts at 0 and goes up by one after each full pass.
+    ``data_seed`` defaults to torch's initial seed. ``epoch`` starts at 0 and increases by one after each full pass.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass."""
+        """Sets the epoch of the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -64,11 +64,11 @@ class SeedableRandomSampler(RandomSampler):
 
 @final
 class BatchSamplerShard(BatchSampler):
-    """One rank's batches of a batch sampler that every rank walks.
+    """One rank's batches of a batch sampler that every rank iterates over.
 
-    ``split_batches`` off: rank ``r`` gets batches r, r + W, r + 2W, ... Off and ``even_batches`` on: a last round that
-    is not full is completed from the first indices. On: every batch is cut into W equal slices. A batch sampler
-    without ``batch_size`` has its batches handed out whole.
+    Without ``split_batches`` rank ``r`` gets batches r, r + W, r + 2W, ...; with ``even_batches`` too, an incomplete
+    last round is padded with the first indices. With ``split_batches`` every batch is split into W equal slices. The
+    batches of a batch sampler without ``batch_size`` are passed on in full.
 
     Raises:
         ConfigError: ``split_batches`` without a batch size, or with one that W does not divide.
@@ -94,16 +94,16 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler below, or None."""
+        """The sampler of the batch sampler, or None."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def total_length(self) -> int:
-        """Batches of all ranks."""
+        """Number of batches of all ranks."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Hands the epoch to the batch sampler and the sampler below, where they want it."""
+        """Calls ``set_epoch`` of the batch sampler and of its sampler, if they have it."""
         for target in (self.batch_sampler, self.sampler):
             if callable(getattr(target, "set_epoch", None)):
                 target.set_epoch(epoch)
@@ -141,22 +141,22 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def batch_size(self) -> Any:  # type: ignore[override]
-        """Of the batch sampler below."""
+        """Batch size of the wrapped batch sampler."""
         return getattr(self.batch_sampler, "batch_size", None)
 
     @property
     def drop_last(self) -> Any:  # type: ignore[override]
-        """Of the batch sampler below."""
+        """``drop_last`` of the wrapped batch sampler."""
         return getattr(self.batch_sampler, "drop_last", False)
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """Of the batch sampler below."""
+        """Sampler of the wrapped batch sampler."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def total_length(self) -> int:
-        """Batches including those skipped."""
+        """Number of batches including the skipped ones."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Sequence[Any]]:  # type: ignore[override]
@@ -172,7 +172,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of single indices that a loader reads from, or None when it only has one of batches."""
+    """Returns the sampler of single indices of a loader, or None if the loader has only a batch sampler."""
     sampler = getattr(dataloader, "sampler", None)
     if isinstance(sampler, BatchSampler):
         return getattr(sampler, "sampler", None)

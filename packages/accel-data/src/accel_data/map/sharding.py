@@ -1,8 +1,8 @@
-"""The positions of an epoch that each rank reads in each step: pure functions, without iterating over other ranks'.
+"""Sharding: the positions of an epoch that each rank reads in each step, as pure functions.
 
-A *step* is one batch on every rank. A sharding is a value that knows the batch size and the number of ranks; asked
-about the step that begins at a position, it names each rank's rows and where the step ends. Positions run over the
-epoch's order (``accel_data.order.orders``), so they are the same on any number of ranks.
+A *step* is one batch on every rank. A sharding is a value that holds the batch size and the number of ranks; for the
+step that begins at a position, it returns each rank's rows and the position after the step. Positions index the epoch's
+order (``accel_data.order.orders``), so they are the same on any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from accel_data.order.cursor import Window
 from accel_state.errors import ConfigError, DataError
 
 UNKNOWN_TOTAL = 1 << 62
-"""The length of an epoch whose end has not been seen yet."""
+"""Length of an epoch whose end is not known yet."""
 
 
 @final
@@ -20,7 +20,8 @@ UNKNOWN_TOTAL = 1 << 62
 class Rows:
     """``count`` positions from ``first`` on, ``stride`` apart; the first ``real`` of them are new, the rest padding.
 
-    Positions at or past the end of the epoch are padding; ``Sharding.wrap`` says which sample is repeated there.
+    Positions at or after the end of the epoch are padding; ``wrap`` returns the position whose sample is repeated
+    there.
     """
 
     first: int
@@ -29,38 +30,38 @@ class Rows:
     stride: int = 1
 
     def positions(self) -> range:
-        """The positions, before padding is wrapped."""
+        """Returns the positions, before padding is wrapped."""
         return range(self.first, self.first + self.count * self.stride, self.stride)
 
 
 class Sharding(Protocol):
-    """How steps are cut from an epoch of ``total`` positions, as seen from ``position``.
+    """Division of an epoch of ``total`` positions into steps.
 
     A sharding of an epoch whose end is not known yet has ``total`` = ``UNKNOWN_TOTAL``.
     """
 
     @property
     def total(self) -> int:
-        """Positions of the epoch."""
+        """Number of positions of the epoch."""
 
     def rows(self, position: int, rank: int) -> Rows | None:
-        """What data rank ``rank`` reads in the step that begins at ``position``; None: it has no batch."""
+        """Returns the rows of data rank ``rank`` in the step that begins at ``position``; None: it has no batch."""
 
     def seek(self, position: int, steps: int) -> int:
-        """Where the epoch is ``steps`` steps after ``position``; never past ``total``."""
+        """Returns the position ``steps`` steps after ``position``; at most ``total``."""
 
     def steps(self, position: int) -> int:
-        """How many steps are left at ``position``, over all ranks."""
+        """Returns the number of steps left at ``position``, over all ranks."""
 
     def run(self, position: int) -> int:
-        """How many steps from here on are this step, shifted by what it takes: they are computed all at once."""
+        """Returns the number of steps from here that equal this one up to a shift, to compute them all at once."""
 
     def window(self, position: int, rank: int) -> Window | None:
-        """The place of that step in its global batch, or None where steps are all there is."""
+        """Returns the index of that step in its global batch, or None if the sharding has no global batches."""
 
 
 def wrap(position: int, total: int, num_nodes: int = 1) -> int:
-    """The position whose sample is repeated at ``position``: from the start of the epoch, of the same node's part."""
+    """Returns the position whose sample pads ``position``: from the start of the epoch, within the same node."""
     if position < total:
         return position
     node, local = position % num_nodes, position // num_nodes
@@ -71,7 +72,7 @@ def wrap(position: int, total: int, num_nodes: int = 1) -> int:
 
 
 def batches_of(sharding: Sharding, position: int, rank: int) -> int:
-    """How many batches data rank ``rank`` gets from ``position`` to the end of the epoch."""
+    """Returns the number of batches of data rank ``rank`` from ``position`` to the end of the epoch."""
     steps = sharding.steps(position)
     if steps and sharding.rows(sharding.seek(position, steps - 1), rank) is None:
         return steps - 1
@@ -79,7 +80,7 @@ def batches_of(sharding: Sharding, position: int, rank: int) -> int:
 
 
 def real_counts(sharding: Sharding, position: int, num_ranks: int) -> tuple[int, ...]:
-    """By data rank: how many of the first rows of its batch are real in the step at ``position``; -1: no batch."""
+    """Returns, by data rank, the number of real rows of its batch in the step at ``position``; -1: no batch."""
     shares = (sharding.rows(position, rank) for rank in range(num_ranks))
     return tuple(-1 if rows is None else rows.real for rows in shares)
 
@@ -89,8 +90,8 @@ def real_counts(sharding: Sharding, position: int, num_ranks: int) -> tuple[int,
 class ByIndex:
     """Batches interleaved over the ranks: rank ``r`` reads the ``r``-th ``batch_size`` positions of every step.
 
-    ``batch_size`` is one rank's. ``even``: the last step is filled from the start of the epoch; else ranks at its end
-    get a short batch or none. With one rank there is nothing to even out.
+    ``batch_size`` is that of one rank. ``even``: the last step is padded from the start of the epoch; otherwise ranks
+    get a short batch or none in it. With one rank nothing is padded.
     """
 
     total: int
@@ -100,7 +101,7 @@ class ByIndex:
     drop_last: bool = False
 
     def rows(self, position: int, rank: int) -> Rows | None:
-        """``batch_size`` positions, fewer at the end unless they are evened."""
+        """Returns ``batch_size`` positions; fewer in the last step without ``even``."""
         first = position + rank * self.batch_size
         real = min(max(self.total - first, 0), self.batch_size)
         if self.even and self.num_ranks > 1:
@@ -108,32 +109,32 @@ class ByIndex:
         return Rows(first, real, real) if real else None
 
     def seek(self, position: int, steps: int) -> int:
-        """``steps`` times what all ranks take."""
+        """Advances by ``steps`` times the batch size of all ranks."""
         return min(position + steps * self.batch_size * self.num_ranks, self.total)
 
     def steps(self, position: int) -> int:
-        """Whole steps, and one more for a rest that is not dropped."""
+        """Counts full steps, and one more for a rest that is not dropped."""
         full, rest = divmod(max(self.total - position, 0), self.batch_size * self.num_ranks)
         return full + (rest > 0 and not self.drop_last)
 
     def run(self, position: int) -> int:
-        """All steps that are full on every rank."""
+        """Counts the steps that are full on every rank."""
         return max(self.total - position, 0) // (self.batch_size * self.num_ranks)
 
     def window(self, position: int, rank: int) -> None:
-        """Every step stands for itself."""
+        """None: there are no global batches."""
         return
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByNode:
-    """Every rank reads from its node's contiguous range only; ranks of a node interleave their batches in it.
+    """Shards by node: every rank reads from its node's contiguous range, whose batches the node's ranks interleave.
 
-    Goes with the ``NodeBlocks`` order, whose positions go round the nodes. Ranks of one node are neighbours.
+    Used with the ``NodeBlocks`` order, whose positions cycle over the nodes. Ranks of one node are neighbours.
 
     Raises:
-        DataError: the ranks cannot be spread equally over the nodes.
+        DataError: the number of ranks is not a multiple of the number of nodes.
     """
 
     total: int
@@ -148,9 +149,9 @@ class ByNode:
             raise DataError(f"{self.num_ranks} data ranks cannot be spread equally over num_nodes={self.num_nodes}")
 
     def rows(self, position: int, rank: int) -> Rows | None:
-        """``batch_size`` positions of the rank's node."""
+        """Returns ``batch_size`` positions of the rank's node."""
         node, local_rank = divmod(rank, self.num_ranks // self.num_nodes)
-        # A position inside a round of the nodes only occurs at the end of an epoch.
+        # A position that is not a multiple of the number of nodes occurs only at the end of an epoch.
         local = -(-position // self.num_nodes) + local_rank * self.batch_size
         length = self.total // self.num_nodes + (node < self.total % self.num_nodes)
         real = min(max(length - local, 0), self.batch_size)
@@ -160,22 +161,22 @@ class ByNode:
         return Rows(first, real, real, self.num_nodes) if real else None
 
     def seek(self, position: int, steps: int) -> int:
-        """``steps`` times what all ranks take."""
+        """Advances by ``steps`` times the batch size of all ranks."""
         return min(position + steps * self.batch_size * self.num_ranks, self.total)
 
     def steps(self, position: int) -> int:
-        """Whole steps of the longest range, and one more for a rest that is not dropped."""
+        """Counts full steps of the longest range, and one more for a rest that is not dropped."""
         full, rest = divmod(max(self.total - position, 0), self.batch_size * self.num_ranks)
         return full + (rest > 0 and not self.drop_last)
 
     def run(self, position: int) -> int:
-        """All steps that are full on every rank; none from the middle of a round, which only ends an epoch."""
+        """Counts the steps that are full on every rank; 0 inside a cycle of the nodes, which occurs at the end only."""
         if position % self.num_nodes:
             return 0
         return max(self.total - position, 0) // (self.batch_size * self.num_ranks)
 
     def window(self, position: int, rank: int) -> None:
-        """Every step stands for itself."""
+        """None: there are no global batches."""
         return
 
 
@@ -184,10 +185,10 @@ class ByNode:
 class Elastic:
     """The same global batches on any number of ranks.
 
-    Global batch ``b`` is always positions ``b * global_batch`` and following. It is cut into as few micro-batches as
-    keep every rank at ``batch_size`` rows or less, each of them into one part for each rank, as equal as they can be.
-    A rank whose part is empty gets one row that counts nothing (``share`` 0.0), so that all ranks take part in every
-    collective. Nothing is ever padded otherwise; the last global batch is just smaller, and weighs what it holds.
+    Global batch ``b`` always consists of the positions from ``b * global_batch`` on. It is split into the fewest
+    micro-batches with at most ``batch_size`` rows per rank, and each micro-batch over the ranks as equally as possible.
+    A rank without rows gets one row of weight zero (``share`` 0.0), so that all ranks take part in every collective.
+    There is no other padding; the last global batch is smaller, and its weights follow its size.
     """
 
     total: int
@@ -197,16 +198,16 @@ class Elastic:
     drop_last: bool = False
 
     def _window(self, position: int) -> tuple[int, int]:
-        """First position of the global batch around ``position``, and the one past its last."""
+        """Returns the first position of the global batch around ``position``, and the position after its last."""
         first = position // self.global_batch * self.global_batch
         return first, min(first + self.global_batch, self.total)
 
     def _parts(self, positions: int) -> int:
-        """Micro-batches that ``positions`` positions are cut into."""
+        """Returns the number of micro-batches for ``positions`` positions."""
         return -(-positions // (self.batch_size * self.num_ranks))
 
     def rows(self, position: int, rank: int) -> Rows:
-        """This rank's part of the first micro-batch of what is left of the global batch."""
+        """Returns this rank's rows of the first micro-batch of the rest of the global batch."""
         size = self.seek(position, 1) - position
         first, after = size * rank // self.num_ranks, size * (rank + 1) // self.num_ranks
         if first == after:
@@ -214,19 +215,19 @@ class Elastic:
         return Rows(position + first, after - first, after - first)
 
     def seek(self, position: int, steps: int) -> int:
-        """Through the rest of this global batch, then whole ones, then into the last."""
+        """Advances through the rest of this global batch, then over full ones, then into the last."""
         end = self._end
         left = steps
         while left and position < end:
             after = min(self._window(position)[1], end)
             parts = self._parts(after - position)
             if left < parts:
-                # The longer micro-batches come first: so cut, the rest of a global batch is cut as the whole of it was.
+                # Longer micro-batches come first, so that the rest of a global batch is split as the full one was.
                 size, longer = divmod(after - position, parts)
                 return position + left * size + min(left, longer)
             left -= parts
             position = after
-            # Whole global batches all at once.
+            # All full global batches at once.
             whole = min(left // self._parts(self.global_batch), (end - position) // self.global_batch)
             left -= whole * self._parts(self.global_batch)
             position += whole * self.global_batch
@@ -237,7 +238,7 @@ class Elastic:
         return self.total // self.global_batch * self.global_batch if self.drop_last else self.total
 
     def steps(self, position: int) -> int:
-        """Micro-batches left."""
+        """Counts the micro-batches left."""
         end = self._end
         if position >= end:
             return 0
@@ -246,13 +247,13 @@ class Elastic:
         return self._parts(after - position) + whole * self._parts(self.global_batch) + self._parts(rest)
 
     def run(self, position: int) -> int:
-        """All global batches that are one micro-batch each."""
+        """Counts the global batches left if each is one micro-batch."""
         if position % self.global_batch or self._parts(self.global_batch) > 1:
             return 0
         return max(self.total - position, 0) // self.global_batch
 
     def window(self, position: int, rank: int) -> Window:
-        """Index 0 only where the global batch begins; the last micro-batch has index ``size`` - 1."""
+        """Returns the window; index 0 only at the start of a global batch, ``size`` - 1 for the last micro-batch."""
         first, after = self._window(position)
         left = self._parts(after - position)
         done = max(self._parts(after - first) - left, 1) if position > first else 0
@@ -261,7 +262,7 @@ class Elastic:
 
 
 def check_split(batch_size: int | None, num_ranks: int) -> int:
-    """One rank's rows of a global batch of ``batch_size``; raises ``ConfigError`` when it cannot be cut equally."""
+    """Returns ``batch_size // num_ranks``; raises ``ConfigError`` if ``num_ranks`` does not divide ``batch_size``."""
     if batch_size is None:
         raise ConfigError(
             "split_batches needs a known batch size, but the batch sampler has no batch_size; give it that attribute, "

@@ -1,4 +1,4 @@
-"""Plain DataLoaders with something taken away from their front."""
+"""Skipping in plain DataLoaders, and copies of DataLoaders with another sampler."""
 
 import copy
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ LoaderT = TypeVar("LoaderT", bound="DataLoader[Any]")
 
 
 def swapped(dataloader: LoaderT, sampler: object, *, slot: str = "batch_sampler") -> LoaderT:
-    """A copy of ``dataloader`` that reads through ``sampler``; every other attribute, known or not, is the same.
+    """Copies ``dataloader`` with ``sampler`` as its ``slot``; every other attribute is the same.
 
-    Nothing is rebuilt from arguments, so nothing can be forgotten, and a subclass stays what it is.
+    The copy is not constructed from arguments, so that no attribute is lost and a subclass keeps its type.
     """
     other = copy.copy(dataloader)
-    # torch refuses to set these through the object, because its own caches would not follow; there are none yet.
+    # torch refuses to set these attributes, because its caches would not follow; the copy has no caches yet.
     vars(other)[slot] = sampler
     vars(other)["_iterator"] = None
     return other
 
 
 def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Iterator[Any]:
-    """Iterates a DataLoader whose workers are seeded from ``generator`` instead of from the global one.
+    """Iterates over a DataLoader whose workers are seeded from ``generator`` instead of from the global generator.
 
-    Starting a pass then leaves the random state of the process alone, so that a run that starts one more pass because
-    it was resumed draws the same numbers as one that was not.
+    The start of a pass then leaves the random state of the process unchanged, so that a resumed run, which starts one
+    more pass, draws the same numbers as an uninterrupted one.
     """
     before = vars(dataloader)["generator"]
     vars(dataloader)["generator"] = generator
@@ -39,14 +39,14 @@ def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Ite
 
 
 def let_go(dataloader: "DataLoader[Any]") -> None:
-    """Drops the iterator that a loader of torchdata's keeps after a pass, with its workers, unless they are to stay."""
+    """Drops the iterator that torchdata's loader keeps after a pass, with its workers, unless they are persistent."""
     if not dataloader.persistent_workers:
         vars(dataloader)["_iterator"] = None
 
 
 @final
 class SkippedStream:
-    """A loader without its first ``skip_batches`` batches, which it reads and forgets: it knows no positions."""
+    """A loader that reads and drops its first ``skip_batches`` batches, because a stream cannot seek."""
 
     def __init__(self, dataloader: "DataLoader[Any]", skip_batches: int) -> None:
         self._dataloader, self.skip_batches = dataloader, skip_batches

@@ -1,4 +1,4 @@
-"""Map-style data: the user's DataLoader is kept as it is, with our sampler in the place of its own."""
+"""Map-style data: the user's DataLoader is kept, with accel's sampler instead of its own."""
 
 import copy
 import dataclasses
@@ -57,14 +57,14 @@ SAMPLER_KEY = "sampler"
 
 @final
 class MapSource(Source):
-    """The batches of a map-style DataLoader for one data rank.
+    """Batches of a map-style DataLoader for one data rank.
 
     Attributes:
-        seed: decides, with the epoch, every order; equal on all ranks. None where the order is always the same.
-        check: of the indices that a sampler of the user's gives; None where no other rank is given them.
+        seed: determines, with the epoch, every order; equal on all ranks. None if the order is always the same.
+        check: check of the indices of a user's sampler; None if no other rank reads with that sampler.
 
     Raises:
-        ConfigError: an option needs a known batch size or an order that can be computed, and the loader has none.
+        ConfigError: an option needs a known batch size or a computable order, and the loader has none.
     """
 
     reads_alone = True
@@ -129,7 +129,7 @@ class MapSource(Source):
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]
-        """Samples of one epoch, where the sampler or the dataset tells."""
+        """Samples of one epoch, if the sampler or the dataset has a length."""
         if self._order is not None:
             return len(self._order)
         size = None if self._reading.whole else sized(self._reading.sampler)
@@ -155,7 +155,7 @@ class MapSource(Source):
         )
 
     def _computed(self, order: Order) -> Sharding:
-        """How steps are cut from the order; what was asked for last is kept, for every pass asks."""
+        """Returns the sharding of an order; caches the last one, because every pass needs it."""
         key = (order, self.even_batches)
         if self._last_sharding is None or self._last_sharding[0] != key:
             self._last_sharding = (key, self._cut_from(order))
@@ -175,7 +175,7 @@ class MapSource(Source):
         return DrawnRows(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
 
     def _order_of(self, epoch: int) -> Order | None:
-        """The order of one epoch: of one that is finished over the samples it began with, another than of the next."""
+        """Returns the order of an epoch; an epoch that is finished over its original samples has its own order."""
         return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
 
     def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
@@ -197,7 +197,7 @@ class MapSource(Source):
         return ItemWalk(reading.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
-        """The order of one epoch; the one asked for last is kept, for a pass is often broken off and started again."""
+        """Returns the indices of an epoch; caches the last ones, because a pass is often left and started again."""
         key = (order, self.seed, epoch)
         if self._last_epoch is None or self._last_epoch[0] != key:
             self._last_epoch = (key, order(self.seed or 0, epoch))
@@ -207,7 +207,7 @@ class MapSource(Source):
         return SeededGlobals(derive_key(self.seed or 0, epoch))
 
     def begin(self, cursor: Cursor) -> MapPass:
-        """Puts the walk from ``cursor`` in the place of the sampler and iterates the DataLoader."""
+        """Sets the index stream from ``cursor`` as the sampler and iterates over the DataLoader."""
         self._follow_sampler(inside=cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
@@ -219,9 +219,9 @@ class MapSource(Source):
         return self._last_pass
 
     def _readers(self) -> DataLoader[Any]:
-        """The loader, or a copy with workers of its own where those that stay still read for another pass.
+        """Returns the loader, or a copy with its own workers if persistent workers still read for another pass.
 
-        torch's loader has one set of such workers, and would end that pass to start this one.
+        torch's loader has one set of persistent workers, and would end that pass to start this one.
         """
         loader = self.dataloader
         if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
@@ -231,9 +231,9 @@ class MapSource(Source):
         return other
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
-        """Makes the order again where the user gave the sampler other weights, indices or numbers.
+        """Rebuilds the order if the user has changed the sampler's weights, indices or number of samples.
 
-        Inside an epoch only another length is followed.
+        Inside an epoch, only a changed length rebuilds it.
         """
         sampler = self._reading.sampler
         if self._order is None:
@@ -243,23 +243,23 @@ class MapSource(Source):
             self._measured = None
 
     def _seeded(self, epoch: int) -> torch.Generator:
-        """What the seeds of workers are drawn from; without workers anything will do, and seeding would take time."""
+        """Returns the generator of the workers' seeds; seeded only if there are workers, because seeding takes time."""
         generator = self._generator = self._generator or torch.Generator()
         workers = self.dataloader.num_workers
         if workers:
             base = derive_key(torch.initial_seed(), epoch, self._shard.index)
             generator.manual_seed(base)
-            # Workers that outlive an epoch have a copy of the dataset that nobody else can reach.
+            # Persistent workers have a copy of the dataset on which only they can call set_epoch.
             told = epoch if self.dataloader.persistent_workers and self._surroundings.dataset_listens else None
             self._batches.seeds = WorkerSeeds(base, told, workers)
         return generator
 
     def _enter_epoch(self, epoch: int) -> Callable[[], None] | None:
-        """Makes the user's samplers start this epoch, as they did when the position was saved.
+        """Makes the user's samplers start this epoch in the state with which they started it in the saved run.
 
-        Returns what to call when the pass is over, where the epoch is the one entered last: samplers with a state then
-        start it from the state in which they started it before, and get back the one that they are in now, because a
-        pass around this one may be under way.
+        If the epoch is the one entered last, stateful samplers start from the state in which they started it before;
+        the returned function, called at the end of the pass, restores their current state, because an outer pass may be
+        in progress.
         """
         surroundings, states, again = self._surroundings, self._sampler_pending, None
         if not states and epoch == self._sampler_epoch and self._sampler_start:
@@ -292,7 +292,7 @@ class MapSource(Source):
         return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
-        """Computed; a sampler of batches is walked, on indices only."""
+        """Computes the cursor; for a batch sampler, iterates over its indices."""
         order = self._order_of(cursor.epoch)
         if callable(self._options.sharding):
             return self._skip_by_function(cursor, batches)
@@ -316,23 +316,23 @@ class MapSource(Source):
 
     @property
     def keeps_state(self) -> bool:
-        """Samplers of the user have a state."""
+        """Whether the user's samplers have a state."""
         return bool(self._surroundings.states())
 
     @property
     def ends_together(self) -> bool:
-        """Where all ranks have equally many batches; a user's function may end anywhere."""
+        """Whether all ranks have equally many batches; a sharding function may end anywhere."""
         return self._shard.count == 1 or (self.even_batches and not callable(self._options.sharding))
 
     def is_over(self, cursor: Cursor) -> bool:
-        """Computed; with samplers of the user and functions only reading tells."""
+        """Computed; False for user samplers and sharding functions, whose end is known only after reading."""
         order = self._order_of(cursor.epoch)
         if order is None or callable(self._options.sharding) or not cursor.samples:
             return False
         return not self._computed(order).steps(cursor.samples)
 
     def epoch_chosen(self) -> int | None:
-        """What was set on the sampler, or the batch sampler, that the user gave."""
+        """Returns the epoch that was set on the user's sampler or batch sampler."""
         return self._surroundings.epoch_chosen()
 
     def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
@@ -345,7 +345,7 @@ class MapSource(Source):
         return cursor
 
     def record(self, *, between: bool) -> dict[str, Json]:
-        """Seed, order, and what identifies the dataset; for samplers that have a state, that of the epoch's start."""
+        """Returns seed, order and identity of the dataset; for stateful samplers, their state at the epoch's start."""
         record: dict[str, Json] = {
             SEED_KEY: self.seed,
             ORDER_KEY: self._description(),
@@ -358,7 +358,7 @@ class MapSource(Source):
         return {**record, SAMPLER_KEY: states} if states else record
 
     def _description(self) -> dict[str, Json]:
-        """What the order says of itself; asked once, for it may look at every weight or length."""
+        """Returns the description of the order; cached, because it may read every weight or length."""
         order, reading = self._order, self._reading
         if order is None:
             walked = reading.batch_sampler if reading.whole else reading.sampler
@@ -377,7 +377,7 @@ class MapSource(Source):
         return DatasetFacts(sized(dataset), fingerprint_of(dataset), self._order, self._description())
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
-        """Compares what the position was saved with to what is read now, and takes over the seed."""
+        """Checks that the saved position matches the current data and order, and takes over its seed."""
         self._follow_sampler()
         check_dataset(self._facts(), record, cursor, warns=self._shard.index == 0)
         here = self._description()

@@ -1,7 +1,7 @@
-"""Random numbers as pure functions of a key and a position.
+"""Counter-based random numbers: pure functions of a key and a position.
 
-Everything is computed in 64-bit integers that wrap, so the same numbers come out of every machine, torch version and
-device: a sample order saved as (seed, epoch) means the same order for ever.
+All computation is in wrapping 64-bit integers, so that every machine, torch version and device gives the same numbers:
+a sample order saved as (seed, epoch) stays the same forever.
 """
 
 import math
@@ -21,9 +21,9 @@ _TABLE_LIMIT = 1 << 13
 
 
 def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key from a seed and whatever it is for; different parts give unrelated keys.
+    """Derives a 64-bit key from a seed and numbers for its purpose; different numbers give unrelated keys.
 
-    The finaliser is that of SplitMix64 (Steele, Lea, Flood 2014), applied once for each part.
+    The finaliser is that of SplitMix64 (Steele, Lea, Flood 2014), applied once per number.
     """
     word = _finalise(seed & _WORD)
     for part in parts:
@@ -39,12 +39,12 @@ def _finalise(word: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same bits, which is what torch computes in."""
+    """Returns the int64 with the same bits, because torch computes in int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def random_words(positions: torch.Tensor, key: int) -> torch.Tensor:
-    """A random int64 (all 64 bits) for each int64 position: SplitMix64's output at that position of its stream."""
+    """Returns a random int64 (all 64 bits) per int64 position: SplitMix64's output at that position of its stream."""
     words = positions * _signed(_GOLDEN)
     words += _signed(key)
     words ^= (words >> 30) & ((1 << 34) - 1)
@@ -56,28 +56,28 @@ def random_words(positions: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def random_below(positions: torch.Tensor, key: int, bound: int) -> torch.Tensor:
-    """A random int64 in ``range(bound)`` for each position; the bias is below ``bound`` / 2**63."""
+    """Returns a random int64 in ``range(bound)`` per position; the bias is below ``bound`` / 2**63."""
     return (random_words(positions, key) & ((1 << 63) - 1)) % bound
 
 
 def random_unit(positions: torch.Tensor, key: int) -> torch.Tensor:
-    """A random float64 in [0, 1) with 53 random bits for each position."""
+    """Returns a random float64 in [0, 1) with 53 random bits per position."""
     return ((random_words(positions, key) >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def sorted_permutation(size: int, key: int) -> torch.Tensor:
-    """A permutation of ``range(size)`` as an int64 tensor: the positions, sorted by their random words."""
+    """Returns a permutation of ``range(size)`` as an int64 tensor: the positions, sorted by their random words."""
     return torch.argsort(random_words(torch.arange(size), key), stable=True)
 
 
 @final
 class Bijection:
-    """A permutation of ``range(size)`` that is computed where it is looked at, and never stored.
+    """A permutation of ``range(size)`` that is computed at the requested positions and never stored.
 
     A generalised Feistel network on the digits of ``position`` in a grid of about sqrt(size) x sqrt(size) cells, with
-    cycle walking from the few cells past ``size`` back into the range (Black, Rogaway 2002). Fewer than one position
-    in sqrt(size) has to walk at all. The round functions are tables of sqrt(size) random words (1.5 MB at most), or
-    hashes where those would be large.
+    cycle walking from the few cells past ``size`` back into the range (Black, Rogaway 2002). Fewer than one position in
+    sqrt(size) needs cycle walking. The round functions are tables of sqrt(size) random words (1.5 MB at most), or
+    hashes if the tables would be larger.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -96,9 +96,9 @@ class Bijection:
             self._functions = [partial(_hashed, key=k, modulus=m) for k, m in zip(keys, inputs, strict=True)]
 
     def _tables(self, key: int) -> list[torch.Tensor]:
-        """The round functions: of columns, to add to rows, and of rows, to add to columns, in turn.
+        """Returns the round functions: alternately of columns, added to rows, and of rows, added to columns.
 
-        A sum is only reduced when all rounds are over. Till then it stays below 4 times its modulus, so every table is
+        A sum is reduced only after the last round. Until then it stays below 4 times its modulus, so every table is
         repeated that often.
         """
         words = (random_words(torch.arange(_ROUNDS * self._rows), key) >> 33) & 0x7FFFFFFF
@@ -107,7 +107,7 @@ class Bijection:
         return [(drawn[i, :size] % modulus).repeat(_ROUNDS // 2 + 1) for i, (size, modulus) in enumerate(shapes)]
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The images of ``positions`` (int64, each in ``range(size)``), as a tensor of the same shape."""
+        """Returns the images of ``positions`` (int64, each in ``range(size)``), as a tensor of the same shape."""
         images = self._encrypt(positions)
         while images.numel() and int(images.max()) >= self.size:
             outside = images >= self.size
@@ -120,7 +120,7 @@ class Bijection:
         for number in range(0, _ROUNDS, 2):
             row += self._functions[number](column)
             column += self._functions[number + 1](row)
-        if self._reduced is not None:  # as tables: what a few positions cost is the number of operations
+        if self._reduced is not None:  # as tables, because the number of operations dominates for few positions
             return self._reduced[0].take(row).add_(self._reduced[1].take(column))
         row %= self._rows
         column %= self._columns
@@ -128,7 +128,7 @@ class Bijection:
 
 
 def _hashed(half: torch.Tensor, *, key: int, modulus: int) -> torch.Tensor:
-    """32 pseudo-random bits from a half, taken modulo its range; two multiplications mix every bit of it into them."""
+    """Returns 32 pseudo-random bits of ``half`` modulo ``modulus``; two multiplications mix in every input bit."""
     word = half % modulus
     word += key
     word *= _MULTIPLIER_A

@@ -1,4 +1,4 @@
-"""The position of a run in its data: a number that depends on no process, worker or batch."""
+"""Cursor: the position of a run in its data, independent of processes, workers and batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ SAMPLES_KEY = "samples"
 class Cursor:
     """``samples`` positions of epoch ``epoch`` have been delivered, counted over all ranks.
 
-    Delivered means handed to the user's loop, not read ahead by a worker. Samples repeated to fill a last batch do
-    not count. The next sample is the one at position ``samples`` of the epoch's order, whoever reads it.
+    Delivered means yielded to the user's loop, not read ahead by a worker. Padding of a last batch does not count. The
+    next sample is the one at position ``samples`` of the epoch's order, on whichever rank.
     """
 
     epoch: int = 0
@@ -34,16 +34,16 @@ class Cursor:
                 raise DataStateError(f"a loader's {name} is {value!r}; it must be a whole number of at least 0")
 
     def advanced(self, samples: int) -> "Cursor":
-        """This epoch, ``samples`` positions further."""
+        """Returns the cursor ``samples`` positions later in this epoch."""
         return Cursor(self.epoch, self.samples + samples)
 
     def state_dict(self) -> dict[str, int]:
-        """Two JSON numbers."""
+        """Returns two JSON numbers."""
         return {EPOCH_KEY: self.epoch, SAMPLES_KEY: self.samples}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Reads what ``state_dict`` wrote; raises ``DataStateError`` naming what is missing or malformed."""
+        """Parses the result of ``state_dict``; raises ``DataStateError`` naming a missing or malformed value."""
         missing = [name for name in (EPOCH_KEY, SAMPLES_KEY) if name not in state]
         if missing:
             raise DataStateError(
@@ -55,10 +55,10 @@ class Cursor:
 @final
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A micro-batch's place among those of one global batch.
+    """Index of a micro-batch in its global batch.
 
-    ``index`` counts from 0 to ``size`` - 1. ``share`` is what the mean loss of this rank's micro-batch is multiplied
-    with, so that the average over ranks of the sum over the window is the mean over the global batch.
+    ``index`` counts from 0 to ``size`` - 1. ``share`` is the factor on the mean loss of this rank's micro-batch with
+    which the average over ranks of the sum over the window is the mean over the global batch.
     """
 
     index: int
@@ -69,11 +69,11 @@ class Window:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is true once one batch has been delivered on every rank.
+    """Facts after one batch has been delivered on every rank.
 
-    ``real_counts`` has one entry for each data rank: how many of the first rows of its batch are samples of this
-    epoch (the rest were repeated to fill it), or -1 for a rank that has no batch in this step. None: unknown, or
-    nothing was repeated. ``private`` is what an opaque dataset of this rank alone needs to continue here.
+    ``real_counts`` has one entry per data rank: the number of rows of its batch that are samples of this epoch (the
+    rest is padding), or -1 for a rank without a batch in this step. None: unknown, or no padding. ``private`` is the
+    state that an opaque dataset of this rank needs to continue here.
     """
 
     cursor: Cursor
@@ -85,10 +85,10 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a user's sharding function gives one rank in one step.
+    """Result of a user's sharding function for one rank in one step.
 
-    ``positions`` are positions of the epoch's order, the first ``real`` of them (None: all) new ones. ``advance`` is
-    how many positions the step takes over all ranks; it must be the same for every rank.
+    ``positions`` are positions of the epoch's order, the first ``real`` of them (None: all) new ones, the rest padding.
+    ``advance`` is the number of positions that the step takes over all ranks; it must be equal on every rank.
     """
 
     positions: Sequence[int]
@@ -97,4 +97,4 @@ class Share:
 
 
 ShardFunction = Callable[[Cursor, "DataShard"], Share | None]
-"""Which positions a rank reads in the step that begins at a cursor; None when the epoch is over."""
+"""Returns the positions that a rank reads in the step that begins at a cursor; None at the end of the epoch."""

@@ -1,7 +1,7 @@
-"""The order of samples as a pure function of (seed, epoch, position).
+"""Order of samples as a pure function of (seed, epoch, position).
 
-``order(seed, epoch)[i]`` is random access: resuming at position 10**9 costs what resuming at 0 costs, and no rank
-walks the indices of the others. Orders are values; what an epoch of one looks like is an ``Indices``.
+``order(seed, epoch)[i]`` is random access: resuming at position 10**9 costs as much as at 0, and no rank iterates over
+the indices of the others. Orders are values; one epoch of an order is an ``Epoch`` over ``Indices``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,28 +14,28 @@ from accel_data.order.counter_rng import Bijection, derive_key, random_below, ra
 from accel_state.errors import DataError
 
 TABLE_LIMIT = 1 << 12
-"""Up to here a shuffle is a stored permutation; beyond, sorting one takes longer than computing it by position."""
+"""Up to this size a shuffle is a stored permutation; beyond, sorting one takes longer than computing it by position."""
 
 
 class Indices(Protocol):
-    """One epoch of an order: position -> index into the dataset."""
+    """One epoch of an order: maps positions to dataset indices."""
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The dataset indices at ``positions`` (int64, any shape, each in range(len(order)))."""
+        """Returns the dataset indices at ``positions`` (int64, any shape, each in range(len(order)))."""
 
 
 @runtime_checkable
 class Order(Protocol):
-    """Which sample comes at which position of which epoch."""
+    """Maps each position of each epoch to a sample."""
 
     def __len__(self) -> int:
-        """Positions in one epoch."""
+        """Number of positions in one epoch."""
 
     def __call__(self, seed: int, epoch: int) -> "Epoch":
-        """The order of one epoch."""
+        """Returns the order of one epoch."""
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for a saved position to mean the same, as JSON values with a ``kind``."""
+        """Returns the facts that must be equal for a saved position to stay valid, as JSON values with a ``kind``."""
 
 
 @final
@@ -56,12 +56,12 @@ class Epoch:
         return int(self._indices.take(torch.tensor([position % self._size])))
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The dataset indices at ``positions`` (int64 in range(len(self)), any shape), as int64 of the same shape."""
+        """Returns the dataset indices at ``positions`` (int64 in range(len(self))), as int64 of the same shape."""
         return self._indices.take(positions)
 
     def lists(self, rows: range, *, shift: int, steps: int) -> Iterator[list[int]]:
-        """The dataset indices at ``rows``, then at ``rows`` moved on by ``shift``, and so on: ``steps`` lists."""
-        if isinstance(self._indices, SameIndices):  # counting is faster than tensors of numbers
+        """Returns ``steps`` lists of dataset indices: at ``rows``, then at ``rows`` shifted by ``shift``, and so on."""
+        if isinstance(self._indices, SameIndices):  # ranges are faster than tensors
             firsts, ends = (range(begin, begin + steps * shift, shift) for begin in (rows.start, rows.stop))
             return map(list, map(range, firsts, ends, repeat(rows.step)))
         positions = torch.arange(rows.start, rows.stop, rows.step)
@@ -72,22 +72,22 @@ class Epoch:
 
 @final
 class SameIndices:
-    """Position ``i`` is sample ``i``."""
+    """Identity: position ``i`` is sample ``i``."""
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The positions themselves."""
+        """Returns the positions themselves."""
         return positions
 
 
 @final
 class TableIndices:
-    """Positions looked up in a stored int64 table."""
+    """Lookup of positions in a stored int64 table."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The entries at ``positions``."""
+        """Returns the entries at ``positions``."""
         return self._table.take(positions)
 
 
@@ -110,7 +110,7 @@ class Sequential:
 
 
 def permutation(size: int, key: int) -> Indices:
-    """A uniformly drawn permutation of ``range(size)``: a table when small, else computed."""
+    """Returns a uniformly random permutation of ``range(size)``: a table if small, otherwise computed on access."""
     if size <= TABLE_LIMIT:
         return TableIndices(sorted_permutation(size, key))
     return Bijection(size, key)
@@ -118,9 +118,9 @@ def permutation(size: int, key: int) -> Indices:
 
 @final
 class Shuffled:
-    """Every sample once, in an order of its own in each epoch.
+    """Every sample once, in a different order in each epoch.
 
-    ``num_samples`` beyond (or below) ``size`` goes on with further permutations (or stops early).
+    With ``num_samples`` above ``size`` further permutations follow; below, the permutation is truncated.
     """
 
     def __init__(self, size: int, *, num_samples: int | None = None) -> None:
@@ -139,13 +139,13 @@ class Shuffled:
         return Epoch(self._size, _Repeated(self._source, derive_key(seed, epoch)))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, positions, and samples drawn from."""
+        """Returns kind, number of positions, and number of samples in the dataset."""
         return {"kind": "shuffled", "size": self._size, "source": self._source}
 
 
 @final
 class _Repeated:
-    """One permutation after another; the two used last are kept, so walking across the seam costs nothing."""
+    """One permutation after another; the last two used are cached, so that crossing their boundary is cheap."""
 
     def __init__(self, size: int, key: int) -> None:
         self._size, self._key = size, key
@@ -163,7 +163,7 @@ class _Repeated:
         if number not in self._recent:
             while len(self._recent) > 1:
                 del self._recent[next(iter(self._recent))]
-            # Round 0 is what an order of exactly one round gives.
+            # Round 0 equals an order of exactly one round.
             key = self._key if number == 0 else derive_key(self._key, number)
             self._recent[number] = permutation(self._size, key)
         return self._recent[number]
@@ -185,7 +185,7 @@ class Replacement:
         return Epoch(self._size, _Draws(self._source, derive_key(seed, epoch)))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, positions, and samples drawn from."""
+        """Returns kind, number of positions, and number of samples in the dataset."""
         return {"kind": "replacement", "size": self._size, "source": self._source}
 
 
@@ -213,7 +213,7 @@ class Subset:
         return Epoch(len(self), _Looked(self._indices, self._order(seed, epoch)))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, a checksum of the indices, and the order over them."""
+        """Returns kind, a checksum of the indices, and the description of the order over them."""
         return {"kind": "subset", "indices": checksum(self._indices), "order": self._order.describe()}
 
 
@@ -227,7 +227,7 @@ class _Looked:
 
 
 def checksum(values: torch.Tensor) -> str:
-    """16 hex digits that tell two int64 tensors of any length apart, position by position."""
+    """Returns 16 hex digits that differ for int64 tensors of different length or values at any position."""
     flat = values.flatten()
     mixed = random_words(flat ^ random_words(torch.arange(len(flat)), 1), 2)
     return f"{derive_key(int(mixed.sum()), len(flat)):016x}"

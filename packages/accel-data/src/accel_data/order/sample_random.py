@@ -1,4 +1,4 @@
-"""Random generators of one sample, keyed by (seed, epoch, index)."""
+"""Random generators of single samples, keyed by (seed, epoch, index)."""
 
 import random
 from collections.abc import Iterator
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class SampleRng:
-    """The random numbers of one sample in one epoch, through the generators of three libraries.
+    """Random numbers of one sample in one epoch, through the generators of three libraries.
 
-    Every call starts from the beginning: two generators of one ``SampleRng`` give the same numbers.
+    Every call returns a generator at its start: two generators of one ``SampleRng`` give the same numbers.
 
     Attributes:
-        key: 64 bits that decide everything.
+        key: 64-bit key that determines all numbers.
     """
 
     key: int
 
     def torch_generator(self) -> torch.Generator:
-        """A generator of torch's on the CPU."""
+        """Returns a CPU generator of torch."""
         generator = torch.Generator()
         generator.manual_seed(self.key)
         return generator
 
     def numpy_generator(self) -> "numpy.random.Generator":
-        """A generator of numpy's (PCG64)."""
+        """Returns a generator of numpy (PCG64)."""
         from numpy.random import PCG64, Generator
 
         return Generator(PCG64(self.key))
 
     def python_random(self) -> random.Random:
-        """A generator of Python's own ``random``."""
+        """Returns a generator of Python's ``random``."""
         return random.Random(self.key)
 
     @contextmanager
     def seeded_globals(self) -> Iterator[None]:
-        """Inside, the global generators of torch (CPU), ``random`` and numpy are seeded; outside, nothing has happened.
+        """Seeds the global generators of torch (CPU), ``random`` and numpy inside the block, then restores them.
 
-        Transforms that draw from the global generators become functions of the sample with it. It exchanges the states
-        of three generators, which takes some 0.1 ms; a generator that is passed on takes less.
+        Makes transforms that draw from the global generators functions of the sample. The block swaps the states of
+        three generators, which takes about 0.1 ms; passing a generator to the transform is cheaper.
         """
         generators = [(generator, generator.get()) for generator in global_generators()]
         try:
@@ -62,11 +62,11 @@ class SampleRng:
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> SampleRng:
-    """The random generators of sample ``index`` in ``epoch``, for augmentation that no resume and no resize changes.
+    """Returns the random generators of sample ``index`` in ``epoch``, for augmentation that no resume changes.
 
-    The numbers depend on nothing else: not on the rank or worker that reads the sample, on the batch that it is in, or
-    on what was drawn before. ``seed`` is the dataset's own; another one, or another ``epoch``, gives unrelated numbers.
-    A map-style dataset knows ``index`` from ``__getitem__``, and the epoch from its ``set_epoch``, which a prepared
-    loader calls when a pass begins, in the workers as well.
+    The numbers depend on nothing else: not on the rank or worker that reads the sample, its batch, or earlier draws.
+    ``seed`` is that of the dataset; another seed, or another ``epoch``, gives unrelated numbers. A map-style dataset
+    gets ``index`` in ``__getitem__``, and the epoch in its ``set_epoch``, which a prepared loader calls when a pass
+    begins, in the workers as well.
     """
     return SampleRng(derive_key(seed, epoch, index))

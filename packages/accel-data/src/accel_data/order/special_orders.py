@@ -1,4 +1,4 @@
-"""Orders with a purpose: weights, lengths, nodes, and the sequence of another library's sampler."""
+"""Special orders: by weights, by lengths, by nodes, and the order of ``SeedableRandomSampler``."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -12,7 +12,7 @@ from accel_state.errors import DataError
 
 @final
 class SeededPermutation:
-    """``torch.randperm`` from a generator seeded with seed + epoch: what ``SeedableRandomSampler`` yields.
+    """``torch.randperm`` from a generator seeded with seed + epoch, as ``SeedableRandomSampler`` yields it.
 
     Holds one permutation in memory.
     """
@@ -32,24 +32,24 @@ class SeededPermutation:
         return Epoch(self._size, TableIndices(table))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, positions, and samples drawn from."""
+        """Returns kind, number of positions, and number of samples in the dataset."""
         return {"kind": "seeded_permutation", "size": self._size, "source": self._source}
 
 
 def _torch_seed(seed: int) -> int:
-    """The seed in the range that torch's generators take."""
+    """Wraps the seed into the range that torch's generators accept."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @final
 class Weighted:
-    """``num_samples`` draws, each sample in proportion to its weight.
+    """``num_samples`` draws, each sample with a probability proportional to its weight.
 
-    With replacement a draw is a look-up in the cumulated weights (float64, one per sample). Without, an epoch is
-    a table: the samples sorted by exponential arrival times at rates ``weights`` (Efraimidis, Spirakis 2006).
+    With replacement a draw is a lookup in the cumulative weights (float64, one per sample). Without replacement an
+    epoch is a table: the samples sorted by exponential arrival times at rates ``weights`` (Efraimidis, Spirakis 2006).
 
     Raises:
-        DataError: a weight is negative or not finite, or there are not enough positive ones.
+        DataError: a weight is negative or not finite, or too few weights are positive.
     """
 
     def __init__(self, weights: Sequence[float] | torch.Tensor, *, num_samples: int, replacement: bool = True) -> None:
@@ -73,7 +73,7 @@ class Weighted:
         return Epoch(self._size, TableIndices(torch.argsort(arrivals, stable=True)[: self._size]))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, positions, samples drawn from, and a checksum of the weights."""
+        """Returns kind, number of positions, number of samples in the dataset, and a checksum of the weights."""
         return {
             "kind": "weighted" if self._replacement else "weighted_once",
             "size": self._size,
@@ -91,17 +91,17 @@ class _WeightedDraws:
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         targets = random_unit(positions, self._key) * self._cumulated[-1]
-        # Right of equal entries: a sample of weight zero is never drawn. Rounding up at the very end stays inside.
+        # side="right", so that a sample of weight zero is never drawn; the clamp handles rounding at the upper end.
         return torch.searchsorted(self._cumulated, targets, right=True).clamp_(max=self._largest)
 
 
 @final
 class LengthGrouped:
-    """Shuffled so that neighbours have about the same length, which saves padding.
+    """Shuffled such that neighbours have similar lengths, which reduces padding.
 
-    The shuffled samples are cut into pools of ``pool`` groups; each pool is sorted by length and cut into groups of
-    ``group_size`` (a batch, or a global batch), and its groups are shuffled. A larger ``pool`` saves more padding and
-    mixes less.
+    The shuffled samples are split into pools of ``pool`` groups; each pool is sorted by length and split into groups of
+    ``group_size`` (a batch, or a global batch), and its groups are shuffled. A larger ``pool`` reduces padding further
+    and shuffles less.
     """
 
     def __init__(self, lengths: Sequence[int] | torch.Tensor, *, group_size: int, pool: int = 50) -> None:
@@ -119,7 +119,7 @@ class LengthGrouped:
         return Epoch(size, _Pools(self._lengths, permutation(size, key), (self._group, self._pool), key))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, size, how groups are made, and a checksum of the lengths."""
+        """Returns kind, size, group and pool size, and a checksum of the lengths."""
         return {
             "kind": "length_grouped",
             "size": len(self._lengths),
@@ -131,7 +131,7 @@ class LengthGrouped:
 
 @final
 class _Pools:
-    """Sorts a pool when it is first looked at, and keeps the one used last."""
+    """Sorts a pool on first access, and caches the last one."""
 
     def __init__(self, lengths: torch.Tensor, base: Indices, grouping: tuple[int, int], key: int) -> None:
         self._lengths, self._base, self._key = lengths, base, key
@@ -154,17 +154,18 @@ class _Pools:
             full = len(members) // self._group
             mixed = sorted_permutation(full, derive_key(self._key, number, 1))
             groups = members[: full * self._group].view(full, self._group)[mixed].flatten()
-            # What does not fill a group stays last, or all later groups would be cut across two lengths.
+            # An incomplete group stays last; otherwise all later groups would straddle two lengths.
             self._number, self._members = number, torch.cat([groups, members[full * self._group :]])
         return self._members
 
 
 @final
 class NodeBlocks:
-    """One contiguous range of the dataset for each node; positions go round the nodes.
+    """One contiguous range of the dataset per node; positions cycle over the nodes.
 
-    Position ``p`` is sample ``p // num_nodes`` of node ``p % num_nodes``, whose range is as long as the others' or one
-    longer. So a position still counts samples delivered globally, while each node reads its own range only.
+    Position ``p`` is sample ``p // num_nodes`` of node ``p % num_nodes``; the lengths of the nodes' ranges differ by at
+    most one. A position therefore still counts the samples delivered by all nodes, while each node reads only its own
+    range.
     """
 
     def __init__(self, size: int, *, num_nodes: int, shuffle: bool = True) -> None:
@@ -182,7 +183,7 @@ class NodeBlocks:
         return Epoch(self._size, _Blocks(lengths, inner))
 
     def describe(self) -> dict[str, Any]:
-        """Kind, size and number of nodes: a position inside an epoch is only valid for the same ranges."""
+        """Returns kind, size and number of nodes; a position inside an epoch is valid for the same ranges only."""
         return {
             "kind": "node_blocks",
             "size": self._size,

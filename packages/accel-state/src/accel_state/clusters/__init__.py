@@ -1,4 +1,4 @@
-"""The launcher that started this process, found by an ordered list of readers."""
+"""Readers of launchers' environment variables, tried in a fixed order."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -6,8 +6,9 @@ from itertools import chain
 
 from accel_state.topology import ClusterReader, Topology
 
-# Order matters: a launcher that runs inside another's allocation inherits its variables. torchrun may run under
-# anything; jsrun also sets Open MPI's variables; mpirun reaches other nodes through srun, so Slurm comes after MPI.
+# Order matters because a launcher inside another launcher's allocation inherits its variables. torchrun may run under
+# any launcher; jsrun also sets Open MPI's variables; mpirun reaches other nodes through srun, so MPI comes before
+# Slurm.
 BUILT_IN = {
     "torchrun": "TorchrunReader",
     "kubernetes": "KubernetesReader",
@@ -22,9 +23,9 @@ ENTRY_POINT_GROUP = "accel.clusters"
 
 
 def read_environment(env: Mapping[str, str]) -> Topology:
-    """The answer of the first reader that recognises ``env``; a single process when none does.
+    """Returns the topology of the first reader that recognises ``env``; a single process if no reader does.
 
-    Readers of other packages are looked up only when no built-in one answered.
+    Readers of other packages are imported only if no built-in reader recognises ``env``.
     """
     for reader in chain(built_in_readers(), installed_readers()):
         topology = reader.read(env)
@@ -36,13 +37,13 @@ def read_environment(env: Mapping[str, str]) -> Topology:
 
 
 def built_in_readers() -> Iterator[ClusterReader]:
-    """The readers of this package, in order of precedence, each imported when its turn comes."""
+    """Yields the readers of this package in order of precedence, each imported when it is reached."""
     for module, name in BUILT_IN.items():
         yield getattr(import_module(f"{__name__}.{module}"), name)()
 
 
 def installed_readers() -> Iterator[ClusterReader]:
-    """The readers that other packages installed, in order of their names."""
+    """Yields the readers that other packages installed, sorted by entry-point name."""
     from importlib.metadata import entry_points
 
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):

@@ -1,4 +1,4 @@
-"""Lists of hosts as batch systems write them."""
+"""Host lists in the formats of batch systems."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,11 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 def expand_hosts(nodelist: str) -> list[str]:
     """Expands Slurm's short form: ``"node[001-003,7],gpu2"`` gives node001, node002, node003, node7, gpu2.
 
-    Widths are kept and several brackets in one name multiply. Source: the hostlist expressions of slurm.conf(5).
+    Leading zeros are kept; several brackets in one name give the product. Source: hostlist expressions of
+    slurm.conf(5).
 
     Raises:
-        TopologyError: unbalanced brackets, an empty part, or a range that is not ascending.
+        TopologyError: unbalanced brackets, an empty element, or a range that is not ascending.
     """
     hosts = [host for part in _split_outside_brackets(nodelist) for host in _expand_part(part, nodelist)]
     if not hosts:
@@ -25,9 +26,10 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def lsf_hosts(env: Mapping[str, str]) -> list[str]:
-    """The compute hosts of an LSF job, from ``LSB_MCPU_HOSTS`` ("host slots host slots ...") or ``LSB_HOSTS``.
+    """Returns the compute hosts of an LSF job, from ``LSB_MCPU_HOSTS`` ("host slots host slots ...") or ``LSB_HOSTS``.
 
-    With several hosts, a first one that has a single slot is the launch node, where jsrun places no process.
+    With several hosts, a first host with a single slot is dropped: that is the launch node, where jsrun starts no
+    process.
     """
     words = env.get("LSB_MCPU_HOSTS", "").split()
     pairs = list(zip(words[::2], words[1::2], strict=False))

@@ -1,4 +1,4 @@
-"""Kubernetes with one process per pod: the training operator's PyTorchJob, and indexed Jobs."""
+"""Reader for Kubernetes with one process per pod: the training operator's PyTorchJob, and indexed Jobs."""
 
 from collections.abc import Mapping
 from typing import final
@@ -14,19 +14,19 @@ from accel_state.clusters.variables import (
 from accel_state.topology import Topology
 
 INDEX = "JOB_COMPLETION_INDEX"
-"""The variable of a pod's number in an indexed Job."""
+"""Variable that holds the number of a pod in an indexed Job."""
 
 
 @final
 class KubernetesReader:
     """Reads RANK and WORLD_SIZE of a PyTorchJob pod, or JOB_COMPLETION_INDEX of an indexed Job.
 
-    Kubernetes does not tell a pod how many completions its Job has, so the Job must set ``WORLD_SIZE``;
-    ``WORLD_SIZE=1`` declares that its pods are independent and that each is a single process.
+    Kubernetes sets no variable with the number of completions of a Job, so the Job must set ``WORLD_SIZE``;
+    ``WORLD_SIZE=1`` declares that its pods are independent single processes.
     """
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when each pod holds one rank."""
+        """Returns the topology if each pod holds one rank; otherwise None."""
         if is_pod_rank(env):
             name = "RANK"
         elif env.get(INDEX) and not env.get("RANK") and read_int(env, "WORLD_SIZE") not in {None, 1}:
@@ -48,9 +48,9 @@ class KubernetesReader:
 
 
 def is_pod_rank(env: Mapping[str, str]) -> bool:
-    """Whether ``RANK`` counts pods: inside Kubernetes, without a local rank.
+    """Whether ``RANK`` is the number of a pod: inside Kubernetes, without a local rank.
 
-    Only rank 0 of a PyTorchJob has a local master address; another rank with one was started by hand in its pod.
+    In a PyTorchJob only rank 0 has a local master address; another rank with a local address was started by hand.
     """
     inside = env.get("KUBERNETES_SERVICE_HOST") or env.get("PET_NNODES")
     if not inside or not env.get("RANK") or env.get("LOCAL_RANK"):

@@ -1,4 +1,4 @@
-"""LSF: jsrun of IBM's Job Step Manager."""
+"""Reader for LSF: jsrun of IBM's Job Step Manager."""
 
 from collections.abc import Mapping
 from typing import final
@@ -13,7 +13,7 @@ class LSFReader:
     """Reads the JSM_NAMESPACE_* variables; a plain bsub without jsrun is a single process."""
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when jsrun started this process."""
+        """Returns the topology if jsrun started this process; otherwise None."""
         if not (env.get("JSM_NAMESPACE_RANK") or env.get("JSM_NAMESPACE_SIZE")):
             return None
         return from_counts(

@@ -1,4 +1,4 @@
-"""MVAPICH: mpirun_rsh and its mpiexec."""
+"""Reader for MVAPICH: mpirun_rsh and its mpiexec."""
 
 from collections.abc import Mapping
 from typing import final
@@ -12,7 +12,7 @@ class MVAPICHReader:
     """Reads the MV2_COMM_WORLD_* variables (MVP_COMM_WORLD_* since MVAPICH 3). Source: MVAPICH user guide."""
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when MVAPICH started this process."""
+        """Returns the topology if MVAPICH started this process; otherwise None."""
         for prefix in ("MV2_COMM_WORLD_", "MVP_COMM_WORLD_"):
             if env.get(prefix + "RANK") or env.get(prefix + "SIZE"):
                 return from_counts(

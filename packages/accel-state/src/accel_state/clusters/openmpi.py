@@ -1,4 +1,4 @@
-"""Open MPI: mpirun, mpiexec, prterun."""
+"""Reader for Open MPI: mpirun, mpiexec, prterun."""
 
 from collections.abc import Mapping
 from typing import final
@@ -12,7 +12,7 @@ class OpenMPIReader:
     """Reads the OMPI_COMM_WORLD_* variables. Source: Open MPI's documentation, "Environment variables"."""
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when Open MPI's mpirun started this process."""
+        """Returns the topology if Open MPI's mpirun started this process; otherwise None."""
         if not (env.get("OMPI_COMM_WORLD_RANK") or env.get("OMPI_COMM_WORLD_SIZE")):
             return None
         return from_counts(

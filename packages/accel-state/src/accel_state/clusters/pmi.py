@@ -1,4 +1,4 @@
-"""MPICH and Intel MPI: hydra's mpiexec, which speaks PMI."""
+"""Reader for MPICH and Intel MPI: hydra's mpiexec, which implements PMI."""
 
 from collections.abc import Mapping
 from typing import final
@@ -11,11 +11,11 @@ from accel_state.topology import Topology
 class PMIReader:
     """Reads PMI_RANK, PMI_SIZE and hydra's MPI_LOCALRANKID, MPI_LOCALNRANKS.
 
-    ``srun --mpi=pmi2`` sets the first two as well but not the local ones, which Slurm itself then gives.
+    ``srun --mpi=pmi2`` also sets the first two variables, but not the local ones; the Slurm reader handles that case.
     """
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when hydra started this process."""
+        """Returns the topology if hydra started this process; otherwise None."""
         if not (env.get("PMI_RANK") or env.get("PMI_SIZE")):
             return None
         if env.get("SLURM_PROCID") and not env.get("MPI_LOCALRANKID"):

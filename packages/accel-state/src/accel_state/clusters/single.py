@@ -1,4 +1,4 @@
-"""A process that no launcher started."""
+"""Reader for a process without a launcher."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,13 @@ from accel_state.topology import Topology
 
 
 def read_single(env: Mapping[str, str]) -> Topology:
-    """One process, unless leftovers say that a launch lost half of its variables.
+    """Returns the topology of a single process, unless leftovers show that a launch lost half of its variables.
 
-    ``LOCAL_RANK=-1`` is an old way to say "not distributed" and accepted as that.
+    ``LOCAL_RANK=-1`` is an old spelling of "not distributed" and is accepted.
 
     Raises:
-        TopologyError: ``WORLD_SIZE`` or ``LOCAL_RANK`` without the others, or an indexed Job of Kubernetes that does
-            not say how many pods it has, where each pod would train a model of its own.
+        TopologyError: ``WORLD_SIZE`` or ``LOCAL_RANK`` without the other variables, or a pod of an indexed Kubernetes
+            Job without ``WORLD_SIZE``, where each pod would train a model of its own.
     """
     world_size = read_int(env, "WORLD_SIZE")
     if world_size is not None and world_size != 1:
@@ -33,5 +33,5 @@ def read_single(env: Mapping[str, str]) -> Topology:
 
 
 def _is_whole_tpu(env: Mapping[str, str]) -> bool:
-    """Whether the variables of a TPU name this machine alone; those of several machines have a reader."""
+    """Whether the TPU variables name this machine alone; several machines are read by ``TPUPodReader``."""
     return env.get("PJRT_DEVICE", "").upper() == "TPU" and bool(env.get("TPU_WORKER_HOSTNAMES"))

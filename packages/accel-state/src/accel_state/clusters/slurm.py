@@ -1,4 +1,4 @@
-"""Slurm: processes that srun started."""
+"""Reader for Slurm: processes that srun started."""
 
 import re
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from accel_state.clusters.variables import check_below, first_int, master_addres
 from accel_state.errors import TopologyError
 from accel_state.topology import Topology
 
-# Set by srun for its tasks, and by nothing else.
+# Set only by srun, for its tasks.
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")
-# Set by Slurm in every batch script, where SLURM_PROCID=0 says nothing about other processes.
+# Set by Slurm in every batch script, where SLURM_PROCID=0 does not mean that other tasks exist.
 _BATCH_VARIABLES = ("SLURM_TASK_PID", "SLURM_SUBMIT_DIR")
 _REPEAT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -20,12 +20,12 @@ _REPEAT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 class SlurmReader:
     """Reads SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the node list. Source: srun(1), its output variables.
 
-    A shell inside an allocation (salloc, ``srun --pty``, the body of an sbatch script) is a single process however
-    many tasks were allocated: the others were never started.
+    A shell inside an allocation (salloc, ``srun --pty``, the body of an sbatch script) is a single process, whatever
+    the number of allocated tasks, because the other tasks were never started.
     """
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when srun started this process as one of its tasks."""
+        """Returns the topology if srun started this process as one of its tasks; otherwise None."""
         if not env.get("SLURM_PROCID") or _is_shell(env):
             return None
         rank = need_int(env, "SLURM_PROCID", because="SLURM_NTASKS")
@@ -54,7 +54,7 @@ class SlurmReader:
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    # Steps that are started from a pty shell inherit its variables, but are not the allocation's first step.
+    # Steps started from a pty shell inherit its variables, but are not the allocation's first step.
     if env.get("SLURM_PTY_PORT") and env.get("SLURM_STEP_ID", "0") == "0":
         return True
     in_step = any(env.get(name) for name in _STEP_VARIABLES)

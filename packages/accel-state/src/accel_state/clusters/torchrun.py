@@ -1,4 +1,4 @@
-"""torchrun, and every launcher that speaks its variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+"""Reader for torchrun and launchers that set its variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
 
 from collections.abc import Mapping
 from typing import final
@@ -11,17 +11,17 @@ from accel_state.topology import Topology
 
 @final
 class TorchrunReader:
-    """Reads torchrun's variables; also those of a script that sets only RANK and WORLD_SIZE on one machine."""
+    """Reads torchrun's variables, or only RANK and WORLD_SIZE of a script on one machine."""
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when ``RANK`` is set by anything but one process per Kubernetes pod."""
+        """Returns the topology if ``RANK`` is set, except by a PyTorchJob with one process per pod; otherwise None."""
         if not env.get("RANK") or is_pod_rank(env):
             return None
         rank = need_int(env, "RANK", because="WORLD_SIZE")
         world_size = need_int(env, "WORLD_SIZE", because="RANK")
         check_below(env, "RANK", "WORLD_SIZE")
         local_rank, local_size = _local(env, rank, world_size)
-        # torchrun counts its agents; two of them on one machine are two nodes to it, and so to us.
+        # torchrun counts agents as nodes: two agents on one machine are two nodes, also here.
         node_rank, num_nodes = read_int(env, "GROUP_RANK"), read_int(env, "GROUP_WORLD_SIZE")
         if num_nodes is None:
             num_nodes = -(-world_size // local_size)

@@ -1,4 +1,4 @@
-"""TPU pods: one process on each machine, which drives the cores there and computes as one with the others."""
+"""Reader for TPU pods: one process per machine, which drives the cores of its machine (SPMD over all machines)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ _ADDRESSES, _NUMBER = "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"
 @final
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """Which machine of a pod this is.
+    """Number of this machine in a TPU pod, and the addresses of all machines.
 
     Attributes:
-        worker: its number.
-        addresses: where all of them are reached, by number.
+        worker: number of this machine.
+        addresses: address of each machine, indexed by its number.
 
     Raises:
-        TopologyError: a number without an address.
+        TopologyError: ``worker`` is not an index of ``addresses``.
     """
 
     worker: int
@@ -36,10 +36,10 @@ class PodPlace:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "PodPlace | None":
-        """What ``TPU_WORKER_ID`` and ``TPU_WORKER_HOSTNAMES`` say; None where they name no pod of several machines.
+        """Reads ``TPU_WORKER_ID`` and ``TPU_WORKER_HOSTNAMES``; None if fewer than two machines are listed.
 
         Raises:
-            TopologyError: several machines and no number, or one that is not among theirs.
+            TopologyError: several machines are listed and ``TPU_WORKER_ID`` is missing or out of range.
         """
         addresses = tuple(part.strip() for part in env.get(_ADDRESSES, "").split(",") if part.strip())
         if len(addresses) < 2:
@@ -49,13 +49,13 @@ class PodPlace:
 
 @final
 class TPUPodReader:
-    """Reads the variables that Google Kubernetes Engine gives to the machines of a pod, where ``PJRT_DEVICE`` is TPU.
+    """Reads the variables that Google Kubernetes Engine sets on the machines of a pod, if ``PJRT_DEVICE`` is TPU.
 
-    Machines elsewhere do not have them; ``accel launch --tpu`` asks those themselves.
+    Outside GKE these variables do not exist; ``accel launch --tpu`` queries the machines instead.
     """
 
     def read(self, env: Mapping[str, str]) -> Topology | None:
-        """The topology when this is one of several machines of a pod."""
+        """Returns the topology if this is one of several machines of a pod; otherwise None."""
         place = PodPlace.from_env(env) if env.get("PJRT_DEVICE", "").upper() == "TPU" else None
         if place is None:
             return None

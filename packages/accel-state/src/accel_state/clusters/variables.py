@@ -1,4 +1,4 @@
-"""Numbers and addresses from launchers' variables, for every reader, with the errors about wrong ones."""
+"""Numbers, addresses and ports in launchers' variables, with the errors for invalid values."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from accel_state.topology import Topology
 
 DEFAULT_PORT = 29500
 LOCAL_ADDRESS = "127.0.0.1"
-# Below the ports that Linux gives to outgoing connections (32768 and up).
+# Below Linux's ephemeral ports (32768 and up).
 _JOB_PORTS = range(12000, 32000)
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "COBALT_JOBID", "JOB_ID")
 
 
 def read_int(env: Mapping[str, str], name: str) -> int | None:
-    """The value of ``name`` as a whole number >= 0, or None when it is unset or empty."""
+    """Returns the value of ``name`` as an integer >= 0, or None if it is unset or empty."""
     text = env.get(name, "").strip()
     if not text:
         return None
@@ -24,7 +24,7 @@ def read_int(env: Mapping[str, str], name: str) -> int | None:
 
 
 def need_int(env: Mapping[str, str], name: str, *, because: str) -> int:
-    """Like :func:`read_int`, for a variable that must be there because ``because`` is."""
+    """Like :func:`read_int`, but raises TopologyError if ``name`` is unset although ``because`` is set."""
     value = read_int(env, name)
     if value is None:
         raise TopologyError(f"{because}={env.get(because)!r} is set but {name} is not; set both or neither")
@@ -32,26 +32,26 @@ def need_int(env: Mapping[str, str], name: str, *, because: str) -> int:
 
 
 def first_int(env: Mapping[str, str], *names: str) -> int | None:
-    """The value of the first of ``names`` that is set."""
+    """Returns the value of the first of ``names`` that is set, or None."""
     return next((value for value in (read_int(env, name) for name in names) if value is not None), None)
 
 
 def check_below(env: Mapping[str, str], name: str, size_name: str) -> None:
-    """Refuses a rank variable that is not below its size variable, in the launcher's own words."""
+    """Raises TopologyError, naming both variables, if the rank in ``name`` is not below the size in ``size_name``."""
     rank, size = read_int(env, name), read_int(env, size_name)
     if rank is not None and size is not None and not rank < size:
         raise TopologyError(f"{name}={rank} is not below {size_name}={size}")
 
 
 def is_local_address(address: str | None) -> bool:
-    """Whether ``address`` can only mean this machine."""
+    """Whether ``address`` is missing or a loopback or wildcard address, i.e. valid on this machine only."""
     return address is None or address in {"", "localhost", "::1", "0.0.0.0"} or address.startswith("127.")
 
 
 def master_port(env: Mapping[str, str]) -> int:
-    """``MASTER_PORT``, or a port that all processes of the same batch job derive from its id.
+    """Returns ``MASTER_PORT``, or a port that all processes of a batch job derive from the job id.
 
-    Two jobs that share a node thus rarely meet on one port; without a job the port is torch's usual 29500.
+    Two jobs that share a node therefore rarely use the same port. Without a job id the port is torch's default, 29500.
     """
     given = read_int(env, "MASTER_PORT")
     if given is not None:
@@ -64,7 +64,7 @@ def master_port(env: Mapping[str, str]) -> int:
 
 
 def master_address(env: Mapping[str, str], *, num_nodes: int, hosts: Sequence[str] = (), launcher: str) -> str:
-    """``MASTER_ADDR``, else this machine when there is one node, else the first of the launcher's ``hosts``."""
+    """Returns ``MASTER_ADDR``; if unset, the loopback address for one node, otherwise the first of ``hosts``."""
     given = env.get("MASTER_ADDR")
     if given:
         return given
@@ -87,9 +87,10 @@ def from_counts(
     local_size_name: str,
     hosts: Sequence[str] = (),
 ) -> Topology:
-    """The topology of a launcher that gives rank, size, local rank and local size, as all MPIs do.
+    """Builds the topology from rank, world size, local rank and local size, which every MPI sets.
 
-    Nodes are counted from the sizes; with unequal nodes the count is the smallest that holds all processes.
+    The number of nodes is the world size divided by the local size, rounded up; an estimate if nodes have unequal
+    sizes.
     """
     rank = need_int(env, rank_name, because=size_name)
     world_size = need_int(env, size_name, because=rank_name)
@@ -119,7 +120,7 @@ def from_counts(
 
 
 def outer_hosts(env: Mapping[str, str]) -> list[str]:
-    """The hosts of the batch job around an MPI launch, as far as Slurm or LSF name them in variables."""
+    """Returns the hosts of the Slurm or LSF job around an MPI launch; empty if no variable lists them."""
     from accel_state.clusters.hosts import expand_hosts, lsf_hosts
 
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")

@@ -1,4 +1,4 @@
-"""The group of a collective."""
+"""Resolution of the ``group`` argument of collectives."""
 
 import atexit
 import functools
@@ -10,14 +10,15 @@ from accel_state.errors import CollectiveError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Seconds that gloo's threads need to release the tensors of a collective that has ended.
+# Seconds that gloo's threads need to release the tensors of a finished collective.
 GLOO_SETTLES = 0.05
 
 
 def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
-    """The group to talk in: ``group``, or torch's default one; None when there is nobody to talk to.
+    """Returns ``group``, or torch's default group; None if there is no group or the group has a single rank.
 
-    A group of one is nobody, so that a program does the same whether or not its only process was launched with a group.
+    A group of one rank counts as no group, so that a program behaves the same whether or not its only process was
+    launched with a group.
 
     Raises CollectiveError when this process is not a member of ``group``.
     """
@@ -28,7 +29,7 @@ def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
             return None
         group = dist.group.WORLD
         assert group is not None
-    elif not hasattr(group, "size"):  # what new_group returns to those it leaves out
+    elif not hasattr(group, "size"):  # new_group returns a placeholder int to non-members
         raise CollectiveError("this process is not a member of the given process group; only its members may call")
     if group.size() == 1:
         return None
@@ -40,7 +41,8 @@ def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
 def _settle_at_exit() -> None:
     """Registers, once, a wait at exit until gloo's threads have released the last collective's tensors.
 
-    A thread that releases a tensor takes the interpreter's lock, and aborts the process if the interpreter is already
-    finalizing. ``destroy_process_group`` does not prevent it: torch keeps a group whose process has made an optimizer.
+    A thread that releases a tensor acquires the GIL, which aborts the process if the interpreter is already finalizing.
+    ``destroy_process_group`` does not prevent this: torch keeps the group alive if the process has created an
+    optimizer.
     """
     atexit.register(time.sleep, GLOO_SETTLES)

@@ -1,6 +1,6 @@
-"""Python objects, and failures, shared with the other processes.
+"""Collectives over Python objects, and errors raised on all ranks together.
 
-Objects travel pickled, and only between the live processes of one group; nothing pickled is ever stored.
+Objects are pickled for the transfer between live processes of one group; nothing pickled is ever stored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 @recorded("all_gather_object")
 def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> list[Any]:
-    """``obj`` of every rank, in order of rank, on every rank; a list of one without a group.
+    """Returns ``obj`` of every rank, in order of rank, on every rank; a list of one object without a group.
 
-    With ``verify`` it is an error, not a hang, when another rank does something else meanwhile.
+    Collective: every rank of the group must call this. With ``verify``, a rank that enters another collective causes an
+    error on every rank instead of a hang.
     """
     group = resolve(group)
     if group is None:
@@ -35,7 +36,10 @@ def all_gather_object(obj: Any, *, group: "ProcessGroup | None" = None, verify: 
 
 @recorded("gather_at_first")
 def gather_at_first(obj: Any, *, group: "ProcessGroup | None" = None) -> list[Any] | None:
-    """``obj`` of every rank, in order of rank, on rank 0 of the group, and None on the others; alone a list of one."""
+    """Gathers ``obj`` of every rank, in order of rank, on rank 0; None on other ranks; a list of one without a group.
+
+    Collective: every rank of the group must call this.
+    """
     group = resolve(group)
     if group is None:
         return [obj]
@@ -48,10 +52,12 @@ def gather_at_first(obj: Any, *, group: "ProcessGroup | None" = None) -> list[An
 
 @recorded("gather_object")
 def gather_object(object: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
-    """The lists of all ranks joined in order of rank, on every rank; without a group the argument itself.
+    """Returns the lists of all ranks, concatenated in order of rank, on every rank; without a group its argument.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        TypeError: ``object`` is not a list of things but a dict, a string or a single thing.
+        TypeError: ``object`` is not a list, but a dict, a string or a single object.
     """
     if isinstance(object, (Mapping, str, bytes)) or not isinstance(object, Iterable):
         raise TypeError(
@@ -72,10 +78,12 @@ def broadcast_object_list(
     group: "ProcessGroup | None" = None,
     verify: bool | None = None,
 ) -> list[Any]:
-    """``object_list`` with its items replaced, in place, by those of rank ``from_process`` of the group.
+    """Overwrites the items of ``object_list`` in place by those of rank ``from_process`` of the group, and returns it.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        CollectiveError: on a rank whose list is not as long.
+        CollectiveError: on a rank whose list has another length.
     """
     group = resolve(group)
     if group is None:
@@ -98,13 +106,14 @@ def broadcast_object_list(
 
 @recorded("agree")
 def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note: T | None = None) -> list[T | None]:
-    """Raises on every rank when any rank has an error.
+    """Raises on every rank if any rank passes an error.
 
-    A collective, after work that can fail on one rank only. A rank that has an error raises it; the others raise
-    CollectiveError naming the ranks with their errors, so that no rank waits for one that has failed.
+    Collective: every rank of the group must call this. It follows work that can fail on a single rank. A rank with an
+    error raises that error; the other ranks raise a CollectiveError that lists the failed ranks with their errors, so
+    that no rank waits for a failed one.
 
     Returns:
-        The ``note`` of each rank, if no rank has an error.
+        The ``note`` of each rank, in order of rank, if no rank has an error.
     """
     world = resolve(group)
     if world is not None and is_verified(None):
@@ -121,6 +130,6 @@ def agree(error: Exception | None, *, group: "ProcessGroup | None" = None, note:
 
 
 def check_rank(rank: int, group: "ProcessGroup") -> None:
-    """Raises ValueError unless ``rank`` is one of the group's."""
+    """Raises ValueError unless ``rank`` is a rank of the group."""
     if not 0 <= rank < group.size():
         raise ValueError(f"from_process={rank} is not a process of this group; expected 0 to {group.size() - 1}")

@@ -1,4 +1,4 @@
-"""Tensors made as long as those of the other processes, or as a division needs them."""
+"""Padding of tensors to the longest length over the ranks, or to a multiple of the number of processes."""
 
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is, as its rows have no common length to pad to."""
+    """A nested tensor was returned unchanged, because its rows have no common length to pad to."""
 
 
 @recorded("pad_across_processes")
@@ -30,13 +30,14 @@ def pad_across_processes(
     group: "ProcessGroup | None" = None,
     verify: bool | None = None,
 ) -> Any:
-    """``tensor`` with every leaf padded with ``pad_index`` along ``dim`` to the longest of all ranks.
+    """Pads every leaf of ``tensor`` with ``pad_index`` along ``dim`` to its longest length over all ranks.
 
-    Padding goes to the end, or to the front with ``pad_first``. Leaves without that dimension, and those that are as
-    long as the longest already, stay the very same objects. All lengths travel in one collective.
+    Collective: every rank of the group must call this. Padding is appended, or prepended with ``pad_first``. Leaves
+    without that dimension, and leaves that already have the longest length, are returned as the same objects. One
+    all-reduce exchanges the lengths of all leaves.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         CollectiveMismatchError: structure, dtype or number of dimensions differ between ranks (only with ``verify``).
     """
     world = resolve(group)
@@ -81,7 +82,7 @@ def _longest(lengths: list[int], device: torch.device, group: "ProcessGroup") ->
 def pad_to(
     leaf: torch.Tensor, length: int, *, dim: int = 0, value: int | float = 0, first: bool = False
 ) -> torch.Tensor:
-    """``leaf`` at least ``length`` long along ``dim``; ``value`` fills the end, or the front if ``first``."""
+    """Pads ``leaf`` to ``length`` along ``dim`` with ``value``, at the end, or at the front if ``first``."""
     missing = length - leaf.shape[dim]
     if missing <= 0:
         return leaf
@@ -92,12 +93,12 @@ def pad_to(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """``tensor`` with zeros added along ``dim``, so that ``batch_size`` rows become a multiple of ``num_processes``.
+    """Appends zeros along ``dim``, so that ``batch_size`` rows become a multiple of ``num_processes``.
 
-    Leaves that are not ``batch_size`` long along ``dim`` are no part of the batch and stay as they are.
+    Leaves whose length along ``dim`` is not ``batch_size`` are not part of the batch and stay as they are.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes} cannot share a batch; expected 1 or more")

@@ -1,4 +1,4 @@
-"""Pickled objects as tensors between the ranks of a group; torch's own way to send objects needs numpy."""
+"""Collectives over pickled objects as uint8 tensors, without numpy, which torch's own object collectives need."""
 
 import ctypes
 import pickle
@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PREFIX = 8
-# Bytes of every object that travel with its length, which occupies the prefix: most objects are a status or a name.
+# Bytes of each object that are sent in the message of its length: most objects are a status or a name.
 _INLINE = 504
 
 
 def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
-    """``obj`` of every rank, in order of rank: in one collective, or in two if one of them is large."""
+    """All-gathers ``obj``, in order of rank: one collective, or two if the largest object does not fit inline.
+
+    Collective: every rank of the group must call this.
+    """
     own, device = _as_tensor(obj), _device_of(group)
     first = torch.zeros(_PREFIX + _INLINE, dtype=torch.uint8)
     first[:_PREFIX].view(torch.int64).fill_(own.numel())
@@ -31,7 +34,10 @@ def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
 
 
 def gather_pickled_at_first(obj: Any, group: "ProcessGroup") -> list[Any] | None:
-    """``obj`` of every rank, in order of rank, on rank 0 of the group; None on the others, which get lengths only."""
+    """Gathers ``obj`` of every rank, in order of rank, on rank 0 of the group; other ranks get None.
+
+    Collective: every rank of the group must call this.
+    """
     import torch.distributed as dist
 
     own, device = _as_tensor(obj), _device_of(group)
@@ -45,7 +51,10 @@ def gather_pickled_at_first(obj: Any, group: "ProcessGroup") -> list[Any] | None
 
 
 def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
-    """``obj`` of rank ``source`` of the group; what others give is not looked at."""
+    """Broadcasts ``obj`` of rank ``source`` of the group; ``obj`` of other ranks is ignored.
+
+    Collective: every rank of the group must call this.
+    """
     import torch.distributed as dist
 
     device, sends = _device_of(group), group.rank() == source
@@ -58,7 +67,7 @@ def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
 
 
 def send_pickled(obj: Any, destination: int, group: "ProcessGroup") -> None:
-    """Hands ``obj`` to rank ``destination`` of the group, which calls ``receive_pickled``."""
+    """Sends ``obj`` to rank ``destination`` of the group, which must call ``receive_pickled``."""
     import torch.distributed as dist
 
     own, device = _as_tensor(obj), _device_of(group)
@@ -67,7 +76,7 @@ def send_pickled(obj: Any, destination: int, group: "ProcessGroup") -> None:
 
 
 def receive_pickled(source: int, group: "ProcessGroup") -> Any:
-    """What rank ``source`` of the group gives to ``send_pickled``."""
+    """Receives the object that rank ``source`` of the group passes to ``send_pickled``."""
     import torch.distributed as dist
 
     device = _device_of(group)
@@ -79,7 +88,7 @@ def receive_pickled(source: int, group: "ProcessGroup") -> Any:
 
 
 def _gathered(row: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
-    """``row`` of every rank as a matrix on the host."""
+    """All-gathers ``row`` and returns a matrix on the host, one row per rank."""
     from accel_state.collectives.tensors import start_all_gather
 
     rows = row.new_empty(group.size() * row.numel())
@@ -96,7 +105,7 @@ def _as_object(data: torch.Tensor, length: int) -> Any:
 
 
 def _device_of(group: "ProcessGroup") -> torch.device:
-    """Where tensors must be that the group is to send: on the host if it takes them there."""
+    """Returns the device type for tensors that the group sends: the CPU if the group has a CPU backend."""
     import torch.distributed as dist
 
     types = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]

@@ -1,14 +1,15 @@
-"""Nested tensors shared with the other processes, in as few collectives as their devices and dtypes allow.
+"""Collectives over nested tensors, bucketed into as few collectives as devices and dtypes allow.
 
-Tensors of 1 MiB and more travel by themselves, beside the buffer of the others, as joining them costs more than it
-saves. Every function is a collective: all processes of the group call it with the same structure, shapes and dtypes
-(pad first where shapes differ). Without a group, or in a group of one, each returns what it was given.
+Tensors of 1 MiB and more are sent separately from the bucket of the smaller ones, because copying them into the bucket
+would cost more than it saves. Every function is a collective: all ranks of the group call it with the same structure,
+shapes and dtypes (pad first if shapes differ). Without a group, or in a group of one rank, each function returns its
+argument.
 
-Shapes that differ are found out by ``verify`` only. Without it they end in whatever the backend does: gloo, for one,
-aborts the process whose buffer is the shorter one.
+Only ``verify`` detects different shapes. Without it the result depends on the backend: gloo, for example, aborts the
+process with the shorter buffer.
 
-Tensors on XLA devices are the whole already, over however many machines those are: they are gathered and reduced as if
-one process had them all, as it does.
+A tensor on an XLA device is a global array over all machines (SPMD): it is gathered and reduced as if there were one
+process.
 """
 
 from collections.abc import Callable
@@ -49,20 +50,21 @@ if TYPE_CHECKING:
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 _GLOO = "cpu:gloo"
-# gloo passes an all-gather from neighbour to neighbour, but sends an all-to-all straight to everyone. While that many
-# bytes are little to copy, the latter is faster: 1.4 times on 2 ranks, 2 to 3 times on 4 (1 to 64 KiB a rank).
+# gloo's all-gather is a ring, but its all-to-all sends directly to every rank. For small buffers the all-to-all is
+# faster: 1.4 times on 2 ranks, 2 to 3 times on 4 (1 to 64 KiB per rank).
 _EXCHANGED_BYTES = 1 << 19
 
 
 @recorded("gather", lambda tensor, **_: outline(tensor))
 def gather(tensor: Any, *, group: "ProcessGroup | None" = None, verify: bool | None = None) -> Any:
-    """``tensor`` with every leaf of all ranks joined along dim 0, on every rank: ``[n, ...]`` becomes ``[W * n, ...]``.
+    """All-gathers every leaf and concatenates along dim 0, on every rank: ``[n, ...]`` becomes ``[W * n, ...]``.
 
-    A leaf without dimensions becomes ``[W]``. Results carry no gradient. One collective moves all leaves of a device.
+    Collective: every rank of the group must call this. A scalar leaf becomes ``[W]``. Results carry no gradient. One
+    collective moves all leaves of a device.
 
     Raises:
-        TypeError: a leaf is no tensor.
-        CollectiveMismatchError: the ranks gave different things (found out only with ``verify``).
+        TypeError: a leaf is not a tensor.
+        CollectiveMismatchError: structures, shapes or dtypes differ between ranks (detected only with ``verify``).
     """
     group = resolve(group)
     if group is None:
@@ -103,7 +105,7 @@ def _start_gather(leaves: list[torch.Tensor], group: "ProcessGroup") -> Callable
 
 
 def start_all_gather(output: torch.Tensor, flat: torch.Tensor, group: "ProcessGroup") -> Callable[[], object]:
-    """Begins to gather 1-d bytes into ``output``, as many times longer as the group has ranks; returns what waits."""
+    """Starts an all-gather of 1-d bytes into ``output`` (``W`` times as long); returns a function that waits for it."""
     import torch.distributed as dist
 
     if flat.numel() == 0:
@@ -120,16 +122,17 @@ def _wait_of(work: "Work | None") -> Callable[[], object]:
 
 
 def _nothing() -> None:
-    """The wait for work that there was none of."""
+    """Waits for nothing: stands for the wait when no operation was started."""
 
 
 @recorded("broadcast", lambda tensor, from_process=0, **_: f"{outline(tensor)}, {from_process}")
 def broadcast(
     tensor: Any, from_process: int = 0, *, group: "ProcessGroup | None" = None, verify: bool | None = None
 ) -> Any:
-    """``tensor`` with every leaf overwritten, in place, by that of rank ``from_process`` of the group.
+    """Overwrites every leaf of ``tensor`` in place by that of rank ``from_process`` of the group.
 
-    Returns ``tensor`` itself. One collective moves all leaves of a device. Raises as :func:`gather` does.
+    Collective: every rank of the group must call this. Returns ``tensor`` itself. One collective moves all leaves of a
+    device. Raises as :func:`gather` does.
     """
     group = resolve(group)
     if group is None:
@@ -148,7 +151,7 @@ def _start_broadcast(
 ) -> Callable[[], list[torch.Tensor]]:
     import torch.distributed as dist
 
-    # What one process made and sent to its devices may be another's than theirs: the host knows.
+    # On SPMD devices, processes may have filled their tensors with different values, so the host copy is broadcast.
     packed = pack([leaf.cpu() for leaf in leaves] if is_full(leaves[0]) else leaves)
     wait: Callable[[], object] = _nothing
     if packed.buffer.numel():
@@ -175,15 +178,16 @@ def reduce(
     group: "ProcessGroup | None" = None,
     verify: bool | None = None,
 ) -> Any:
-    """``tensor`` with every leaf reduced over the ranks ("mean", "sum", "max", "min") and multiplied by ``scale``.
+    """Reduces every leaf over the ranks ("mean", "sum", "max", "min") and multiplies it by ``scale``.
 
-    The input is not changed. One collective per device and dtype. Integers and booleans become
-    floating point in a mean or by a scale; the sum of booleans counts them (int64); all else keeps its dtype.
+    Collective: every rank of the group must call this. The input is not changed. One collective per device and dtype.
+    Integers and booleans become floating point in a mean or with a scale; the sum of booleans counts them (int64); all
+    other results keep their dtype.
 
     Raises:
-        ValueError: another reduction, or the maximum or minimum of complex numbers.
-        TypeError: a leaf is no tensor.
-        CollectiveMismatchError: the ranks gave different things (found out only with ``verify``).
+        ValueError: an unknown reduction, or the maximum or minimum of complex numbers.
+        TypeError: a leaf is not a tensor.
+        CollectiveMismatchError: structures, shapes or dtypes differ between ranks (detected only with ``verify``).
     """
     if reduction not in _REDUCTIONS:
         near = get_close_matches(str(reduction), _REDUCTIONS, n=1)
@@ -233,12 +237,13 @@ def _start_reduce(
 def copy_tensor_to_devices(
     tensor: torch.Tensor | None = None, *, group: "ProcessGroup | None" = None
 ) -> torch.Tensor | None:
-    """The tensor that one rank gives (the others give None), on every rank, on the same type of device.
+    """Broadcasts the tensor of the only rank that passes one (other ranks pass None), onto the same type of device.
 
-    Without a group, ``tensor`` itself. Shape and dtype travel first, so that the others need to know neither.
+    Collective: every rank of the group must call this. Without a group, returns ``tensor`` itself. Shape and dtype are
+    exchanged first, so that the other ranks need not know them.
 
     Raises:
-        CollectiveError: no rank gave a tensor, or more than one did.
+        CollectiveError: no rank passed a tensor, or several ranks did.
     """
     group = resolve(group)
     if group is None:
@@ -259,7 +264,7 @@ def copy_tensor_to_devices(
 
 
 def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """The dtype in which ``dtype`` is reduced: one that all backends can add, and that a mean does not overflow."""
+    """Returns the dtype in which ``dtype`` is reduced: supported by all backends, and without overflow in a mean."""
     if dtype == torch.bool:
         return torch.uint8 if reduction in ("max", "min") else torch.int64
     if dtype.is_complex:
@@ -272,7 +277,7 @@ def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
 
 
 def _finish(flat: torch.Tensor, dtype: torch.dtype, reduction: str, scale: float, world_size: int) -> torch.Tensor:
-    """The reduced buffer divided (for a mean), scaled, and in the dtype of the result."""
+    """Divides the reduced buffer (for a mean), scales it, and casts it to the dtype of the result."""
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if reduction == "mean":
         flat = flat / world_size if exact else flat.div_(world_size)

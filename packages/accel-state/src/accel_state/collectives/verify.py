@@ -1,8 +1,8 @@
-"""A check, before a collective runs, that all processes enter the same one with data that fits together.
+"""Verification, before a collective runs, that all ranks enter the same one with matching data.
 
-A collective whose processes disagree hangs, aborts the process or mixes up bytes. Verification makes that an error on
-every process, which says who differs and where. Each process writes what it is about to do into the store that the
-group was opened with and reads what the others wrote; the group itself is not used, and stays usable.
+A collective with mismatched ranks hangs, aborts the process or mixes up bytes. Verification raises an error on every
+rank instead, with the ranks and leaves that differ. Each rank writes a description of its call into the store that the
+group was opened with and reads the descriptions of the others; the group itself is not used and stays usable.
 """
 
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _PATH = "accel.utils.operations"
-# After this long, whom we wait for is logged; the error comes with the timeout.
+# After this long, a warning lists the missing ranks; the error follows at the timeout.
 _IMPATIENT = timedelta(seconds=10)
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -34,7 +34,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)
 @final
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf as the others need to know it: where it is, and shape and dtype, or its type if it is no tensor."""
+    """Description of one leaf for the comparison: its path, and shape and dtype, or its type if it is not a tensor."""
 
     path: str
     dtype: str
@@ -45,7 +45,7 @@ class Leaf:
 @final
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """What one process is about to do."""
+    """Description of the collective that one rank is about to enter."""
 
     operation: str
     arguments: str
@@ -56,11 +56,11 @@ class CollectiveCall:
 
     @property
     def signature(self) -> str:
-        """The operation with its arguments, as one would write it."""
+        """The operation with its arguments, as a call expression."""
         return f"{self.operation}({self.arguments})"
 
     def to_json(self) -> str:
-        """For the store; no pickle."""
+        """Serializes the call for the store, without pickle."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -71,7 +71,7 @@ class CollectiveCall:
 
 
 def is_verified(verify: bool | None) -> bool:
-    """Whether to verify: as said, or as the open session's ``debug`` says where nothing was said."""
+    """Returns ``verify`` if it is given; otherwise the ``debug`` flag of the open session."""
     if verify is not None:
         return verify
     module = sys.modules.get("accel_state.session")  # without the module there is no session
@@ -88,14 +88,15 @@ def verify_collective(
     exact_shapes: bool = True,
     timeout: timedelta | None = None,
 ) -> None:
-    """Returns when all processes of ``group`` are about to run the same operation on data that fits together.
+    """Returns once all ranks of ``group`` are about to run the same operation on matching data.
 
-    Compared are operation and ``arguments``, containers, dtypes, devices (against the open session's), and shapes;
-    without ``exact_shapes`` only their number of dimensions. ``timeout`` is the group's own unless given.
+    Collective: every rank of the group must call this. Compares operation and ``arguments``, containers, dtypes,
+    devices (against the open session's device), and shapes; without ``exact_shapes`` only the number of dimensions.
+    ``timeout`` defaults to the group's.
 
     Raises:
-        CollectiveMismatchError: on every process, naming the processes and leaves that differ.
-        CollectiveError: some processes did not come in time, naming them and what they did last.
+        CollectiveMismatchError: on every rank, naming the ranks and leaves that differ.
+        CollectiveError: ranks are missing at the timeout; names them with their last verified operations.
     """
     mine = describe(operation, data, arguments or {})
     store = group.get_group_store()
@@ -105,7 +106,7 @@ def verify_collective(
     calls = [
         CollectiveCall.from_json(text) for text in store.multi_get([_key(number, rank) for rank in range(group.size())])
     ]
-    if number > 1:  # all have come here, so all have read the one before
+    if number > 1:  # all ranks are in this call, so all have read the previous key
         store.delete_key(_key(number - 1, group.rank()))
     problem = compare(calls, exact_shapes=exact_shapes)
     if problem is not None:
@@ -113,7 +114,7 @@ def verify_collective(
 
 
 def describe(operation: str, data: Any, arguments: Mapping[str, object]) -> CollectiveCall:
-    """What this process is about to do with ``data``."""
+    """Describes the call that this rank is about to make with ``data``."""
     session = None
     if "accel_state.session" in sys.modules:
         session = sys.modules["accel_state.session"].Session.current()
@@ -144,7 +145,7 @@ def _containers(data: Any) -> str:
 
 
 def _shapes(data: Any) -> str:
-    """Nested shapes as one reads them: ``{'labels': [[2, 3]]}``."""
+    """Formats nested shapes: ``{'labels': [[2, 3]]}``."""
     if isinstance(data, torch.Tensor):
         return "nested tensor" if data.is_nested else str(list(data.shape))
     parts = children(data)
@@ -156,9 +157,9 @@ def _shapes(data: Any) -> str:
 
 
 def compare(calls: list[CollectiveCall], *, exact_shapes: bool = True) -> str | None:
-    """What is wrong with these calls of ranks 0, 1, ... taken together, or None when nothing is.
+    """Returns a report of the differences between the calls of ranks 0, 1, ..., or None if all of them match.
 
-    The description that most ranks gave is taken for what was meant; at a tie, that of the lowest rank.
+    The reference is the description that most ranks gave; at a tie, that of the lowest rank.
     """
     if len({call.signature for call in calls}) > 1:
         return "The processes called different operations:" + "".join(
@@ -203,7 +204,7 @@ def _comparable(leaf: Leaf, exact_shapes: bool) -> object:
 def _differences(
     call: CollectiveCall, reference: CollectiveCall, rank: int, *, exact_shapes: bool
 ) -> Iterator[tuple[str, str]]:
-    """``(kind, text)`` of each difference to the call of process ``rank``."""
+    """Yields ``(kind, text)`` of each difference between ``call`` and ``reference``, the call of process ``rank``."""
     ours = {leaf.path: leaf for leaf in call.leaves}
     theirs = {leaf.path: leaf for leaf in reference.leaves}
     for path in (path for path in theirs if path not in ours):
@@ -221,7 +222,7 @@ def _differences(
 
 
 def _strangers(call: CollectiveCall) -> Iterator[tuple[str, str]]:
-    """Leaves that are not on the kind of device their process is configured for."""
+    """Yields the leaves on another device type than that of their process's session."""
     for leaf in call.leaves:
         if leaf.device is not None and call.device is not None and leaf.device != call.device:
             yield (
@@ -262,9 +263,9 @@ def _wait_for_all(store: "Store", mine: CollectiveCall, number: int, group: "Pro
 
 
 def _have_come(store: "Store", keys: list[str], patience: timedelta) -> bool:
-    """Whether all keys are there before ``patience`` is over.
+    """Returns whether all keys are set before ``patience`` ends.
 
-    Asks again and again: a blocking wait keeps the store from torch's own threads, and logs its timeout as a fault.
+    Polls, because a blocking wait would keep the store from torch's own threads and log its timeout as an error.
     """
     deadline, pause = time.monotonic() + patience.total_seconds(), 1e-4
     while not store.check(keys):
@@ -276,7 +277,7 @@ def _have_come(store: "Store", keys: list[str], patience: timedelta) -> bool:
 
 
 def _last_seen(store: "Store", missing: list[int], number: int) -> str:
-    """Who is missing, and the last verified operation of each."""
+    """Lists the missing ranks with the last verified operation of each."""
     told = []
     for rank in missing:
         count = store.add(f"accel/count/{rank}", 0)

@@ -1,4 +1,4 @@
-"""The device that this process computes on, and facts about devices of its type."""
+"""Device of this process, and facts about its device type."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,17 @@ from accel_state.topology import Topology
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What is true of every device of one type. One row of :data:`DEVICE_KINDS`.
+    """Facts about a device type; one row of :data:`DEVICE_KINDS`.
 
-    ``collective`` is torch.distributed's backend for tensors on it, ``plugin`` the module that teaches torch the type
-    (None when torch knows it), ``visible`` the variable that hides devices from a process, ``family`` the name that
-    Accelerate's ``DistributedType`` has for several of them, ``unsupported`` dtypes that no device of the type
-    computes, ``collective_plugin`` the module that adds the backend; ``together``: one process drives all that it sees,
-    the devices of all processes compute as one, and a tensor there is the whole, which every process has alike.
+    Attributes:
+        collective: torch.distributed backend for tensors on the device.
+        plugin: module that registers the type with torch; None if torch has it built in.
+        visible: environment variable that hides devices from a process.
+        family: name of several such devices in Accelerate's ``DistributedType``.
+        unsupported: dtypes in which no device of the type computes.
+        collective_plugin: module that registers the collective backend.
+        together: SPMD: a process drives all devices that it sees, the devices of all processes compute as one, and a
+            tensor is a full global array that every process holds alike.
     """
 
     type: str
@@ -40,7 +44,7 @@ class DeviceKind:
 
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
-# In order of preference; a machine rarely has two of them. XLA is asked for, never found (see _candidates).
+# In order of preference; a machine rarely has two of them. XLA is used only on request (see _candidates).
 DEVICE_KINDS: Mapping[str, DeviceKind] = {
     kind.type: kind
     for kind in (
@@ -68,7 +72,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device: free now, and in all."""
+    """Free and total bytes of one device."""
 
     free: int
     total: int
@@ -77,12 +81,13 @@ class DeviceMemory(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device, by type and index, and how to reach what torch knows of it.
+    """A device by type and index, with access to torch's functions for it.
 
-    Making one touches no driver; only the methods do. ``index`` is None for types that have one device (cpu, mps).
+    Constructing a Device initialises no driver; only its methods do. ``index`` is None for types that have one device
+    (cpu, mps).
 
     Raises:
-        ConfigError: torch has no such device type, or the package that adds it is missing.
+        ConfigError: the device type is unknown, or the package that adds it is missing.
     """
 
     type: str
@@ -101,16 +106,16 @@ class Device:
         asked: "str | TorchDevice | Device | None" = None,
         env: Mapping[str, str] | None = None,
     ) -> "Device":
-        """The device of the process at ``topology``: asked for, else the machine's accelerator, else the CPU.
+        """Chooses the device of the process at ``topology``: as requested, or the node's accelerator, or the CPU.
 
-        ``asked``, else ``ACCEL_TORCH_DEVICE`` or ``ACCELERATE_TORCH_DEVICE``, is taken literally ("cuda:3"); without an
-        index it means process *i*'s device *i*. ``cpu=True`` or ``ACCELERATE_USE_CPU`` keeps to the CPU. Otherwise
-        process *i* of a node gets device *i*. Neither choosing the CPU nor counting CUDA devices makes a CUDA context.
+        ``asked``, or ``ACCEL_TORCH_DEVICE`` or ``ACCELERATE_TORCH_DEVICE``, is taken literally ("cuda:3"); without an
+        index it means the device of the local rank. ``cpu=True`` or ``ACCELERATE_USE_CPU`` selects the CPU. Otherwise
+        local rank *i* gets device *i*. Neither choosing the CPU nor counting CUDA devices creates a CUDA context.
         ``env`` defaults to ``os.environ``.
 
         Raises:
             TopologyError: the node has more processes than devices.
-            ConfigError: the device asked for by name does not exist for torch; or a TPU whose library is missing.
+            ConfigError: the requested device type does not exist, or ``PJRT_DEVICE`` is TPU and torch_xla is missing.
         """
         env = os.environ if env is None else env
         asked = asked or env.get("ACCEL_TORCH_DEVICE") or env.get("ACCELERATE_TORCH_DEVICE")
@@ -130,7 +135,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: "str | TorchDevice | Device") -> "Device":
-        """The device that ``text`` names: "cpu", "cuda", "cuda:3", or a ``torch.device``.
+        """Parses "cpu", "cuda", "cuda:3", or a ``torch.device``.
 
         Raises:
             ConfigError: ``text`` is not a device type of the table, optionally with an index.
@@ -144,12 +149,12 @@ class Device:
 
     @property
     def kind(self) -> DeviceKind:
-        """The row of facts of this device's type."""
+        """Row of :data:`DEVICE_KINDS` for this device's type."""
         return DEVICE_KINDS[self.type]
 
     @property
     def torch(self) -> TorchDevice:
-        """The same device in torch's own type."""
+        """This device as a ``torch.device``."""
         if self.type == "xla":
             return _xla_device()
         if self.kind.plugin is not None:
@@ -158,20 +163,20 @@ class Device:
 
     @property
     def collective_backend(self) -> str:
-        """What torch.distributed should use: both halves where host tensors need another backend than device ones."""
+        """Backend for torch.distributed; "cpu:gloo,cuda:nccl" or the like if host tensors need another backend."""
         own = self.kind.collective
         return own if own == "gloo" else f"cpu:gloo,{self.type}:{own}"
 
     @property
     def own_numbers(self) -> TorchDevice:
-        """Where a process puts numbers of its own that the others are to get: here, if there it has any of its own."""
+        """Device for per-process values that a collective sends: this device, or the CPU on SPMD devices."""
         return torch.device("cpu") if self.kind.together else self.torch
 
     def supports(self, dtype: Dtype) -> bool:
-        """Whether the device computes in ``dtype`` itself, rather than only storing it.
+        """Whether the device computes in ``dtype``, rather than only storing it.
 
-        bfloat16 and float8 depend on the generation: bfloat16 needs compute capability 8.0 on NVIDIA GPUs, float8
-        8.9. A CPU computes float16 and bfloat16 (slowly without the instructions), float8 not at all.
+        bfloat16 and float8 depend on the generation: on NVIDIA GPUs bfloat16 needs compute capability 8.0, float8 8.9.
+        A CPU computes in float16 and bfloat16 (slowly without the instructions), but not in float8.
         """
         if dtype in self.kind.unsupported:
             return False
@@ -179,10 +184,10 @@ class Device:
         return rule(self, dtype) if rule else True
 
     def memory(self) -> DeviceMemory:
-        """Free and total bytes of the device; of the machine's RAM for the CPU and types that do not tell.
+        """Returns free and total bytes of the device; of host memory for the CPU and types without a memory query.
 
         Raises:
-            ConfigError: neither the device nor the operating system tells.
+            ConfigError: neither the device nor the operating system reports its memory.
         """
         module = self._module()
         if self.type == "mps":
@@ -194,7 +199,7 @@ class Device:
         return _host_memory()
 
     def synchronize(self) -> None:
-        """Waits until everything queued on the device is done; at once on the CPU."""
+        """Waits until all work queued on the device is done; returns at once on the CPU."""
         if self.type == "xla":
             import_module("torch_xla").sync(wait=True)
         elif self.type == "mps":
@@ -203,28 +208,28 @@ class Device:
             self._module().synchronize(self.index)
 
     def empty_cache(self) -> None:
-        """Gives memory that torch caches but does not use back to the device, where the type has such a cache."""
+        """Returns unused memory of torch's caching allocator to the device, if the type has such a cache."""
         module = self._module()
         if self.type != "cpu" and hasattr(module, "empty_cache"):
             module.empty_cache()
 
     def set_current(self) -> None:
-        """Makes this the device that torch uses when none is named; the CPU and single devices need nothing."""
+        """Makes this the current device of torch; does nothing for the CPU and for types with a single device."""
         if self.index is not None and self.type != "xla":
             self._module().set_device(self.index)
 
     def load_collectives(self) -> None:
-        """Imports what adds this type's backend to torch.distributed; nothing where torch has it.
+        """Imports the module that registers this type's backend with torch.distributed, if torch lacks the backend.
 
         Raises:
-            ConfigError: the package that adds it is missing.
+            ConfigError: the package of that module is missing.
         """
         for plugin in (self.kind.plugin, self.kind.collective_plugin):
             if plugin is not None:
                 _load(plugin, for_type=self.type)
 
     def rng_state(self) -> Tensor:
-        """The device generator's state: a uint8 vector on the CPU; on XLA one seed of 64 bits, as int64."""
+        """Returns the state of the device's generator: a uint8 vector; on XLA one 64-bit seed as int64."""
         if self.type == "cpu":
             return torch.get_rng_state()
         if self.type == "xla":
@@ -235,7 +240,7 @@ class Device:
         return torch.as_tensor(state)
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Restores what :meth:`rng_state` gave on a device of the same type."""
+        """Restores a state that :meth:`rng_state` returned on a device of the same type."""
         if self.type == "cpu":
             torch.set_rng_state(state.cpu())
         elif self.type == "xla":
@@ -253,13 +258,13 @@ class Device:
 
 
 def is_full(tensor: Tensor) -> bool:
-    """Whether a tensor is on devices that compute as one (XLA), so that no process has a part for others to gather."""
+    """Whether a tensor is on SPMD devices (XLA), where every process holds the full tensor and nothing is gathered."""
     kind = DEVICE_KINDS.get(tensor.device.type)
     return kind is not None and kind.together
 
 
 def count_devices(type_: str) -> int:
-    """How many devices of this type the process sees; 0 when their driver or torch plugin is missing.
+    """Returns the number of visible devices of this type; 0 if their driver or torch plugin is missing.
 
     Raises:
         ConfigError: ``type_`` is not in :data:`DEVICE_KINDS`.
@@ -278,10 +283,10 @@ def count_devices(type_: str) -> int:
 
 
 def _candidates(env: Mapping[str, str]) -> Iterator[DeviceKind]:
-    """Kinds of accelerator that this process sees, without importing a plugin that is not installed.
+    """Yields the accelerator types that this process sees, without importing a plugin that is not installed.
 
-    torch_xla can be present for many reasons, so XLA counts only when ``PJRT_DEVICE`` asks for it. Where that says that
-    there is a TPU, nothing else stands in for one.
+    torch_xla may be installed for other reasons, so XLA counts only if ``PJRT_DEVICE`` requests it. If ``PJRT_DEVICE``
+    is TPU and torch_xla is missing, a ConfigError is raised instead of falling back to another device.
     """
     for kind in DEVICE_KINDS.values():
         if kind.type == "cpu" or (kind.type == "xla" and not env.get("PJRT_DEVICE")):
@@ -305,7 +310,7 @@ def _has_indices(type_: str) -> bool:
 def _index_for(topology: Topology, kind: DeviceKind, *, count: int, env: Mapping[str, str]) -> int:
     if topology.local_rank < count and topology.local_world_size <= count:
         return topology.local_rank
-    # A scheduler may bind each task to devices of its own: every process then sees one, as number 0.
+    # A scheduler may bind each task to its own device: every process then sees one device, as number 0.
     if (
         count == 1
         and topology.launcher not in {"torchrun", "accel launch", "single"}

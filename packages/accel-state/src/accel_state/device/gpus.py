@@ -1,4 +1,4 @@
-"""Facts about the machine's GPUs on which starting processes depends."""
+"""Queries of NVIDIA GPUs, drivers and NUMA affinity, needed before processes start."""
 
 import logging
 import os
@@ -13,13 +13,13 @@ from accel_state.environment import parse_flag_from_env
 
 _LOG = logging.getLogger(__name__)
 
-# Consumer cards of this series cannot talk to each other directly under older drivers.
+# Consumer GPUs of this series lack peer-to-peer transfers under older drivers.
 _NO_PEER_SERIES = "RTX 40"
 _PEER_DRIVER = "550.40.07"
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names of all NVIDIA GPUs and their number, asked from nvidia-smi, so that no CUDA context is made.
+    """Returns the names of all NVIDIA GPUs and their number, from nvidia-smi, so that no CUDA context is created.
 
     Raises:
         RuntimeError: nvidia-smi is missing or fails.
@@ -29,7 +29,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Version of the NVIDIA driver.
+    """Returns the version of the NVIDIA driver.
 
     Raises:
         RuntimeError: nvidia-smi is missing or fails, or there is no GPU.
@@ -41,9 +41,9 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether the GPUs can talk to each other directly: False for several RTX 40 cards under a driver before 550.40.07.
+    """Whether GPU peer-to-peer transfers work: False for several RTX 40 cards under a driver before 550.40.07.
 
-    True when it cannot be found out.
+    True if nvidia-smi cannot answer.
     """
     try:
         names, count = get_gpu_info()
@@ -55,7 +55,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Whether the current CUDA device computes float8; False without one."""
+    """Whether the current CUDA device computes in float8; False without a CUDA device."""
     from accel_state.device.device import Device, count_devices
 
     if count_devices("cuda") == 0:
@@ -66,9 +66,9 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keeps this process on the CPUs next to its GPU, as Linux lists them; nothing without CUDA, Linux or such a list.
+    """Binds this process to the CPUs next to its GPU, as Linux lists them; does nothing without CUDA or such a list.
 
-    ``verbose`` logs what was done, by default when debugging (``ACCELERATE_DEBUG_MODE``).
+    ``verbose`` logs the result; the default is the value of ``ACCELERATE_DEBUG_MODE``.
     """
     from accel_state.device.device import count_devices
 
@@ -81,15 +81,15 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         _LOG.info("process %d keeps to CPUs %s", local_process_index, sorted(cpus or os.sched_getaffinity(0)))
 
 
-# The name that Accelerate gives to the form that ignores its cache; here nothing is cached.
+# Accelerate's name for the variant that ignores its cache; here nothing is cached.
 override_numa_affinity = set_numa_affinity
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The CPUs of a list as the Linux kernel writes it: ``"0-3,8,10-11"``.
+    """Parses a CPU list of the Linux kernel: ``"0-3,8,10-11"``.
 
     Raises:
-        ValueError: ``text`` is no such list.
+        ValueError: ``text`` is not such a list.
     """
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):

@@ -1,4 +1,4 @@
-"""Giving device memory back, and finding a batch size that fits."""
+"""Release of device memory, and the search for a batch size that fits."""
 
 import functools
 import gc
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# What the allocators of CUDA, MPS, cuDNN, the CPU and Gaudi say when memory runs out.
+# Out-of-memory messages of the allocators of CUDA, MPS, cuDNN, the CPU and Gaudi.
 _OUT_OF_MEMORY = (
     " out of memory.",
     "MPS backend out of memory",
@@ -17,9 +17,9 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives unused cached memory back to every device in use, after collecting garbage if asked to.
+    """Empties the caching allocator of every device type in use, after a garbage collection if requested.
 
-    A device type that the process has not used yet has no cache, and is not initialised for it.
+    Device types that the process has not used yet have no cache and are not initialised.
     """
     if garbage_collection:
         gc.collect()
@@ -37,10 +37,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[None]:
-    """As many None as objects, after collecting garbage and clearing caches; ``a, b = release_memory(a, b)``.
+    """Collects garbage, clears device caches and returns as many None as objects: ``a, b = release_memory(a, b)``.
 
-    The caller's own names still hold the objects until the assignment, so memory that nothing else holds comes back
-    with the second call or the next allocation; on cycles the collection here is what frees them.
+    The caller's own names still refer to the objects until the assignment, so only objects in reference cycles are
+    freed here; the memory of the others is returned to the device by the next call.
     """
     count = len(objects)
     del objects
@@ -49,7 +49,7 @@ def release_memory(*objects: object) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether ``exception`` says that memory ran out, on a device or on the CPU."""
+    """Whether ``exception`` is an out-of-memory error of a device or of the CPU."""
     import torch
 
     if isinstance(exception, torch.OutOfMemoryError):
@@ -66,9 +66,9 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Calls ``function`` with a batch size as first argument, and with smaller ones while memory runs out.
 
-    Sizes fall by a tenth (128, 115, 103, ...), or to what ``reduce_batch_size_fn()`` returns. A size that worked is
-    where the next call of the same decorated function starts. Usable with and without arguments. Each process finds
-    its own size: where all need the same, agree on it afterwards and call again.
+    The size shrinks by a tenth (128, 115, 103, ...), or to the result of ``reduce_batch_size_fn()``. The next call of
+    the same decorated function starts at the last size that worked. Usable as a decorator with and without arguments.
+    Each process finds its own size: if all ranks need the same, reduce the sizes to their minimum and call again.
 
     Raises:
         RuntimeError: no size down to 1 worked.
@@ -93,7 +93,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside the handler, where the traceback no longer holds the tensors of the failed attempt.
+            # Outside the handler, because its traceback still refers to the tensors of the failed attempt.
             clear_device_cache(garbage_collection=True)
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         size = starting_batch_size

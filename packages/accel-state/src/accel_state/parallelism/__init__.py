@@ -1,1 +1,1 @@
-"""Degrees of parallelism, and the device mesh made of them."""
+"""Degrees of parallelism and the device mesh."""

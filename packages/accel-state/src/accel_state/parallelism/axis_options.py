@@ -1,4 +1,4 @@
-"""Options of one axis of parallelism each."""
+"""Options of single axes of the mesh: tensor, context and sequence parallelism."""
 
 import os
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class TorchTensorParallelConfig:
 @final
 @dataclass(frozen=True)
 class TorchContextParallelConfig:
-    """Options of context parallelism: how keys and values travel, ``"allgather"`` or ``"alltoall"``.
+    """Options of context parallelism: exchange of keys and values by ``"allgather"`` or ``"alltoall"``.
 
     ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather").
     """
@@ -37,10 +37,10 @@ class TorchContextParallelConfig:
 @final
 @dataclass(frozen=True)
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism: sequence length in tokens, whether it varies, and the attention.
+    """Options of DeepSpeed's sequence parallelism: sequence length in tokens, whether it varies, attention.
 
-    What is None is read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``..._SP_SEQ_LENGTH_IS_VARIABLE`` (default true)
-    and ``..._SP_ATTN_IMPLEMENTATION``.
+    Options that are None are read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``..._SP_SEQ_LENGTH_IS_VARIABLE`` (default
+    true) and ``..._SP_ATTN_IMPLEMENTATION``.
     """
 
     sp_seq_length: int | None = None
@@ -74,7 +74,7 @@ def _is_flash_attention(name: str) -> bool:
 
 
 def whole_number(variable: str, text: str) -> int:
-    """``text`` as a number; a ConfigError that names ``variable`` when it is none."""
+    """Returns ``text`` as an int; raises a ConfigError that names ``variable`` if it is not an integer."""
     try:
         return int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The arrangement of a run's processes: the degree of each kind of parallelism, and the mesh made of them."""
+"""Degrees of each kind of parallelism, and the device mesh built from them."""
 
 import os
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from accel_state.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Outermost first: what talks least is spread widest. Ranks count through the last axis fastest, so tensor-parallel
-# peers are neighbours.
+# Outermost first: the axis with the least communication is outermost. The last axis varies fastest with the rank, so
+# that tensor-parallel ranks are neighbours.
 MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 _BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {"cp": ("torch",), "sp": ("deepspeed",)}
@@ -30,9 +30,9 @@ _BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {"cp": ("torch",), "sp": ("dee
 @final
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """Which share of the samples a rank reads: share ``index`` of ``count``.
+    """Shard ``index`` of ``count`` of the samples.
 
-    Ranks that work on one sample together (tensor, context, sequence, pipeline parallel) have equal shards.
+    Ranks that compute on the same samples (tensor, context, sequence, pipeline parallelism) have equal shards.
 
     Raises:
         TopologyError: ``index`` is not below ``count``.
@@ -49,11 +49,11 @@ class DataShard:
 @final
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """Degrees of parallelism; their product is the number of processes.
+    """Degrees of parallelism; their product is the world size.
 
     A size of None is read from ``PARALLELISM_CONFIG_<NAME>_SIZE`` (default 1), a backend of None from
     ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"). The handlers hold the options of
-    an axis and are made with their defaults where the axis is used.
+    an axis; a missing handler is created with its defaults if the size of its axis is above 1.
 
     Raises:
         ConfigError: a size below 1, an unknown backend, a handler of the wrong type, or sizes that exclude each other.
@@ -98,7 +98,7 @@ class ParallelismConfig:
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {type(handler).__name__}")
 
     def size(self, axis: str) -> int:
-        """The degree of one of the axes of :data:`MESH_AXES`."""
+        """Returns the degree of one of the axes of :data:`MESH_AXES`."""
         if axis not in MESH_AXES:
             near = get_close_matches(axis, MESH_AXES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -107,9 +107,10 @@ class ParallelismConfig:
         return size
 
     def fitted(self, world_size: int) -> "ParallelismConfig":
-        """This arrangement for ``world_size`` processes: where no degree is set, all processes replicate.
+        """Fits the degrees to ``world_size`` processes: if no degree is set, ``dp_replicate`` becomes the world size.
 
-        DeepSpeed builds its own groups, so under its sequence parallelism the other processes replicate as well.
+        DeepSpeed builds its own groups, so with its sequence parallelism the remaining factor becomes ``dp_replicate``
+        too.
 
         Raises:
             TopologyError: the product of the degrees does not match.
@@ -127,10 +128,10 @@ class ParallelismConfig:
         )
 
     def data_shard(self, topology: Topology) -> DataShard:
-        """The share of the samples that the process at ``topology`` reads.
+        """Returns the shard of the samples that the process at ``topology`` reads.
 
         Raises:
-            TopologyError: the product of the degrees does not match the number of processes.
+            TopologyError: the product of the degrees does not match the world size.
         """
         fitted = self.fitted(topology.world_size)
         place = fitted.coordinates(topology.rank)
@@ -138,7 +139,7 @@ class ParallelismConfig:
         return DataShard(index, fitted.data_parallel_size)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of ``rank`` along every axis of the mesh, also those of size 1.
+        """Returns the coordinate of ``rank`` along every axis of the mesh, including axes of size 1.
 
         Raises:
             TopologyError: ``rank`` is not below :attr:`total_size`.
@@ -151,10 +152,10 @@ class ParallelismConfig:
         return place
 
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
-        """A new mesh over all processes with one axis per degree above 1, outermost first as in :data:`MESH_AXES`.
+        """Builds a mesh over all processes with one axis per degree above 1, outermost first as in :data:`MESH_AXES`.
 
-        The flattened submeshes "dp", "dp_shard_cp" and "dp_cp" are made with it where they have axes. None when no
-        degree is above 1, or DeepSpeed builds the groups. Collective.
+        Collective: every rank of the group must call this. Also creates the flattened submeshes "dp", "dp_shard_cp" and
+        "dp_cp" if they have axes. Returns None if no degree is above 1, or if DeepSpeed builds the groups.
         """
         names, shape = self._get_mesh()
         if not names or self._deepspeed_groups:
@@ -172,10 +173,12 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
-        """The mesh of :meth:`build_device_mesh`, built once.
+        """Returns the mesh of :meth:`build_device_mesh`, built by the first call.
+
+        Collective: every rank of the group must call this. That holds for the first call.
 
         Raises:
-            ConfigError: the first call names no device type, or a later call another one.
+            ConfigError: the first call names no device type, or a later call names another one.
         """
         if not self._mesh:
             if device_type is None:
@@ -187,7 +190,7 @@ class ParallelismConfig:
         return mesh
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values; :meth:`from_json` is the way back."""
+        """Returns all fields as JSON values; :meth:`from_json` is the inverse."""
         document: dict[str, Any] = {}
         for entry in fields(self):
             if entry.init:
@@ -197,10 +200,10 @@ class ParallelismConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "ParallelismConfig":
-        """The config that :meth:`to_json` wrote.
+        """Builds the config from the result of :meth:`to_json`.
 
         Raises:
-            ConfigError: a key is unknown, or a value is refused.
+            ConfigError: a key is unknown, or a value is invalid.
         """
         known = [entry.name for entry in fields(cls) if entry.init]
         for name in document:
@@ -221,7 +224,7 @@ class ParallelismConfig:
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Axes along which ranks work on the same samples."""
+        """Axes along which ranks compute on the same samples."""
         return self._active("pp", "cp", "sp", "tp")
 
     @property
@@ -236,32 +239,32 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Axes to hand to FSDP: replication where there is any, then the flattened sharding axis."""
+        """Axes of the mesh for FSDP: the replication axis if its size is above 1, then the flattened sharding axis."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes of more than one process, outermost first."""
+        """Axes of size above 1, outermost first."""
         return self._active(*MESH_AXES)
 
     @property
     def total_size(self) -> int:
-        """How many processes the arrangement needs."""
+        """World size that the degrees need."""
         return prod(self.size(axis) for axis in MESH_AXES)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many different shares of the samples there are."""
+        """Number of different shards of the samples."""
         return prod(self.size(axis) for axis in _DATA_AXES)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many processes work on each share together."""
+        """Number of processes that compute on the same samples."""
         return self.total_size // self.data_parallel_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether parameters are replicated."""
+        """Whether there are several replicas of the parameters."""
         return self.size("dp_replicate") > 1
 
     @property
@@ -271,22 +274,22 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are split over ranks."""
+        """Whether layers are split over ranks (tensor parallelism)."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split over ranks for attention by torch."""
+        """Whether sequences are split over ranks by torch (context parallelism)."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split over ranks by DeepSpeed."""
+        """Whether sequences are split over ranks by DeepSpeed (sequence parallelism)."""
         return self.size("sp") > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether the model is cut into stages."""
+        """Whether the model is split into pipeline stages."""
         return self.size("pp") > 1
 
     @property

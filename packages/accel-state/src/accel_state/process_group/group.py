@@ -1,4 +1,4 @@
-"""The process group of torch.distributed: opening, reading back, sharing and closing it."""
+"""Process groups of torch.distributed: opening, backend, timeout, sibling groups, closing."""
 
 import logging
 import os
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-# How long we wait for others to come at most, however patient the collectives are told to be.
+# Longest wait for the other ranks at the rendezvous, whatever the timeout of collectives.
 _LONGEST_RENDEZVOUS = timedelta(minutes=10)
-# Types whose backend makes its communicator at once when told the device, and then reports a wrong one at once.
+# Types whose backend creates its communicator in init_process_group if given the device, and reports errors there.
 _BOUND_TYPES = frozenset({"cuda", "xpu"})
 
 
 def default_group() -> "ProcessGroup | None":
-    """torch's default process group, or None when there is none (or this torch has no torch.distributed)."""
+    """Returns torch's default process group, or None if there is none (or this torch has no torch.distributed)."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -47,10 +47,12 @@ def open_default_group(
     init_method: "str | Store | None",
     env: Mapping[str, str],
 ) -> "ProcessGroup":
-    """Opens the default group for ``topology``: the device is set first, the peers are met, then torch is asked.
+    """Opens the default group for ``topology``: sets the device, meets the other ranks at the rendezvous, calls torch.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        SessionError: within the timeout (10 minutes at most), saying where, and for whom or what it waited.
+        SessionError: within the timeout (10 minutes at most), with the address and the missing ranks or the cause.
     """
     import torch.distributed as dist
 
@@ -72,7 +74,7 @@ def open_default_group(
             device_id=device.torch if device.type in _BOUND_TYPES and device.index is not None else None,
         )
         if backend == "gloo":
-            # A rank that left at once would take its listening socket along while others still connect to it.
+            # If a rank ended at once, its listening socket would close while other ranks still connect to it.
             dist.barrier()
     except (RuntimeError, ValueError) as error:
         raise SessionError(
@@ -85,12 +87,12 @@ def open_default_group(
 
 
 def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) -> None:
-    """What must be so before a backend starts: the current device, CPU threads shared fairly, cards that can talk.
+    """Prepares this process for a collective backend: current device, number of CPU threads, peer-to-peer check.
 
-    Without ``OMP_NUM_THREADS`` the processes of a node would each start a thread per core and slow each other down.
+    Without ``OMP_NUM_THREADS`` each process of a node would start a thread per core, so that they slow each other down.
 
     Raises:
-        SessionError: NCCL would fail or hang on these cards with this driver.
+        SessionError: NCCL would fail or hang on these GPUs with this driver.
     """
     device.load_collectives()
     device.set_current()
@@ -114,10 +116,10 @@ def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) 
 
 
 def choose_backend(device: Device, asked: str | None) -> str:
-    """The backend for ``device``: the one ``asked`` for when it can serve it, else the device's own.
+    """Returns the backend for ``device``: ``asked`` if it supports the device; without ``asked`` the device's own.
 
     Raises:
-        SessionError: torch does not know ``asked``, or it cannot move tensors of this device.
+        SessionError: torch does not have the backend ``asked``, or that backend does not support this device.
     """
     if asked is None:
         return device.collective_backend
@@ -141,10 +143,10 @@ def choose_backend(device: Device, asked: str | None) -> str:
 
 
 def check_adopted_backend(group: "ProcessGroup", asked: str | None) -> None:
-    """Refuses ``asked`` when the group that is already open was made with another backend.
+    """Raises if the group that is already open has another backend than ``asked``.
 
     Raises:
-        SessionError: naming both.
+        SessionError: naming both backends.
     """
     if asked is None:
         return
@@ -155,22 +157,22 @@ def check_adopted_backend(group: "ProcessGroup", asked: str | None) -> None:
 
 
 def group_backend(group: "ProcessGroup") -> str:
-    """The backend's name, as given or with both halves ("cpu:gloo,cuda:nccl")."""
+    """Returns the backend's name, with the device types if there are several ("cpu:gloo,cuda:nccl")."""
     import torch.distributed as dist
 
     return str(dist.get_backend_config(group)) if len(_backends(group)) > 1 else str(dist.get_backend(group))
 
 
 def read_timeout(group: "ProcessGroup") -> timedelta | None:
-    """How long collectives of ``group`` really wait: the shortest of its backends; None when none of them tells."""
+    """Returns the timeout of collectives of ``group``: the shortest of its backends; None if no backend exposes it."""
     told = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     return min((value for value in told if isinstance(value, timedelta)), default=None)
 
 
 def set_default_timeout(timeout: timedelta | None) -> None:
-    """Sets the timeout of groups that are made from now on without one; None restores torch's own defaults.
+    """Sets the timeout of groups created from now on without a timeout; None restores torch's own defaults.
 
-    Libraries and device meshes make such groups, and take no timeout.
+    Libraries and device meshes create such groups without a way to pass a timeout.
     """
     import torch.distributed as dist
 
@@ -185,15 +187,18 @@ def set_default_timeout(timeout: timedelta | None) -> None:
 def sibling_group(
     like: "ProcessGroup", *, backend: str | None = None, timeout: timedelta | None = None
 ) -> "ProcessGroup":
-    """Another group of the ranks of ``like``. Collective over ``like``, and over no other rank.
+    """Creates another group of the ranks of ``like``.
 
-    torch derives the name of a new group from the groups that this process made before. Ranks that made groups of their
-    own would wait for one another under different names, and the name of a destroyed group would be used again while
-    its addresses are still in the store. The name of this group is therefore drawn by the first rank of ``like``.
+    Collective: every rank of the group must call this. Ranks outside ``like`` must not.
+
+    torch derives the name of a new group from the groups that this process created before. Ranks that created other
+    groups would therefore wait for one another under different names, and the name of a destroyed group would be reused
+    while its addresses are still in the store. The first rank of ``like`` therefore draws a random name and broadcasts
+    it.
 
     Args:
-        backend: the name of its backend; None: that of ``like``.
-        timeout: how long its collectives wait; None: as long as torch's default.
+        backend: backend of the new group; None: that of ``like``.
+        timeout: timeout of its collectives; None: torch's default.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -204,7 +209,7 @@ def sibling_group(
     chosen = dist.Backend(group_backend(like) if backend is None else backend)
     name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
     group: ProcessGroup
-    with no_warnings():  # of the store, where rank 0 ends before it has given its address
+    with no_warnings():  # of the store, if rank 0 ends before it has set its address
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             like.rank(),
@@ -220,7 +225,7 @@ def sibling_group(
 
 
 def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None:
-    """Destroys ``group``; with ``patience`` (seconds) it gives up rather than hang on a peer that is gone."""
+    """Destroys ``group``; with ``patience`` (seconds) it returns after that time even if a peer is gone."""
     if "gloo" in group_backend(group):
         time.sleep(GLOO_SETTLES)
     if patience is None:
@@ -229,7 +234,7 @@ def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None
     worker = threading.Thread(target=_destroy, args=(group,), name="accel-close-group", daemon=True)
     try:
         worker.start()
-    except RuntimeError:  # Python 3.12 starts no threads once the interpreter is on its way out
+    except RuntimeError:  # Python 3.12 starts no threads while the interpreter shuts down
         if group_backend(group) == "gloo":
             _destroy(group)
         return

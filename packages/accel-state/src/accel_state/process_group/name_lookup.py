@@ -1,4 +1,4 @@
-"""The lookups of peers' names by torch's stores, which a process can do without."""
+"""Reverse DNS lookups by torch's stores, and how to disable them."""
 
 import ctypes
 import os
@@ -14,16 +14,16 @@ _WARNING = b"hostname of the client socket cannot be retrieved"
 
 @cache
 def stop_name_lookups() -> None:
-    """Makes torch's stores in this process show addresses in place of names, until the process ends.
+    """Makes torch's stores in this process log addresses instead of host names, until the process ends.
 
-    For its log alone, a TCPStore looks up the name of each address that it connects to or that connects to it
-    (``formatSockAddr`` in ``torch/csrc/distributed/c10d/socket.cpp``). A name server is asked about the loopback
-    address too, as /etc/hosts hardly ever has that in IPv6's notation. Rank 0's store serves no rank meanwhile: a query
-    that is lost costs all ranks 5 s. torch looks up no more names in a process once a lookup has failed. Here the first
-    one fails at once: that of a store which is closed again, opened while this thread's resolver asks no server.
+    Only for its log, a TCPStore looks up the host name of each address that it connects to or accepts
+    (``formatSockAddr`` in ``torch/csrc/distributed/c10d/socket.cpp``). The lookup queries DNS for the loopback address
+    too, because /etc/hosts rarely lists its IPv6 form. Meanwhile rank 0's store serves no rank: a lost query costs all
+    ranks 5 s. torch disables these lookups for a process once one has failed. This function makes the first lookup fail
+    at once: it opens and drops a store while this thread's resolver sends no queries.
 
-    Lookups of the program, also those of this thread, are as before. Nothing is changed where the C library is not
-    glibc, or where another service than DNS knows the name of the loopback address.
+    Other lookups of the program, also those of this thread, are unaffected. Nothing changes if the C library is not
+    glibc, or if another service than DNS resolves the loopback address.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -33,14 +33,14 @@ def stop_name_lookups() -> None:
 
 @contextmanager
 def _without_name_servers() -> Iterator[None]:
-    """Lookups of this thread fail where they would ask a name server; AttributeError without glibc.
+    """Makes DNS lookups of this thread fail without a query inside the block; AttributeError without glibc.
 
-    The resolver's state belongs to the thread, and <resolv.h> declares how it begins: ``int retrans, retry``.
+    The resolver's state is per thread; <resolv.h> declares its first fields as ``int retrans, retry``.
     """
     library = ctypes.CDLL(None)
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     state = library.__res_state()
-    if library.__res_ninit(state) != 0:  # otherwise the first lookup would set it up, with all attempts
+    if library.__res_ninit(state) != 0:  # otherwise the first lookup would initialise it, with all attempts
         raise OSError("the resolver has no state")
     attempts, state[1] = state[1], 0
     try:
@@ -51,7 +51,7 @@ def _without_name_servers() -> Iterator[None]:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """What is written to stderr meanwhile appears there afterwards, without torch's warning about a failed lookup."""
+    """Holds back stderr during the block and replays it afterwards, without torch's warning about a failed lookup."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as written:

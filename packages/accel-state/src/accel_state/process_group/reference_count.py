@@ -1,4 +1,4 @@
-"""The sessions that use torch's default process group; the last one closes it, if accel opened it."""
+"""Reference count of torch's default process group: the last session closes the group if accel opened it."""
 
 import atexit
 import weakref
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _EXIT_PATIENCE = 5.0
 
-# The open sessions, oldest first. torch has one default group per process, so who shares it is a fact of the process
-# too. They are known weakly: nothing lives on because it is listed here.
+# The open sessions, oldest first. torch has one default group per process, so the list of its users is per process too.
+# Weak references, so that the list keeps no session alive.
 _open: "list[weakref.ref[Session]]" = []
 
 
 @final
 class GroupLease:
-    """The default group as the sessions of this process share it: the last to leave closes it, if accel opened it.
+    """Reference-counted default group: the last session to leave closes the group if accel opened it.
 
-    A group that accel opened is also closed at exit, when every session was dropped without being closed.
+    An exit handler closes a group that accel opened if its sessions were dropped without being closed.
     """
 
     def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
@@ -36,18 +36,21 @@ class GroupLease:
             atexit.register(self._guard)
 
     def join(self, session: "Session") -> None:
-        """Counts ``session`` among those that use the group."""
+        """Counts ``session`` as a user of the group."""
         self._sessions.add(session)
 
     def watch(self) -> None:
-        """Starts a doctor for the group, until the group is closed. Collective."""
+        """Starts the watchdog for the group, which runs until the group is closed.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.watchdog.monitor import Doctor
 
         if self.doctor is None:
             self.doctor = Doctor(self.group).start()
 
     def leave(self, session: "Session", *, patience: float | None) -> None:
-        """Counts ``session`` out, and closes an owned group after the last one; ``patience`` as for closing."""
+        """Removes ``session`` from the count; closes an owned group after the last one (``patience`` in seconds)."""
         self._sessions.discard(session)
         if self.owned and not self._sessions:
             atexit.unregister(self._guard)
@@ -58,7 +61,7 @@ class GroupLease:
 
 
 def current_lease() -> GroupLease | None:
-    """The lease on the default group: that of an open session, or a new one on a group that others opened."""
+    """Returns the lease on the default group: that of an open session, or a new one for an adopted group."""
     default = groups.default_group()
     if default is None:
         return None
@@ -67,24 +70,24 @@ def current_lease() -> GroupLease | None:
 
 
 def open_sessions() -> "list[Session]":
-    """The sessions of this process that are open and still referenced, oldest first."""
+    """Returns the sessions of this process that are open and still referenced, oldest first."""
     return [session for session in (reference() for reference in _open) if session is not None]
 
 
 def add_session(session: "Session") -> None:
-    """Lists ``session`` as open."""
+    """Adds ``session`` to the open sessions."""
     _open[:] = [reference for reference in _open if reference() is not None]
     _open.append(weakref.ref(session))
 
 
 def remove_session(session: "Session") -> None:
-    """Lists ``session`` no longer."""
+    """Removes ``session`` from the open sessions."""
     _open[:] = [reference for reference in _open if reference() not in {None, session}]
 
 
 @final
 class _ExitGuard:
-    """Closes a group at exit if it is still the default one; knows it weakly, so that it keeps nothing alive."""
+    """Closes a group at exit if it is still the default one; holds the group weakly, so it does not keep it alive."""
 
     def __init__(self, group: "ProcessGroup") -> None:
         self._group = weakref.ref(group)

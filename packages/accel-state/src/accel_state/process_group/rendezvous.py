@@ -1,4 +1,4 @@
-"""The store that the processes of a run share, and a report of those that have not joined it."""
+"""Rendezvous of the ranks of a run at a shared store, with reports of the missing ranks."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-# A missing process is reported while there is still time to do something about it.
+# A missing rank is reported long before the timeout, so that the user can act.
 _REPORT_EVERY = 15.0
 _ANSWERS_WITHIN = 5.0
 
@@ -30,14 +30,14 @@ _ANSWERS_WITHIN = 5.0
 def connect(
     topology: Topology, *, init_method: "str | Store | None", timeout: timedelta, env: Mapping[str, str]
 ) -> "Store":
-    """The shared store, once every rank has joined it.
+    """Returns the shared store once every rank has joined it.
 
-    ``init_method`` is a store, ``tcp://host:port``, ``file:///path``, or None / ``env://`` for the address that the
-    launcher gave. Keys live under a prefix of their own per launch attempt and per opening, so that a group can be
-    opened again through the same store after it was closed.
+    Collective: every rank of the group must call this. ``init_method`` is a store, ``tcp://host:port``,
+    ``file:///path``, or None / ``env://`` for the address of the launcher. Each launch attempt and each opening has its
+    own key prefix, so that a closed group can be reopened through the same store.
 
     Raises:
-        SessionError: within ``timeout``, naming the address and the ranks that did not come.
+        SessionError: within ``timeout``, with the address and the missing ranks.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     where = describe(topology, init_method)
@@ -45,7 +45,7 @@ def connect(
         try:
             store = _open(topology, init_method, deadline=deadline, env=env)
             join = partial(_join, store, topology, deadline=deadline, where=where, env=env)
-            # A store whose process is stopped answers no request, and no request has a time limit.
+            # A store whose process is stopped answers no request, and requests have no timeout.
             joined = _within(join, max(0.0, deadline - time.monotonic()) + _ANSWERS_WITHIN)
         except TimeoutError:
             raise SessionError(
@@ -53,7 +53,7 @@ def connect(
                 "the launcher that keeps the store, stopped?"
             ) from None
         except _StoreLost as lost:
-            # Rank 0 of a session that is just closing may still serve the same port.
+            # Rank 0 of another session that is closing may still serve the same port.
             if time.monotonic() >= deadline:
                 raise SessionError(f"rank {topology.rank} lost the store at {where}: {lost}") from lost
             time.sleep(0.2)
@@ -63,7 +63,7 @@ def connect(
 
 
 def describe(topology: Topology, init_method: "str | Store | None") -> str:
-    """Where the processes meet, for messages: an address with its port, a file, or the type of a given store."""
+    """Returns the place of the rendezvous for messages: host and port, a file, or the type of a given store."""
     if init_method is None or init_method == "env://":
         host, port = address(topology)
         return f"{host}:{port}"
@@ -71,10 +71,10 @@ def describe(topology: Topology, init_method: "str | Store | None") -> str:
 
 
 def address(topology: Topology) -> tuple[str, int]:
-    """Host and port of rank 0.
+    """Returns host and port of rank 0.
 
     Raises:
-        SessionError: several nodes, and no launcher said where rank 0 is.
+        SessionError: several nodes, and the launcher gave no address of rank 0.
     """
     if topology.master_addr is None and topology.num_nodes > 1:
         raise SessionError(f"{topology} has no address of rank 0; set MASTER_ADDR and MASTER_PORT on every node")
@@ -83,7 +83,7 @@ def address(topology: Topology) -> tuple[str, int]:
 
 
 class _StoreLost(RuntimeError):
-    """The store went away while we waited on it; connecting again may help."""
+    """The connection to the store broke during a wait; connecting again may help."""
 
 
 def _open(topology: Topology, init_method: "str | Store | None", *, deadline: float, env: Mapping[str, str]) -> "Store":
@@ -133,7 +133,7 @@ def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology:
         )
 
     try:
-        # torch waits without end for a listener that never answers, so the waiting is done here.
+        # torch waits without a timeout for a listener that never answers, so the timeout is applied here.
         return build() if serves else _within(build, left)
     except TimeoutError as error:
         raise SessionError(
@@ -150,7 +150,7 @@ def _tcp_store(host: str, port: int, *, serves: bool, deadline: float, topology:
 
 
 def _await_listener(host: str, port: int, *, deadline: float, topology: Topology) -> None:
-    """Returns when something listens at ``host:port``; torch's own waiting prints a stack trace at each attempt."""
+    """Returns once a socket listens at ``host:port``; torch's own retries print a stack trace at each attempt."""
     pause, report = 0.02, time.monotonic() + _REPORT_EVERY
     while True:
         try:
@@ -172,7 +172,7 @@ def _await_listener(host: str, port: int, *, deadline: float, topology: Topology
 
 
 def _within(build: "Callable[[], Store]", patience: float) -> "Store":
-    """``build()`` in a thread, given up after ``patience`` seconds with a TimeoutError."""
+    """Runs ``build()`` in a thread; raises TimeoutError after ``patience`` seconds."""
     outcome: Queue[Store | BaseException] = Queue()
 
     def run() -> None:
@@ -194,11 +194,11 @@ def _within(build: "Callable[[], Store]", patience: float) -> "Store":
 def _join(store: "Store", topology: Topology, *, deadline: float, where: str, env: Mapping[str, str]) -> "Store":
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    # Elastic restarts may come back to the agent's store, where the addresses of dead workers still are.
+    # Elastic restarts may reuse the agent's store, which still holds the addresses of dead workers.
     outer = PrefixStore(f"accel/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     opened = f"opened/{topology.rank}"
     try:
-        with no_warnings():  # rank 0 may end meanwhile, or serve a session that is just closing
+        with no_warnings():  # rank 0 may end meanwhile, or serve a session that is closing
             inner = PrefixStore(f"opening_{outer.add(opened, 1)}", outer)
             inner.set(f"here/{topology.rank}", "1")
             missing = _wait_for_all(inner, topology, deadline=deadline, where=where)
@@ -214,9 +214,9 @@ def _join(store: "Store", topology: Topology, *, deadline: float, where: str, en
 
 
 def _wait_for_all(store: "Store", topology: Topology, *, deadline: float, where: str) -> list[int]:
-    """Waits until rank 0 has seen every rank; returns the ranks that did not come before ``deadline``.
+    """Waits until rank 0 has seen every rank; returns the ranks that are missing at ``deadline``.
 
-    It asks rather than waits in the store: the answer then looks alike for every kind of store.
+    Polls instead of waiting in the store, so that it behaves alike for every kind of store.
     """
     ranks = range(topology.world_size)
     keys = [f"here/{rank}" for rank in ranks] if topology.rank == 0 else ["all_here"]

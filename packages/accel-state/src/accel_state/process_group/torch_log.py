@@ -1,4 +1,4 @@
-"""The warnings that torch's C++ code prints, held back where the error behind them is handled."""
+"""Suppression of warnings that torch's C++ code prints, for callers that handle the error behind them."""
 
 import ctypes
 import threading
@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from functools import cache
 
 _ERROR = 2
-# torch has one level for the process, so what is held back belongs to the process too.
+# torch has one log level per process, so the nesting is tracked per process too.
 _lock = threading.Lock()
 _levels: list[int] = []
 
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """torch's C++ code prints errors only meanwhile, in all threads of this process.
+    """Limits the log of torch's C++ code to errors inside the block, in all threads of this process.
 
-    A TCPStore prints some 30 lines of stack frames as a warning when its server goes away, beside the exception that it
-    raises. The level is that of ``TORCH_CPP_LOG_LEVEL``, which torch reads once. Without effect where torch was built
-    with another logger than its own.
+    When its server ends, a TCPStore prints about 30 lines of stack frames as a warning besides raising the exception.
+    The level is that of ``TORCH_CPP_LOG_LEVEL``, which torch reads once. No effect if torch was built with another
+    logger than its own.
     """
     level = _level()
     if level is None:

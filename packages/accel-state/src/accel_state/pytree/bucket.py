@@ -1,7 +1,7 @@
-"""Many tensors in one buffer, so that one collective moves them all.
+"""Buckets: many tensors in one buffer, so that one collective moves all of them.
 
-Tensors are joined per dtype (one call into torch each way, whatever their number) and the joined pieces as bytes, the
-widest dtype first, which leaves every piece aligned to its own element size. A buffer's tensors are on one device.
+Tensors are concatenated per dtype (one torch call each way, whatever their number), and the results as bytes, the
+widest dtype first, so that every slot is aligned to its element size. The tensors of a bucket are on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from accel_state.errors import CollectiveError
 
-# A view of a buffer keeps the whole buffer alive. Below this many bytes that costs less than a copy of its own.
+# A view of a buffer keeps all of the buffer alive. Below this many bytes that costs less than a copy.
 _SHARED_BYTES = 1 << 16
-# Joining saves a leaf's latency and costs two copies of it. From here on the copies cost more (measured over gloo: 20
-# leaves of 256 KiB are 1.5 times faster joined, 4 of 4 MiB 3 times slower).
+# Bucketing a leaf saves the latency of a collective and costs two copies of the leaf. From this size on the copies cost
+# more (measured over gloo: 20 leaves of 256 KiB are 1.5 times faster in a bucket, 4 of 4 MiB 3 times slower).
 _LARGE_BYTES = 1 << 20
 
-# Begins work on some leaves; what it returns waits for it and gives the results.
+# Starts the collectives for some leaves; the returned function waits for them and returns the results.
 Start = Callable[[list[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 @final
 class BucketSlot(NamedTuple):
-    """The leaves of one dtype in a packed buffer: their places in the list, by shape and as packed, and their bytes."""
+    """Leaves of one dtype in a bucket: indices in the list of leaves, by shape in bucket order, and size in bytes."""
 
     dtype: torch.dtype
     by_shape: dict[torch.Size, list[int]]
@@ -33,7 +33,7 @@ class BucketSlot(NamedTuple):
 
 @final
 class Bucket(NamedTuple):
-    """Tensors as one buffer of bytes, and what is where in it."""
+    """Tensors as one buffer of bytes, with the slots that say where each tensor is."""
 
     buffer: torch.Tensor
     pieces: list[BucketSlot]
@@ -41,10 +41,10 @@ class Bucket(NamedTuple):
 
 
 def in_batches(leaves: list[torch.Tensor], start: Start) -> list[torch.Tensor]:
-    """The results for all leaves, in their order, with as few starts as there are devices, plus one per large leaf.
+    """Runs ``start`` once per device, and once per large leaf; returns the results for all leaves in their order.
 
-    ``start`` begins the collectives for some leaves of one device and returns what waits for them. All are begun
-    before any is waited for.
+    ``start`` starts the collectives for some leaves of one device and returns a function that waits for them. All of
+    them are started before the first wait.
     """
     batches = split_into_batches(leaves)
     if len(batches) == 1:
@@ -57,7 +57,7 @@ def in_batches(leaves: list[torch.Tensor], start: Start) -> list[torch.Tensor]:
 
 
 def split_into_batches(leaves: list[torch.Tensor]) -> list[list[int]]:
-    """Places of the leaves that travel together: those of one device, but each large one by itself."""
+    """Returns the indices of the leaves of each bucket: one bucket per device, and one per large leaf."""
     small: dict[torch.device, list[int]] = {}
     alone = []
     for index, leaf in enumerate(leaves):
@@ -69,7 +69,7 @@ def split_into_batches(leaves: list[torch.Tensor]) -> list[list[int]]:
 
 
 def by_dtype(leaves: list[torch.Tensor]) -> dict[torch.dtype, dict[torch.Size, list[int]]]:
-    """Places of the leaves of each dtype and shape, the widest dtypes first, otherwise as they come up."""
+    """Groups the indices of the leaves by dtype and shape, the widest dtype first, otherwise in order of occurrence."""
     found: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for index, leaf in enumerate(leaves):
         found.setdefault(leaf.dtype, {}).setdefault(leaf.shape, []).append(index)
@@ -77,15 +77,15 @@ def by_dtype(leaves: list[torch.Tensor]) -> dict[torch.dtype, dict[torch.Size, l
 
 
 def in_packed_order(by_shape: dict[torch.Size, list[int]]) -> list[int]:
-    """The places of all leaves of one dtype, one shape after the other."""
+    """Returns the indices of all leaves of one dtype, shape by shape."""
     return [index for indices in by_shape.values() for index in indices]
 
 
 def join(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one dtype as one 1-d tensor; a single contiguous one as a view of itself.
+    """Concatenates tensors of one dtype into one 1-d tensor; a single contiguous tensor becomes a view of itself.
 
     Raises:
-        CollectiveError: a tensor is not an ordinary strided one.
+        CollectiveError: a tensor is not dense and strided.
     """
     try:
         flat: torch.Tensor = _flatten_dense_tensors(leaves)
@@ -102,12 +102,12 @@ def join(leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A contiguous 1-d tensor's memory as uint8, which every backend moves whatever the dtype is."""
+    """Views a contiguous 1-d tensor as uint8, which every backend can send whatever the dtype."""
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def pack(leaves: list[torch.Tensor]) -> Bucket:
-    """The leaves, all of one device, as one buffer of bytes."""
+    """Packs the leaves, all of one device, into one buffer of bytes."""
     pieces, parts = [], []
     for dtype, by_shape in by_dtype(leaves).items():
         part = as_bytes(join([leaves[index] for index in in_packed_order(by_shape)]))
@@ -115,7 +115,7 @@ def pack(leaves: list[torch.Tensor]) -> Bucket:
         parts.append(part)
     if len(parts) == 1:
         return Bucket(parts[0], pieces, leaves)
-    # A row of this per rank must be as divisible as its widest element, or the rows could not be viewed as such.
+    # With one row per rank, the row length must be a multiple of the widest element, so that rows can be viewed as it.
     widest = pieces[0].dtype.itemsize
     odd = sum([piece.nbytes for piece in pieces]) % widest
     if odd:
@@ -124,7 +124,7 @@ def pack(leaves: list[torch.Tensor]) -> Bucket:
 
 
 def unpack(packed: Bucket) -> list[torch.Tensor]:
-    """Views of the leaves inside the packed buffer."""
+    """Returns views of the leaves inside the buffer."""
     results: dict[int, torch.Tensor] = {}
     start = 0
     for piece in packed.pieces:
@@ -137,10 +137,10 @@ def unpack(packed: Bucket) -> list[torch.Tensor]:
 
 
 def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of ``flat`` in the shapes of ``like``, one after the other.
+    """Splits ``flat`` into consecutive tensors of the shapes of ``like``.
 
-    They are detached: autograd does not take them for views, so that each may be changed in place under a gradient.
-    Parts of a large buffer are copies, as one of them must not keep all of it alive.
+    The results are detached, so that autograd does not treat them as views and each may be modified in place. Results
+    of a large buffer are copies, so that one of them does not keep all of the buffer alive.
     """
     parts = _unflatten(flat, like)
     if len(like) > 1 and flat.nbytes > _SHARED_BYTES:
@@ -149,16 +149,16 @@ def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the parts of ``flat``; torch before 2.10 gives empty tensors one dimension, whatever they had."""
+    """Returns views of the parts of ``flat``; restores the shape of empty tensors, which torch before 2.10 drops."""
     parts = _unflatten_dense_tensors(flat, like)
     return [part if part.numel() else part.view(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
 def unpack_rows(rows: torch.Tensor, packed: Bucket) -> list[torch.Tensor]:
-    """Each leaf of all ranks, joined along dim 0, from one packed row of bytes per rank; detached as in ``split``.
+    """Returns each leaf, concatenated over ranks along dim 0, from one row of bytes per rank; detached as in ``split``.
 
-    Per leaf there are as few calls into torch as can be: their latency is what a gather of small tensors costs. The
-    many equal shapes of a batch or of a dict of metrics are taken apart together.
+    Makes as few torch calls per leaf as possible, because their latency dominates a gather of small tensors. Leaves of
+    equal shape, frequent in batches and dicts of metrics, are split off together.
     """
     results: list[torch.Tensor] = [rows] * len(packed.leaves)
     start, world_size = 0, rows.shape[0]
@@ -175,7 +175,7 @@ def unpack_rows(rows: torch.Tensor, packed: Bucket) -> list[torch.Tensor]:
         for column, (shape, indices) in zip(columns, runs, strict=True):
             joined = gathered_shape(shape, world_size)
             if len(indices) == 1:
-                results[indices[0]] = column.resize_(joined)  # unlike a view of it, the column itself
+                results[indices[0]] = column.resize_(joined)  # the column itself rather than a view
                 continue
             alike = column.view(world_size, len(indices), shape.numel()).transpose(0, 1).contiguous()
             for index, leaf in zip(indices, alike.view(len(indices), *joined).unbind(), strict=True):
@@ -184,7 +184,7 @@ def unpack_rows(rows: torch.Tensor, packed: Bucket) -> list[torch.Tensor]:
 
 
 def _runs(by_shape: dict[torch.Size, list[int]], limit: int) -> list[tuple[torch.Size, list[int]]]:
-    """The leaves of each shape together as far as they have at most ``limit`` elements in all, else one by one."""
+    """Groups leaves of equal shape with at most ``limit`` elements together; other leaves are groups of their own."""
     runs = []
     for shape, indices in by_shape.items():
         if len(indices) == 1 or shape.numel() * len(indices) <= limit:
@@ -195,5 +195,5 @@ def _runs(by_shape: dict[torch.Size, list[int]], limit: int) -> list[tuple[torch
 
 
 def gathered_shape(shape: torch.Size, world_size: int) -> tuple[int, ...]:
-    """``shape`` joined over ``world_size`` ranks along dim 0: ``[W * n, ...]``, or ``[W]`` without dimensions."""
+    """Returns ``shape`` concatenated over ``world_size`` ranks along dim 0: ``[W * n, ...]``; ``[W]`` for a scalar."""
     return (world_size * shape[0], *shape[1:]) if shape else (world_size,)

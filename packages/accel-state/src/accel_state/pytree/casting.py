@@ -1,4 +1,4 @@
-"""A callable whose results come out in float32, whatever it computed in."""
+"""Wrapper of a forward that converts half-precision results to float32."""
 
 import functools
 import pickle
@@ -10,10 +10,10 @@ from accel_state.pytree.operations import convert_to_fp32
 
 @final
 class ConvertOutputsToFp32:
-    """Calls ``model_forward`` and returns its float16 and bfloat16 results, however nested, in float32.
+    """Calls ``model_forward`` and converts float16 and bfloat16 tensors in its (nested) result to float32.
 
-    Looks like what it wraps (``__wrapped__``, name, docstring). It cannot be pickled, as what it wraps is usually a
-    method that autocast replaced: unwrap the model first.
+    Has the name and docstring of the wrapped callable, and ``__wrapped__``. It cannot be pickled, because the wrapped
+    callable is usually a method that autocast replaced; unwrap the model first.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
@@ -31,7 +31,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``model_forward`` with its results in float32, as a plain function (which may become a method)."""
+    """Wraps ``model_forward`` to return float32, as a plain function, so that it can become a method."""
     converted = ConvertOutputsToFp32(model_forward)
 
     @functools.wraps(model_forward)

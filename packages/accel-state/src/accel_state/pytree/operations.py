@@ -1,4 +1,4 @@
-"""Operations of one process on tensors in dicts, lists, tuples, namedtuples and dataclasses."""
+"""Local operations on tensors nested in dicts, lists, tuples, namedtuples and dataclasses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ from accel_state.pytree.structure import walk as walk
 @final
 @dataclass(frozen=True, slots=True)
 class TensorInformation:
-    """Shape and dtype of a tensor that is not here."""
+    """Shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_tensor_information(tensor_info: object) -> TypeGuard[TensorInformation]:
-    """Whether this describes a tensor (see ``get_data_structure``)."""
+    """Whether ``tensor_info`` describes a tensor (see ``get_data_structure``)."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -49,10 +49,10 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """``tensor`` with everything that can move on ``device``; the very same object where nothing had to move.
+    """Moves every tensor in ``tensor`` to ``device``; returns the same objects where nothing had to move.
 
-    Whatever has a ``to`` method is asked to move itself (tokenizer outputs know more than their tensors); where that
-    method takes no ``non_blocking``, it is called without. Values of a mapping under ``skip_keys`` stay where they are.
+    Objects with a ``to`` method are moved by it (tokenizer outputs hold more than their tensors); a method that takes
+    no ``non_blocking`` is called without it. Values of a mapping under ``skip_keys`` stay on their device.
     """
     if device == "npu":  # torch_npu takes no device without an index here
         device = "npu:0"
@@ -85,7 +85,7 @@ def _move(data: Any, device: Any, non_blocking: bool) -> Any:
         return data.to(device)
     try:
         return data.to(device, non_blocking=True)
-    except TypeError:  # its ``to`` takes a device only
+    except TypeError:  # this ``to`` accepts only a device
         return data.to(device)
 
 
@@ -94,7 +94,7 @@ def _all_same(old: Any, new: Any) -> bool:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """``tensor`` with its float16 and bfloat16 leaves in float32; everything else as it is."""
+    """Converts float16 and bfloat16 leaves to float32; other leaves stay as they are."""
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 
 
@@ -103,29 +103,29 @@ def _is_half(leaf: Any) -> bool:
 
 
 def get_data_structure(data: Any) -> Any:
-    """``data`` with a ``TensorInformation`` in place of each tensor."""
+    """Replaces each tensor in ``data`` by a ``TensorInformation``."""
     return recursively_apply(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Uninitialised CPU tensors in place of each ``TensorInformation``: the inverse of ``get_data_structure``."""
+    """Replaces each ``TensorInformation`` by an uninitialised CPU tensor: the inverse of ``get_data_structure``."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def get_shape(data: Any) -> Any:
-    """``data`` with the shape of each tensor, as a list, in its place."""
+    """Replaces each tensor in ``data`` by its shape as a list."""
     return recursively_apply(lambda leaf: list(leaf.shape), data)
 
 
 def listify(data: Any) -> Any:
-    """``data`` with each tensor as nested Python lists (bfloat16 by way of float32, as numpy has none)."""
+    """Replaces each tensor in ``data`` by nested Python lists (bfloat16 through float32)."""
     return recursively_apply(lambda leaf: (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).tolist(), data)
 
 
 def first_tensor(data: Any) -> torch.Tensor | None:
-    """The first tensor met when walking ``data`` in its own order, or None."""
+    """Returns the first tensor of a depth-first traversal of ``data``, or None."""
     if isinstance(data, torch.Tensor):
         return data
     for _, value in children(data) or ():
@@ -136,13 +136,13 @@ def first_tensor(data: Any) -> torch.Tensor | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in ``data``, or None where there is none."""
+    """Returns the device of the first tensor in ``data``, or None if there is no tensor."""
     found = first_tensor(data)
     return None if found is None else found.device
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Size along dim 0 of the first leaf of ``data``, which must be a tensor.
+    """Returns the size along dim 0 of the first leaf of ``data``, which must be a tensor.
 
     Raises ValueError for an empty container and for a tensor without dimensions, TypeError for any other leaf.
     """
@@ -159,7 +159,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """``find_batch_size``, or None where it would raise."""
+    """Returns ``find_batch_size(data)``, or None if it raises ValueError or TypeError."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -169,18 +169,18 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``data`` with each tensor indexed by ``tensor_slice``.
+    """Indexes each tensor in ``data`` with ``tensor_slice``.
 
-    The last two arguments are there for functions that replace this one and cut by rank; here they change nothing.
+    The last two arguments exist for replacements of this function that slice by rank; this function ignores them.
     """
     return recursively_apply(lambda leaf: leaf[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """One nested structure from several alike: each tensor is the concatenation of its peers along ``dim``.
+    """Concatenates nested structures of the same form leaf by leaf along ``dim``.
 
-    A list of one is returned as its element, whatever that holds. Raises TypeError for leaves that are no tensors,
-    ValueError where the structures differ, RuntimeError (torch's) where shapes do not fit.
+    The only element of a list of one is returned unchanged. Raises TypeError for leaves that are not tensors,
+    ValueError for different structures, RuntimeError (torch's) for shapes that do not match.
     """
     if len(data) == 0:
         raise ValueError("nothing to concatenate: expected a list with at least one nested structure")
@@ -206,7 +206,7 @@ def _paths(data: Any) -> list[str]:
 
 
 def tensor_leaves(data: Any, operation: str) -> list[torch.Tensor]:
-    """The leaves of ``data`` for an operation that takes tensors only: any other raises TypeError naming it."""
+    """Returns the leaves of ``data``; raises a TypeError that names ``operation`` for a leaf that is not a tensor."""
     leaves = leaves_of(data)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The structure of a nested value: its containers, and the leaves inside them.
+"""Structure of nested values: containers and their leaves.
 
-A *container* is a dict or any other ``Mapping``, a list, a tuple, a namedtuple, or an instance of a dataclass;
-subclasses count, and are rebuilt as what they were. Everything else is a *leaf*, including ``None``, strings, sets,
-modules and dataclass types.
+A *container* is a dict or another ``Mapping``, a list, a tuple, a namedtuple, or an instance of a dataclass; subclasses
+are containers too and are rebuilt with their own type. Every other object is a *leaf*, including ``None``, strings,
+sets, modules and dataclass types.
 """
 
 import copy
@@ -17,27 +17,27 @@ _SEQUENCES = (list, tuple)
 
 
 def is_torch_tensor(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Whether this is a tensor (parameters and other subclasses are)."""
+    """Whether ``tensor`` is a tensor, including parameters and other subclasses."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Whether this is an instance of a ``collections.namedtuple`` or ``typing.NamedTuple`` class, or of a subclass."""
+    """Whether ``data`` is an instance of a ``collections.namedtuple`` or ``typing.NamedTuple`` class, or a subclass."""
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def is_dataclass_instance(data: object) -> bool:
-    """Whether this is an instance of a dataclass; the class itself is not, nor is a module that happens to be one."""
+    """Whether ``data`` is an instance of a dataclass; dataclass types and modules that are dataclasses are not."""
     return is_dataclass(data) and not isinstance(data, (type, torch.nn.Module))
 
 
 def is_container(data: object) -> bool:
-    """Whether the functions of this package look inside ``data`` for leaves."""
+    """Whether the functions of this package search ``data`` for leaves."""
     return isinstance(data, (list, tuple, Mapping)) or is_dataclass_instance(data)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """A sequence of ``obj``'s type holding the items of ``generator``; a namedtuple takes them by position."""
+    """Builds a sequence of ``obj``'s type from the items of ``generator``; a namedtuple takes them by position."""
     if type(obj) is list:
         return list(generator)
     if type(obj) is tuple:
@@ -48,10 +48,10 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def rebuild_mapping(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of ``data``'s type with other ``values`` under the same keys.
+    """Builds a mapping of ``data``'s type with ``values``, which has the same keys.
 
-    A type that cannot be built from a dict alone is copied and its items are set, which keeps what else it holds (a
-    ``defaultdict`` keeps its factory).
+    A type that cannot be constructed from a dict alone is copied and its items are set, which keeps its other
+    attributes (a ``defaultdict`` keeps its factory).
     """
     cls = type(data)
     if cls is dict:
@@ -72,13 +72,13 @@ def _copy_with_items(data: Any, values: dict[Any, Any]) -> Any:
 
 
 def rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
-    """A copy of a dataclass instance with other field values, in the order of its fields.
+    """Copies a dataclass instance with other field values, in the order of its fields.
 
-    ``__init__`` and ``__post_init__`` do not run again: they may derive, register or refuse, and the instance is the
-    same one as far as its class can tell.
+    ``__init__`` and ``__post_init__`` do not run again, because they may compute fields, register the instance or
+    raise.
     """
     named = dict(zip(field_names(data), values, strict=True))
-    if torch.compiler.is_compiling():  # the compiler traces the constructor, but not the copy of a frozen instance
+    if torch.compiler.is_compiling():  # Dynamo traces the constructor, but not a copy of a frozen instance
         return type(data)(**named)
     clone = copy.copy(data)
     for name, value in named.items():
@@ -87,12 +87,12 @@ def rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
 
 
 def field_names(data: Any) -> tuple[str, ...]:
-    """The names of the fields a dataclass instance has a value for, in order of declaration."""
+    """Returns the names of the fields that are set on a dataclass instance, in order of declaration."""
     return tuple(one.name for one in fields(data) if hasattr(data, one.name))
 
 
 def rebuild(data: Any, keys: Iterable[Any], values: Iterable[Any]) -> Any:
-    """A container like ``data`` with these ``values``; ``keys`` name them where the container is a mapping."""
+    """Builds a container of ``data``'s type from ``values``; ``keys`` are used if the container is a mapping."""
     if isinstance(data, Mapping):
         return rebuild_mapping(data, dict(zip(keys, values, strict=True)))
     if isinstance(data, _SEQUENCES):
@@ -101,7 +101,7 @@ def rebuild(data: Any, keys: Iterable[Any], values: Iterable[Any]) -> Any:
 
 
 def children(data: Any) -> Iterable[tuple[Any, Any]] | None:
-    """``(key, value)`` of each child of a container, in its own order; None for a leaf."""
+    """Returns ``(key, value)`` of each child of a container, in the container's order; None for a leaf."""
     if isinstance(data, Mapping):
         return data.items()
     if isinstance(data, _SEQUENCES):
@@ -112,9 +112,9 @@ def children(data: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def map_leaves(fn: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """``data`` with ``fn`` applied to each leaf, in fresh containers of the same types.
+    """Applies ``fn`` to each leaf, in new containers of the same types.
 
-    ``is_leaf`` may stop at a container and have it treated as one leaf.
+    ``is_leaf`` may return True for a container to treat it as a leaf.
     """
     if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
         return fn(data)
@@ -131,12 +131,12 @@ def map_leaves(fn: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[Any], 
 @final
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The containers of a nested value without its leaves.
+    """Containers of a nested value without the leaves.
 
-    Two structures are equal when their containers are of the same types, with the same keys and in the same nesting;
-    the order in which a mapping was filled does not matter, because ``flatten`` visits it by sorted key. ``num_leaves``
-    is how many leaves ``unflatten`` needs. ``like`` is the container that it imitates; that keeps the leaves inside
-    alive, so a structure is something to hold briefly.
+    Two structures are equal if their containers have the same types, keys and nesting; the insertion order of a mapping
+    does not matter, because ``flatten`` visits keys in sorted order. ``num_leaves`` is the number of leaves that
+    ``unflatten`` needs. ``like`` is the original container, which keeps its leaves alive, so a structure should not be
+    kept for long.
     """
 
     kind: type | None
@@ -150,10 +150,10 @@ LEAF = Structure(None)
 
 
 def flatten(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
-    """The leaves of ``data`` in a canonical order, and the structure that ``unflatten`` puts them back into.
+    """Returns the leaves of ``data`` in a canonical order, and the structure for ``unflatten``.
 
-    Mappings are visited by sorted key where their keys can be sorted, so that processes which filled a dict in
-    different orders still agree which leaf is which.
+    Mappings are visited in order of their sorted keys (if the keys can be sorted), so that ranks which filled a dict in
+    different orders have the same order of leaves.
     """
     leaves: list[Any] = []
     return leaves, _flatten(data, leaves, is_leaf)
@@ -182,7 +182,7 @@ def _flatten(data: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
 
 
 def canonical_order(data: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """The keys of a mapping sorted, or as they are where they do not compare (no process can sort them then)."""
+    """Returns the sorted keys of a mapping, or the keys in insertion order if they cannot be compared."""
     try:
         return tuple(sorted(data))
     except TypeError:
@@ -190,9 +190,9 @@ def canonical_order(data: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
-    """The inverse of ``flatten``: a nested value with this structure and these leaves.
+    """Rebuilds a nested value from its structure and leaves: the inverse of ``flatten``.
 
-    Raises ValueError when the number of leaves is not the one the structure has places for.
+    Raises ValueError if the number of leaves is not that of the structure.
     """
     given = list(leaves)
     if len(given) != structure.num_leaves:
@@ -215,7 +215,7 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
 
 
 def leaves_of(data: Any) -> list[Any]:
-    """The leaves of ``data`` in ``flatten``'s order, without the structure."""
+    """Returns the leaves of ``data`` in ``flatten``'s order, without the structure."""
     leaves: list[Any] = []
     _collect(data, leaves)
     return leaves
@@ -240,7 +240,7 @@ def _collect(data: Any, leaves: list[Any]) -> None:
 
 
 def refill(data: Any, leaves: Iterator[Any]) -> Any:
-    """``data`` in fresh containers, its leaves replaced in ``flatten``'s order by the next ones of ``leaves``."""
+    """Rebuilds ``data`` in new containers; the items of ``leaves`` replace its leaves in ``flatten``'s order."""
     if isinstance(data, torch.Tensor):
         return next(leaves)
     if type(data) is dict or isinstance(data, Mapping):
@@ -257,7 +257,7 @@ def refill(data: Any, leaves: Iterator[Any]) -> Any:
 
 
 def walk(data: Any, path: str = "") -> Generator[tuple[str, Any], None, None]:
-    """Each leaf with where it is, written as one would index it (``['labels'][0].mask``), in ``flatten``'s order."""
+    """Yields each leaf with its path as an index expression (``['labels'][0].mask``), in ``flatten``'s order."""
     if isinstance(data, Mapping):
         for key in canonical_order(data):
             yield from walk(data[key], f"{path}[{key!r}]")
@@ -280,9 +280,9 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``data`` with ``func(leaf, *args, **kwargs)`` in place of each leaf that ``test_type`` accepts.
+    """Replaces each leaf that ``test_type`` accepts by ``func(leaf, *args, **kwargs)``.
 
-    Other leaves stay as they are, or raise TypeError when ``error_on_other_type``.
+    Other leaves stay as they are, or raise TypeError with ``error_on_other_type``.
     """
 
     def apply(leaf: Any) -> Any:
@@ -296,7 +296,7 @@ def recursively_apply(
 
 
 def unsupported_leaf(leaf: object, operation: str, predicate: str = "is_torch_tensor") -> TypeError:
-    """The error for a leaf that an operation on tensors met."""
+    """Returns the TypeError for a leaf that an operation on tensors does not support."""
     return TypeError(
         f"Unsupported types ({type(leaf)}) passed to `{operation}`. Only nested list/tuple/dicts of objects that are "
         f"valid for `{predicate}` should be passed."

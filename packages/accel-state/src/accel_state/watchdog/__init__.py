@@ -1,1 +1,1 @@
-"""The hang doctor: the operation and line of each rank, when ranks wait for one that will not come."""
+"""Hang watchdog: reports the operation and source line of each rank when ranks wait for one that is missing."""

@@ -1,4 +1,4 @@
-"""The doctors of this process, and the decorator that records an operation with them."""
+"""The active watchdogs of this process, and the decorator that records an operation with them."""
 
 import functools
 import threading
@@ -13,48 +13,48 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# torch has one default group per process, so its doctor belongs to the process too.
+# torch has one default group per process, so its watchdog is per process too.
 _active: "list[Doctor]" = []
-# What keeps ranks of that group from its operations, as far as they could still report it.
+# Failures that ranks of the group reported before they stopped (rank -> message), used to explain later timeouts.
 _troubles: dict[int, str] = {}
 _OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
 
 def active() -> "Doctor | None":
-    """The doctor of this process, if it has one."""
+    """Returns the watchdog of this process, or None."""
     return _active[-1] if _active else None
 
 
 def add(doctor: "Doctor") -> None:
-    """Makes ``doctor`` the active one."""
+    """Makes ``doctor`` the active watchdog."""
     _active.append(doctor)
 
 
 def remove(doctor: "Doctor") -> None:
-    """Makes it inactive."""
+    """Removes ``doctor`` from the active watchdogs."""
     _active[:] = [other for other in _active if other is not doctor]
 
 
 def troubled(rank: int, text: str) -> None:
-    """Notes what keeps another rank from continuing: operations that wait for it name that when they fail."""
+    """Stores why another rank cannot continue; operations that wait for that rank include the text when they fail."""
     _troubles[rank] = text
 
 
 def untroubled() -> None:
-    """Forgets all notes of ``troubled``: the ranks continue."""
+    """Clears all texts of ``troubled``: the ranks continue."""
     _troubles.clear()
 
 
 def troubles() -> Mapping[int, str]:
-    """What keeps ranks from continuing, by rank."""
+    """Returns the reasons why ranks cannot continue, by rank."""
     return _troubles
 
 
 def explain(error: Exception) -> None:
-    """Raises what is known of the other ranks in the place of an error that a broken connection caused.
+    """Replaces an error that a broken connection caused by one that reports the state of the other ranks.
 
     Raises:
-        CollectiveError: naming the ranks and why; nothing is raised if nothing is known of them.
+        CollectiveError: naming the ranks and reasons; returns without raising if no rank is known to have failed.
     """
     if _active:
         _active[-1].explain(error)
@@ -65,8 +65,8 @@ def explain(error: Exception) -> None:
 
 
 def broken_connection(error: BaseException | None) -> RuntimeError | None:
-    """Torch's error about a connection, if it caused ``error``."""
-    seen: set[int] = set()  # as an error can be its own cause
+    """Returns torch's error about a connection in the chain of causes of ``error``, or None."""
+    seen: set[int] = set()  # because an error can be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, RuntimeError) and not isinstance(error, AccelError):
@@ -76,18 +76,18 @@ def broken_connection(error: BaseException | None) -> RuntimeError | None:
 
 
 def has_timed_out(error: RuntimeError) -> bool:
-    """Whether a collective failed because its time was over, with all connections intact."""
+    """Whether a collective failed because of its timeout, with all connections intact."""
     return any(word in str(error).lower() for word in ("timed out", "timeout"))
 
 
 def recorded(
     operation: str, detail: Callable[..., str] | None = None, *, shared: bool = True, counted: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an operation that waits for other ranks, so that the doctor knows who is in it, and from which line.
+    """Decorates an operation that waits for other ranks: the watchdog records the operation and its source line.
 
-    ``detail`` makes of the arguments what must be the same on all ranks. ``shared``: all ranks do it together;
-    otherwise each does it by itself and only waits inside, ``counted`` if all do it equally often. Costs a tenth of a
-    microsecond where no doctor is active.
+    ``detail`` returns, from the arguments, a text that must be equal on all ranks. ``shared``: a collective of all
+    ranks; otherwise each rank runs the operation independently and only waits inside; ``counted`` if all ranks run it
+    equally often. Costs a tenth of a microsecond if no watchdog is active.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -121,12 +121,12 @@ def recorded(
 
 
 def outline(tree: Any) -> str:
-    """Structure, dtypes and shapes of nested tensors, shortened to what a record holds."""
+    """Returns structure, dtypes and shapes of nested tensors as text, shortened to the size of a record entry."""
     return _shortened(_sketch(tree))
 
 
 def _sketch(tree: Any) -> Any:
-    """The same as tuples, which cost less to make than text; texts of those that were seen before are kept."""
+    """Returns the same outline as tuples, which are cheaper than text and serve as keys of the cache of texts."""
     kind = type(tree)
     if kind is dict:
         return "dict", tuple(tree), tuple([_sketch(value) for value in tree.values()])
@@ -157,7 +157,7 @@ def _shortened(sketch: Any) -> str:
 def _written(sketch: Any) -> str:
     kind, *facts = sketch
     if kind == "dict":
-        # By key, as collectives match them: ranks may have filled their dicts in another order.
+        # Sorted by key, as collectives match leaves, because ranks may have filled their dicts in different orders.
         entries = sorted((str(key), _written(value)) for key, value in zip(*facts, strict=True))
         return "{" + ", ".join(f"{key}: {text}" for key, text in entries) + "}"
     if kind == "list":

@@ -1,4 +1,4 @@
-"""Diagnoses from the known states of all ranks; nothing here reads a process."""
+"""Diagnosis of a hang from the known states of all ranks; pure functions, which read no process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from accel_state.watchdog.operation_record import RecordedOperation, RecordSnaps
 Life = Literal["alive", "stopped", "silent", "dead", "left"]
 
 STALLED = 3.0
-"""Seconds inside one operation, without using the processor, after which a rank counts as waiting."""
+"""Seconds inside one operation, without using the CPU, after which a rank counts as waiting."""
 PATIENCE = 5.0
-"""Seconds for which a rank must have been stopped, or all must have been waiting, for it to be final."""
+"""Seconds for which a rank must be stopped, or all ranks must be waiting, before the diagnosis is final."""
 REMARKABLE = 8.0
-"""Seconds of waiting for a rank that is alive and elsewhere, after which that is said (and nothing else is done)."""
+"""Seconds of waiting for a live rank outside the operation, after which a warning (and nothing more) is reported."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of one rank: whether it lives (and for how long it has been so), and what it said.
+    """Known state of one rank: whether its process lives, for how many seconds that has been so, and its last record.
 
-    ``reason`` is why it left, or why it cannot go on although it lives. ``idle`` is for how many seconds it has stood
-    still without using the processor, ``waiting`` the same where it is inside of an operation.
+    ``reason`` is why the process ended, or why a live rank cannot continue. ``idle`` is the time in seconds without a
+    change of operation and without CPU use; ``waiting`` is the same if the rank is inside an operation, otherwise 0.
     """
 
     rank: int
@@ -45,12 +45,12 @@ class RankState:
 @final
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """Where a rank is, as seen by one that waits for it before a common operation.
+    """Progress of a rank relative to a rank that waits for it before a collective.
 
     Attributes:
-        passed: it cannot come first: it has ended, or is inside of a later common operation.
-        ahead: it has begun a counted operation, like backward, that the waiting rank has not.
-        idle: seconds for which it has stood still without using the processor.
+        passed: the rank cannot reach the collective: it has ended, or is inside a later collective.
+        ahead: the rank has begun a counted operation, like backward, that the waiting rank has not begun.
+        idle: seconds without a change of operation and without CPU use.
     """
 
     text: str
@@ -62,7 +62,7 @@ class SourcePlace:
 @final
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong: the ranks to blame, the text for people, and whether it can still come right by itself."""
+    """Culprits, a report for the user, and whether the hang is final (it cannot resolve by itself)."""
 
     culprits: tuple[int, ...]
     text: str
@@ -70,9 +70,9 @@ class Diagnosis:
 
 
 def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | None:
-    """What keeps the waiting ranks waiting; None when nobody waits, or for no remarkable time.
+    """Returns the cause of a hang; None if no rank is waiting, or not long enough for a report.
 
-    ``lost``: a collective has failed because a connection broke, so nobody need have waited.
+    ``lost``: a collective failed because a connection broke, so that no rank needs to be waiting.
     """
     waiting = [state for state in states if state.life == "alive" and state.waiting >= STALLED]
     if not waiting and not lost:
@@ -81,7 +81,7 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
     gone += [state for state in states if state.life in ("stopped", "silent") and state.lasting >= PATIENCE]
     if lost or min(state.waiting for state in waiting) >= PATIENCE:
         gone += [state for state in states if state.life == "alive" and state.reason and state.current is None]
-    # Those that only failed because another had are no culprits.
+    # Ranks that failed only because another rank had failed are no culprits.
     gone = [state for state in gone if not state.reason.startswith("CollectiveError")] or gone
     parted = _parted_shared(states)
     if parted and any(state.reason.startswith("CollectiveMismatchError") for state in gone):
@@ -100,13 +100,13 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
 
 
 def late(states: Sequence[RankState], own: int) -> Diagnosis | None:
-    """The other ranks that are alive and in no collective, when one has failed because its time is over."""
+    """Diagnoses a collective that timed out: the culprits are the other live ranks that are in no collective."""
     culprits = [state for state in states if state.rank != own and state.life == "alive" and state.current is None]
     return _told(states, culprits, final=False) if culprits else None
 
 
 def _parted_shared(states: Sequence[RankState]) -> list[RankState]:
-    """The ranks whose latest common operation is another one than that of most."""
+    """Returns the ranks whose newest collective differs from that of most ranks."""
     newest = {state.rank: max((entry.sequence for entry in _entries(state)), default=0) for state in states}
     number = max(newest.values(), default=0)
     at = {state.rank: state.snapshot.at(number) for state in states if state.snapshot is not None}
@@ -119,7 +119,7 @@ def _parted_shared(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _parted(states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that are in another operation than most (at a tie: than the lowest rank)."""
+    """Returns the ranks that are in another operation than most ranks (at a tie: than the lowest rank)."""
     kinds = [_kind(state.current) for state in states]
     if len(set(kinds)) < 2:
         return []
@@ -149,9 +149,9 @@ def _told(states: Sequence[RankState], culprits: Sequence[RankState], *, final: 
 
 
 def question(states: Sequence[RankState]) -> list[str]:
-    """Asks for a condition around the call that rank 0 alone is in, as far as is known of every rank; else no line.
+    """Returns a hint about `if is_main_process` if only rank 0 is known to have reached its call; otherwise no line.
 
-    Ranks that failed, were ended or have made the same call before did not pass by it because of a condition.
+    Ranks that failed, have ended or have made the same call before did not skip the call because of a condition.
     """
     main, *others = sorted(states, key=lambda state: state.rank)
     if main.rank != 0 or main.current is None or not others:
@@ -169,7 +169,7 @@ def question(states: Sequence[RankState]) -> list[str]:
 
 
 def place(state: RankState, progress: tuple[int, int]) -> SourcePlace:
-    """Where the rank of ``state`` is for one whose own progress is ``progress``."""
+    """Returns the progress of the rank of ``state`` relative to a rank with ``progress``."""
     inside_later = state.current is not None and state.current.sequence > progress[0]
     passed = inside_later or state.life in ("dead", "left")
     ahead = state.last is not None and state.last.progress > progress
@@ -177,7 +177,7 @@ def place(state: RankState, progress: tuple[int, int]) -> SourcePlace:
 
 
 def describe(state: RankState) -> str:
-    """One line about a rank."""
+    """Formats the state of one rank as one line."""
     life = {
         "alive": f" cannot go on ({state.reason});" if state.reason else "",
         "stopped": f" is stopped (for {state.lasting:.0f} s, as by SIGSTOP);",
@@ -202,7 +202,7 @@ def describe(state: RankState) -> str:
 
 
 def first_difference(states: Sequence[RankState]) -> list[str]:
-    """Where the ranks' common operations first differ, as far back as is known: one line for each rank."""
+    """Returns the first recorded collective in which the ranks differ: one line per rank, empty if there is none."""
     known = [state for state in states if state.snapshot is not None]
     if len(known) < 2:
         return []

@@ -1,4 +1,4 @@
-"""torch's flight recorder: the last collectives of this process, as its own backends saw them."""
+"""torch's flight recorder: the last collectives of this process, as its backends recorded them."""
 
 import json
 import time
@@ -9,10 +9,10 @@ _SHOWN = 12
 
 
 def flight_record() -> str:
-    """The last collectives of this process by torch's own record, oldest first; empty where torch keeps none.
+    """Formats the last collectives of this process from torch's flight recorder, oldest first; empty if it has none.
 
-    NCCL's has the moments at which the device began and ended each; without NCCL, torch notes what was enqueued.
-    ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
+    NCCL's recorder has the times at which the device began and ended each collective; without NCCL, torch records only
+    enqueued collectives. ``TORCH_FR_BUFFER_SIZE=0`` disables the recorder.
     """
     import torch
 
@@ -31,7 +31,7 @@ def flight_record() -> str:
 
 
 def flights(record: Mapping[str, Any], *, now: float) -> Iterator[str]:
-    """One line for each of the newest entries of a flight recorder's JSON (version 2); ``now`` in seconds."""
+    """Formats the newest entries of a flight recorder's JSON (version 2), one line each; ``now`` in seconds."""
     for entry in list(record.get("entries") or [])[-_SHOWN:]:
         number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
         kinds = zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ()), strict=False)

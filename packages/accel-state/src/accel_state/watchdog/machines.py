@@ -1,4 +1,4 @@
-"""Comparisons of what ranks of several machines do together, before anything depends on it."""
+"""Comparison of collectives between ranks of several machines, before results depend on them."""
 
 from typing import TYPE_CHECKING, final
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @final
 class Comparison:
-    """The operations of all ranks, compared by their digest: begun at one operation, read before the next.
+    """Compares the collectives of all ranks by a digest; started at one operation, read before the next.
 
-    Ranks of one machine compare each operation in memory. Between machines that would take a message each, so what is
-    compared is the digest of all operations so far, over a group of the processors, which waits for no device.
+    Ranks of one machine compare each operation through shared memory. Between machines that would need a message per
+    operation, so the digest of all operations so far is all-gathered instead, over a CPU group, which waits for no
+    device.
     """
 
     def __init__(self, group: "ProcessGroup") -> None:
@@ -25,15 +26,21 @@ class Comparison:
 
     @property
     def pending(self) -> bool:
-        """A comparison was begun and not read yet."""
+        """Whether a comparison was started and not read yet."""
         return self._pending is not None
 
     def begin(self, record: Record) -> None:
-        """Sends the digest of this rank's operations. Collective."""
+        """Starts an all-gather of the digest of this rank's operations.
+
+        Collective: every rank of the group must call this.
+        """
         self._pending = self._gather(torch.tensor([record.sequence, record.trail]))
 
     def difference(self, record: Record) -> str | None:
-        """What the ranks did differently, once all have begun the comparison; None if they did the same."""
+        """Waits for the comparison; returns the operations in which the ranks differ, or None if all digests are equal.
+
+        Collective: every rank of the group must call this.
+        """
         assert self._pending is not None
         (work, digests), self._pending = self._pending, None
         work.wait()

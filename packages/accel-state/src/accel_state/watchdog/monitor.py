@@ -1,4 +1,4 @@
-"""The doctor itself: a thread that gives signs of life and, when this rank waits, finds the rank at fault."""
+"""Hang watchdog: a thread that writes heartbeats and, while this rank waits, finds the culprit."""
 
 import atexit
 import contextlib
@@ -45,7 +45,7 @@ _STARTER = os.path.join("accel", "launch", "worker.py")
 
 @final
 class Doctor:
-    """Watches over the ranks of one group, for as long as it is open."""
+    """Watchdog over the ranks of one group, while the group is open."""
 
     def __init__(self, group: "ProcessGroup") -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -73,9 +73,9 @@ class Doctor:
         ]
 
     def start(self) -> "Doctor":
-        """Begins to watch once all ranks have registered, so that the first collective is compared like every other.
+        """Starts the threads once all ranks have registered, so that every collective from the first on is compared.
 
-        Ranks that have not registered within a few seconds are added later.
+        Ranks that do not register within a few seconds are added later.
         """
         self.record.beat(describe_place(self.main))
         self._meet()
@@ -88,7 +88,7 @@ class Doctor:
 
     def _meet(self) -> None:
         deadline, pause = time.monotonic() + _MEETING, 1e-3
-        with contextlib.suppress(RuntimeError):  # the watching thread finds the same, and continues without the store
+        with contextlib.suppress(RuntimeError):  # the threads meet the same error and continue without the store
             self._peers.meet()
             while not self._peers.complete and time.monotonic() < deadline:
                 time.sleep(pause)
@@ -99,12 +99,12 @@ class Doctor:
             self._informed.set()
 
     def close(self) -> None:
-        """Records that this rank leaves, and why, and stops watching. Twice is once."""
+        """Records that this rank ends, with the reason, and stops the threads. Further calls do nothing."""
         if self._closed.is_set() or os.getpid() != self._process:  # a forked child is not the rank
             return
         self._closed.set()
         active.remove(self)
-        if sys.excepthook == self._uncaught:  # otherwise a later hook has replaced it, and may call it
+        if sys.excepthook == self._uncaught:  # otherwise a later hook has replaced this one, and may call it
             sys.excepthook = self._shown_by
         atexit.unregister(self.close)
         for thread in self._threads:
@@ -114,26 +114,26 @@ class Doctor:
         self.record.beat(LEFT + farewell)
         if not any(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(RuntimeError):
-                if self._peers.scattered or farewell:  # ranks that have not mapped the memory by now no longer can
+                if self._peers.scattered or farewell:  # ranks that have not mapped the memory yet cannot map it later
                     self._peers.send()
-                    if self._rank == 0:  # whose process may serve the store, and would end it
+                    if self._rank == 0:  # this process may serve the store, which ends with it
                         self._peers.outlast(2 * _PULSE)
                 self._peers.stop_asking()
             self._peers.close()
             self.record.close()
             self._group = self._comparison = (
-                None  # a process that is forked later has no use for it, nor for its connections
+                None  # so that a process forked later does not inherit the group's connections
             )
 
     def concerns(self, group: Any) -> bool:
-        """Whether an operation in ``group`` (None: the default one) is one of all ranks."""
+        """Whether an operation in ``group`` (None: the default group) is a collective of all ranks."""
         return group is None or (hasattr(group, "size") and group.size() == self._size)
 
     def enter(self, operation: str, detail: str = "", *, shared: bool, counted: bool = False) -> None:
-        """An operation begins on the main thread.
+        """Records the beginning of an operation on the main thread, and compares it with the other ranks.
 
         Raises:
-            CollectiveMismatchError: another rank of this machine has entered another operation in its place, or one of
+            CollectiveMismatchError: a rank of this machine has entered another operation in its place, or a rank of
                 another machine has done so before the last :meth:`compare`.
         """
         self.record.enter(operation, detail, shared=shared, counted=counted)
@@ -143,7 +143,7 @@ class Doctor:
         elif self._comparison is not None and self._comparison.pending:
             try:
                 problem = self._comparison.difference(self.record)
-            except RuntimeError as error:  # a rank is gone, or is in an operation that this one is not in
+            except RuntimeError as error:  # a rank has ended, or is in another operation
                 self.record.leave()
                 self.explain(error)
                 raise
@@ -153,7 +153,10 @@ class Doctor:
             raise CollectiveMismatchError(problem)
 
     def compare_machines(self) -> None:
-        """From now on :meth:`compare` compares ranks of several machines, if there are several. Collective."""
+        """Enables :meth:`compare` between ranks of several machines, if there are several.
+
+        Collective: every rank of the group must call this.
+        """
         from accel_state.collectives.objects import all_gather_object
         from accel_state.process_group.group import sibling_group
 
@@ -162,15 +165,19 @@ class Doctor:
             self._comparison = Comparison(sibling_group(self._group, backend="gloo"))
 
     def compare(self) -> None:
-        """Compares what the ranks have done together so far; the next operation fails if that differs. Collective."""
+        """Starts a comparison of the collectives so far; the next operation fails if the ranks differ.
+
+        Collective: every rank of the group must call this.
+        """
         if self._comparison is not None and not self._comparison.pending:
             self._comparison.begin(self.record)
 
     def explain(self, error: Exception) -> None:
-        """Raises what is known of the other ranks in the place of an error that comes of a broken connection.
+        """Replaces an error that a broken connection caused by one that reports the state of the other ranks.
 
         Raises:
-            CollectiveError: naming the ranks that are gone or elsewhere; nothing is raised if all is well with them.
+            CollectiveError: naming the ranks that have ended or are elsewhere; returns without raising if there is
+                none.
         """
         broken = active.broken_connection(error)
         if broken is None:
@@ -178,7 +185,8 @@ class Doctor:
         deadline = time.monotonic() + _SEARCH
         found = self._finding
         while found is None and time.monotonic() < deadline and not self._closed.is_set():
-            # Before all ranks have registered, one of those that have would be blamed.
+            # Before all ranks have registered, the diagnosis would blame a registered rank for one that is still
+            # missing.
             informed = self._informed.is_set() or deadline - time.monotonic() < _SEARCH / 2
             found = diagnose(self._look(), lost=True) if informed else None
             if found is None or not found.final:
@@ -190,14 +198,14 @@ class Doctor:
             raise CollectiveError(f"{found.text}\n(the group said: {str(broken).splitlines()[0][:200]})") from error
 
     def places(self) -> dict[int, SourcePlace]:
-        """Where the other ranks are, for this one, which waits for them before a common operation."""
+        """Returns the progress of the other ranks relative to this one, which waits for them before a collective."""
         progress = self.record.progress
         return {state.rank: place(state, progress) for state in self._look() if state.rank != self._rank}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Adds what is known of the other ranks to an error that ends the program.
+        """Adds the state of the other ranks to an uncaught error.
 
-        A model or the program itself may have waited for them, in torch's own operations, which nobody notes.
+        The model or the program may have waited for other ranks in operations of torch itself, which are not recorded.
         """
         if not isinstance(error, AccelError) and isinstance(error, Exception) and not self._closed.is_set():
             try:
@@ -239,9 +247,9 @@ class Doctor:
                 self._patience, self._remarked = REMARKABLE, None
 
     def _correspond(self) -> None:
-        """Exchanges records with the ranks of other machines, as long as there are any and rank 0's store answers.
+        """Exchanges records with ranks of other machines, as long as there are any and rank 0's store answers.
 
-        A store whose process is stopped keeps this thread waiting, and not the one that watches.
+        A store whose process is stopped blocks this thread, but not the thread that watches.
         """
         sent = 0.0
         try:
@@ -260,7 +268,7 @@ class Doctor:
             if self._alone.is_set():
                 self._peers.stop_asking()
         except RuntimeError:
-            self._informed.set()  # rank 0 is gone, and with it all that could still be known
+            self._informed.set()  # rank 0 has ended, so no further records can be received
 
     @property
     def _pause(self) -> float:
@@ -281,8 +289,9 @@ class Doctor:
                 _say(f"{found.text}\n  (it may still come; this is said again after {self._patience:.0f} s)")
 
     def _end(self, found: Diagnosis, *, speaks: bool) -> None:
-        """Makes the collective that this rank waits in fail; ends the process if it stays in it all the same."""
-        # A rank at fault that waits may end the wait before any other; its report then stands before its stacks.
+        """Makes the collective that this rank waits in fail; ends the process if it stays in that collective."""
+        # A culprit that waits may end the wait before any other rank does, so it prints the report before its stacks
+        # too.
         if speaks or self._rank in found.culprits:
             _say(found.text)
         _say(f"stacks of rank {self._rank}:\n{_stacks()}{flight_record()}")
@@ -308,7 +317,7 @@ def _say(text: str) -> None:
 
 
 def _farewell() -> str:
-    """Why this process leaves: the error that ends it, with its line, or nothing in particular."""
+    """Returns the error that ends this process, with its source line; empty if there is none."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""
@@ -331,12 +340,12 @@ def _stacks() -> str:
 
 
 def _starts(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame only starts the program: those of runpy, and of the launcher's main module."""
+    """Whether a frame belongs to program start: runpy, or the launcher's main module."""
     return frame.filename == "<frozen runpy>" or frame.filename.endswith(_STARTER)
 
 
 def _break_connections(group: "ProcessGroup") -> None:
-    """Makes what waits in the group fail: NCCL is told to abort; gloo cannot be, so its connections are cut."""
+    """Makes pending collectives of the group fail: aborts NCCL; gloo has no abort, so its sockets are shut down."""
     import socket
     import stat
 

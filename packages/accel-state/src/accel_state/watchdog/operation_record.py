@@ -1,7 +1,7 @@
-"""A numbered record of this process's collectives, in memory that the other processes of the machine can read.
+"""Record of this process's collectives, in shared memory that the other processes of the machine can read.
 
-It is written before an operation begins and outlives the process, so what a killed, stopped or aborted rank was about
-to do can still be said. The memory belongs to no file: it is gone with the last process that maps it.
+An entry is written before its operation begins, and the memory outlives the process, so the last operation of a killed,
+stopped or aborted rank can still be reported. The memory is anonymous: it is freed with the last process that maps it.
 """
 
 import mmap
@@ -18,16 +18,16 @@ from zlib import crc32
 
 SLOTS, _TEXT = 32, 232
 _HEADER = struct.Struct("<16sQQQH")
-"""Token, number of the newest entry, time of the last beat, processor time then, length of the beat's text."""
+"""Token, number of the newest entry, time of the last heartbeat, CPU time then, length of the heartbeat's text."""
 _ENTRY = struct.Struct("<QQQQQQH")
-"""Number, common number (0: none), when it began and ended (0: not yet) in ns of CLOCK_MONOTONIC, both numbers of its
-progress, length of text."""
+"""Number, sequence number (0: not a collective), begin and end (0: not yet) in ns of CLOCK_MONOTONIC, both numbers of
+the progress, length of the text."""
 _ENDED, _ENDED_AT = struct.Struct("<Q"), 24
 _PROGRESS, _PROGRESS_AT = struct.Struct("<QQ"), 32
 _SLOT = _ENTRY.size + _TEXT
 _BEAT_TEXT = 2048
 _SHARED = struct.Struct("<QQ")
-"""Sequence number and digest of an operation that all ranks do together."""
+"""Sequence number and digest of a collective of all ranks."""
 _SHARED_SLOTS = 64
 _SHARED_AT = _HEADER.size + _BEAT_TEXT
 _SLOTS_AT = _SHARED_AT + _SHARED_SLOTS * _SHARED.size
@@ -40,10 +40,10 @@ _SEPARATOR = "\x1f"
 class RecordedOperation:
     """One operation of one rank.
 
-    ``sequence`` numbers the operations that all ranks do together, from 1; 0 for those that each does by itself, like
-    backward. ``began`` and ``ended`` are seconds of the machine's monotonic clock; ``ended`` None: still inside.
-    ``progress`` is how far the rank had come with it, to be compared between ranks: the number of the newest common
-    operation, and how many counted ones (which each rank does by itself, and all equally often) it began after that.
+    ``sequence`` numbers the collectives of all ranks, from 1; 0 for operations that each rank runs independently, like
+    backward. ``began`` and ``ended`` are seconds of the machine's monotonic clock; ``ended`` is None while the rank is
+    inside. ``progress`` is comparable between ranks: the sequence number of the newest collective, and the number of
+    counted operations (run independently, but equally often on all ranks) that the rank began after that collective.
     """
 
     number: int
@@ -57,14 +57,14 @@ class RecordedOperation:
 
     @property
     def what(self) -> str:
-        """The operation as one would write it."""
+        """The operation as a call expression."""
         return f"{self.operation}({self.detail})"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RecordSnapshot:
-    """What a record said at one moment: its entries, oldest first, and the last sign of life."""
+    """Contents of a record at one moment: its entries, oldest first, and the last heartbeat."""
 
     entries: tuple[RecordedOperation, ...]
     beat: float
@@ -73,22 +73,22 @@ class RecordSnapshot:
 
     @property
     def current(self) -> RecordedOperation | None:
-        """The outermost operation that the rank is inside of."""
+        """The outermost operation that the rank is inside, or None."""
         return next((entry for entry in self.entries if entry.ended is None), None)
 
     @property
     def last(self) -> RecordedOperation | None:
-        """The operation that it began last."""
+        """The operation that the rank began last, or None."""
         return self.entries[-1] if self.entries else None
 
     def at(self, sequence: int) -> RecordedOperation | None:
-        """The operation with this number among those that all ranks do together, if it is known."""
+        """Returns the collective with this sequence number, or None if the record does not hold it."""
         return next((entry for entry in self.entries if entry.sequence == sequence), None)
 
 
 @final
 class Record:
-    """The record of this process. Only the main thread writes operations; the doctor's thread writes the beat."""
+    """Record of this process. Only the main thread writes operations; the watchdog's thread writes the heartbeat."""
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
@@ -110,19 +110,19 @@ class Record:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far this rank has come, as ``RecordedOperation.progress``."""
+        """Progress of this rank, as in ``RecordedOperation.progress``."""
         return self.sequence, self._counted
 
     def enter(self, operation: str, detail: str, *, shared: bool, counted: bool = False) -> bool:
-        """Notes that an operation begins. False: not to be noted here.
+        """Records the beginning of an operation. Returns False, without recording, outside the main thread.
 
-        ``shared``: all ranks do it together; ``counted``: each does it by itself, and all equally often.
+        ``shared``: a collective of all ranks; ``counted``: run independently, but equally often on all ranks.
         """
         if threading.get_ident() != self._main:
             return False
         memory, sequence = self._memory, 0
         number = self._number = self._number + 1
-        if not self._together:  # otherwise it is a part of an operation that is numbered already
+        if not self._together:  # otherwise it is part of a collective that has a number already
             if shared:
                 sequence = self.sequence = self.sequence + 1
                 self._together = number
@@ -139,13 +139,13 @@ class Record:
         memory[begin : begin + len(text)] = text
         now, reached, steps = time.monotonic_ns(), self.sequence, self._counted
         _ENTRY.pack_into(memory, offset, number, sequence, now, 0, reached, steps, len(text))
-        if sequence:  # last: who sees it may read the entry
+        if sequence:  # written last: a reader that sees it may read the entry
             _SHARED.pack_into(memory, _shared_offset(sequence), sequence, digest)
         self._open.append(number)
         return True
 
     def differs(self, peers: Iterable[mmap.mmap]) -> bool:
-        """Whether a peer's operation with the newest sequence number is another one than ours, if it has come there."""
+        """Whether a peer has recorded another operation under the newest sequence number of this rank."""
         offset = _shared_offset(self.sequence)
         mine = _SHARED.unpack_from(self._memory, offset)
         for peer in peers:
@@ -156,20 +156,20 @@ class Record:
 
     @property
     def inside(self) -> bool:
-        """Some operation has begun and not ended."""
+        """Whether an operation has begun and not ended."""
         return bool(self._open)
 
     def leave(self) -> None:
-        """Notes that the operation begun last has ended."""
+        """Records the end of the operation that began last."""
         number = self._open.pop()
         if number == self._together:
             self._together = 0
-        if self._number - number < SLOTS:  # else its place is another's by now
+        if self._number - number < SLOTS:  # otherwise its slot has been reused
             offset = _SLOTS_AT + (number % SLOTS) * _SLOT
             _ENDED.pack_into(self._memory, offset + _ENDED_AT, time.monotonic_ns())
 
     def withdraw(self) -> None:
-        """The operation begun last was refused before any other rank was needed: it counts for nothing."""
+        """Uncounts the operation that began last, which was refused before any other rank was needed."""
         if self._together == self._number and self.sequence:
             _SHARED.pack_into(self._memory, _shared_offset(self.sequence), 0, 0)
             self.sequence -= 1
@@ -179,18 +179,18 @@ class Record:
             _PROGRESS.pack_into(self._memory, offset + _PROGRESS_AT, self.sequence, self._counted)
 
     def beat(self, said: str) -> None:
-        """A sign of life, with what the process is doing."""
+        """Writes a heartbeat, with a text about what the process is doing."""
         data = said.encode()[:_BEAT_TEXT]
         now, processor = time.monotonic_ns(), time.process_time_ns()
         self._memory[_HEADER.size : _HEADER.size + len(data)] = data
         _HEADER.pack_into(self._memory, 0, self.token, self._number, now, processor, len(data))
 
     def read(self) -> RecordSnapshot:
-        """What it says now."""
+        """Returns the current contents."""
         return decode(self._memory[:])
 
     def image(self) -> bytes:
-        """All of it, for a process on another machine."""
+        """Returns the memory as bytes, for a process on another machine."""
         return bytes(self._memory[:])
 
     def close(self) -> None:
@@ -200,9 +200,10 @@ class Record:
             self.descriptor = -1
 
     def _describe(self, key: tuple[int, int, str, str], frame: FrameType | None) -> tuple[bytes, int, CodeType | None]:
-        """The text and the digest of an operation, kept for the next time that this line does the same.
+        """Returns text and digest of an operation, cached for the next call of the same operation from the same line.
 
-        With the code, which lives as long, so that no other has its ``id``: hashing code itself takes longer.
+        The cache entry includes the code object, which keeps its ``id`` from being reused; hashing the code would take
+        longer.
         """
         operation, detail = key[2:]
         site = "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -219,7 +220,7 @@ def _shared_offset(sequence: int) -> int:
 
 
 def decode(image: bytes) -> RecordSnapshot:
-    """Reads a record; entries that are being written meanwhile are left out."""
+    """Decodes a record; entries that are being written at the moment are left out."""
     _, _, beat, processor, length = _HEADER.unpack_from(image, 0)
     said = image[_HEADER.size : _HEADER.size + length].decode(errors="replace")
     entries = []
@@ -247,12 +248,12 @@ def _belongs_to_library(file: str, module: str) -> bool:
     return file.startswith("<") or module.partition(".")[0] in _OURS or any(part in file for part in _THEIRS)
 
 
-# Of files whose code has run: looked up for every frame above every collective.
+# Cache by file name, because the lookup runs for every frame above every collective.
 _library_files: dict[str, bool] = {}
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether code is Python's, an installed package's or ours, rather than the program's own."""
+    """Whether the code of a frame belongs to Python, an installed package or accel, rather than to the program."""
     file = frame.f_code.co_filename
     found = _library_files.get(file)
     if found is None:
@@ -261,7 +262,7 @@ def is_library(frame: FrameType) -> bool:
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the program itself, or the outermost of all."""
+    """Returns the innermost frame of the program itself, or the outermost frame if there is none."""
     outermost = frame
     while frame is not None:
         if not is_library(frame):
@@ -271,7 +272,7 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def describe_place(ident: int) -> str:
-    """Where a thread stands: the program's own line, and what that is inside of."""
+    """Describes the position of a thread: the line of the program, and the library function that it is inside."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return "nowhere (it has ended)"

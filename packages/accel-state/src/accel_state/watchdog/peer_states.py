@@ -1,4 +1,4 @@
-"""The states of the other ranks: from their memory on this machine, through the group's store elsewhere."""
+"""States of the other ranks: from shared memory on this machine, through the group's store on other machines."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 LEFT = "\0"
-"""Begins what a process said last, when it left by itself."""
+"""Prefix of the last heartbeat's text of a process that ended by itself."""
 
 _BUSY = 0.2
 _ANSWERS_WITHIN = 5.0
@@ -27,7 +27,7 @@ _LOOK_EVERY = 0.01
 
 @final
 class Watched:
-    """One rank as this process sees it, followed from one look to the next by this process's own clock."""
+    """One rank as this process sees it, with durations measured by this process's own clock."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -42,7 +42,7 @@ class Watched:
         self._beat = self._processor = 0.0
 
     def map(self, pid: int, descriptor: int, token: str) -> None:
-        """Maps the memory of a process of this machine; where that is forbidden, its messages are read instead."""
+        """Maps the memory of a process of this machine; if that is forbidden, its records are read from the store."""
         with contextlib.suppress(OSError, ValueError):
             with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
@@ -53,11 +53,11 @@ class Watched:
 
     @property
     def is_local(self) -> bool:
-        """Its memory can be read."""
+        """Whether the memory of the rank can be read."""
         return self.memory is not None
 
     def look(self, known_until: float | None = None) -> RankState:
-        """How it is now; as it was ``known_until`` then, if no message from another machine can have come since."""
+        """Returns the current state; messages of other machines could last be read at ``known_until`` (None: now)."""
         now = time.monotonic()
         image = bytes(self.memory[:]) if self.memory is not None else self.image
         snapshot = None if image is None else decode(image)
@@ -68,7 +68,7 @@ class Watched:
             self._life, self._since = life, now
         current = None if snapshot is None else snapshot.current
         lasting = now - (self._heard if life == "silent" else self._since)
-        # Of a process elsewhere nothing is known since it was last heard of.
+        # The state of a process on another machine is known up to its last heartbeat only.
         known = now if self.is_local else self._heard
         idle = max(0.0, known - self._still) if life == "alive" else 0.0
         waiting = 0.0 if current is None else idle
@@ -98,7 +98,7 @@ class Watched:
     def _alive(self, snapshot: RecordSnapshot | None, known_until: float) -> tuple[Life, str]:
         if snapshot is not None and snapshot.said.startswith(LEFT):
             return "left", snapshot.said[1:]
-        if self._gone:  # before its memory could be mapped
+        if self._gone:  # ended before its memory could be mapped
             return "dead", ""
         if self._pidfd >= 0 and _shows_end(self._pidfd):
             return "dead", ""
@@ -115,10 +115,10 @@ class Watched:
 
 @final
 class Messages:
-    """The store that the ranks share, used only as long as its server lives.
+    """The store that the ranks share, used only while its server lives.
 
-    torch prints its C++ stack when a request reaches no server, even after a run that succeeded. So an extra
-    connection, on which nothing is ever sent, shows when the process that serves the store has closed it or ended.
+    torch prints its C++ stack when a request reaches no server, even after a successful run. An additional connection,
+    on which nothing is sent, therefore detects that the process that serves the store has closed it or ended.
     """
 
     def __init__(self, store: "Store") -> None:
@@ -133,18 +133,18 @@ class Messages:
                 self._line.setblocking(False)
 
     def set(self, key: str, value: str) -> None:
-        """Writes a message; RuntimeError without a store."""
-        with no_warnings():  # of a server that ends before it answers
+        """Writes a message; RuntimeError if the store is gone."""
+        with no_warnings():  # about a server that ends before it answers
             self._asked().set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """A message, or None where there is none yet; RuntimeError without a store."""
+        """Reads a message; None if it does not exist yet; RuntimeError if the store is gone."""
         with no_warnings():
             store = self._asked()
             return store.get(key) if store.check([key]) else None
 
     def close(self) -> None:
-        """Ends the connection; later calls find no store."""
+        """Closes the connection; later calls raise RuntimeError."""
         self._store = None
         if self._line is not None:
             self._line.close()
@@ -169,7 +169,7 @@ class Messages:
 
 @final
 class PeerStates:
-    """All ranks of a group, this one included."""
+    """States of all ranks of a group, including this one."""
 
     def __init__(self, store: "Store", rank: int, world_size: int, record: Record) -> None:
         self._messages = Messages(store)
@@ -184,11 +184,11 @@ class PeerStates:
 
     @property
     def memories(self) -> list[mmap.mmap]:
-        """The memories of the other processes of this machine."""
+        """Memories of the other processes of this machine."""
         return [one.memory for one in self.watched if one.memory is not None and one.rank != self._rank]
 
     def meet(self) -> None:
-        """Maps the memories of ranks that have registered since the last call; RuntimeError without a store."""
+        """Maps the memories of ranks that have registered since the last call; RuntimeError if the store is gone."""
         for rank in list(self._unknown):
             said = self._messages.get(f"who/{rank}")
             if said is None:
@@ -200,16 +200,16 @@ class PeerStates:
 
     @property
     def complete(self) -> bool:
-        """All ranks have registered."""
+        """Whether all ranks have registered."""
         return not self._unknown
 
     @property
     def scattered(self) -> bool:
-        """Some rank is on another machine."""
+        """Whether the memory of a rank cannot be read, because it is on another machine."""
         return any(not one.is_local for one in self.watched)
 
     def send(self) -> None:
-        """Writes this process's record for the other machines."""
+        """Writes this process's record into the store, for the other machines."""
         self._messages.set(f"image/{self._rank}", self._record.image().hex())
 
     def receive(self) -> None:
@@ -221,13 +221,13 @@ class PeerStates:
         self._answered = time.monotonic()
 
     def stop_asking(self) -> None:
-        """Stops using the store, with a message about it for rank 0, which may have to serve the store until then."""
+        """Stops using the store, after a message about it to rank 0, which may have to serve the store until then."""
         with contextlib.suppress(RuntimeError):
             self._messages.set(f"quiet/{self._rank}", "")
         self._messages.close()
 
     def outlast(self, seconds: float) -> None:
-        """Waits until no process of another machine uses the store any more, at most ``seconds``."""
+        """Waits until no rank of another machine uses the store any more, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         asking = [one.rank for one in self.watched if one.rank != self._rank and not one.is_local]
         while asking and time.monotonic() < deadline:
@@ -235,10 +235,10 @@ class PeerStates:
             time.sleep(_LOOK_EVERY)
 
     def look(self) -> list[RankState]:
-        """How all are now.
+        """Returns the current states of all ranks.
 
-        A store that does not answer, or is gone, shows that something is wrong with rank 0 alone, whose machine it is
-        on. The others are as they were when it answered last.
+        A store that does not answer, or is gone, is evidence about rank 0 only, which serves it. Silence of the other
+        ranks is therefore measured up to the last answer of the store.
         """
         return [one.look(None if one.rank == 0 else self._answered) for one in self.watched]
 
@@ -250,7 +250,7 @@ class PeerStates:
 
 
 def _shows_end(pidfd: int) -> bool:
-    poll = select.poll()  # ``select`` itself refuses files from number 1024 on, which a training may well have
+    poll = select.poll()  # ``select`` refuses descriptors from 1024 on, which a training process may have
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
@@ -272,7 +272,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _host() -> str:
-    """A name that differs between machines, and between containers with process numbers of their own."""
+    """Returns a name that differs between machines, and between containers with PID namespaces of their own."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
