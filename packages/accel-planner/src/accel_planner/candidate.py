@@ -130,7 +130,7 @@ def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
 
 
 def _offloads(base: Candidate) -> bool:
-    """Whether a candidate can offload. Offloading unsharded parameters would store them once for each rank of a node."""
+    """Whether a candidate can offload: unsharded parameters would be stored in host memory once for each rank."""
     return base.kind == "zero" or (base.kind == "sharded" and base.replicas != "all")
 
 

@@ -43,9 +43,7 @@ class Traffic:
 
 
 def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidate") -> Traffic:
-    """Communication volume of a strategy. Collectives are rings: each rank sends (n-1)/n of the gathered or scattered
-    bytes.
-    """
+    """Communication volume of a strategy. In a ring, each rank sends (n-1)/n of the gathered or scattered bytes."""
     replicas, shards = candidate.degrees(hardware.devices, hardware.nodes)
     dtypes = shard_dtypes(profile.policy, FSDPConfig())
     compute, reduce = dtypes.get("param_dtype"), dtypes.get("reduce_dtype")

@@ -29,7 +29,7 @@ class Peak:
 
 
 def replay_replicated(timeline: Timeline, gradients: int, *, buckets: bool) -> Peak:
-    """Replays a step of a replicated model: gradients accumulate in the backward, beside DDP's buckets if it has any."""
+    """Replays a step of a replicated model: gradients accumulate in the backward, beside DDP's buckets if any."""
     held = gradients if buckets else 0
     total, made = held, 0
     for mark in timeline.marks:

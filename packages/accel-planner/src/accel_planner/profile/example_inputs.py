@@ -116,7 +116,7 @@ def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
 
 
 def _split(model: nn.Module, value: Any) -> tuple[Any, torch.Tensor | None]:
-    """Splits (inputs, targets) if the model takes one argument only; otherwise returns the full batch and no targets."""
+    """Splits (inputs, targets) if the model takes one argument; otherwise returns the full batch and no targets."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], torch.Tensor):
         taken = [
             p

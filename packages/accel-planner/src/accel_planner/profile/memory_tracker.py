@@ -57,7 +57,7 @@ class StorageWatch(TorchDispatchMode):
         return result
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """Number of a tensor's storage in order of creation; -1 for a storage that was given beforehand or never seen."""
+        """Number of a tensor's storage in order of creation; -1 if it was given beforehand or never seen."""
         return self._keys.get(tensor.untyped_storage()._cdata, -1)
 
     def note(self, what: object) -> None:

@@ -74,7 +74,7 @@ def _marks(events: Iterable[tuple[Any, int]], gradients: Mapping[int, int]) -> t
 
 
 def _mark(module: nn.Module, index: int, watch: StorageWatch) -> list[Any]:
-    """Adds hooks that mark when forward and backward enter and leave a module, at the points where FSDP has its hooks."""
+    """Adds hooks that mark when forward and backward enter and leave a module, where FSDP has its hooks."""
 
     def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
         watch.note(("enter", index))
