@@ -55,12 +55,9 @@ def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> 
     """Measures the memory of this process's tensors in a step, after two warm-up steps.
 
     CPU allocators keep no statistics. There, memory that persists between steps is counted tensor by tensor, and
-    temporary
-    memory is taken from the allocations that torch's profiler reports, including copies that collectives make.
-    Memory that
-    another thread frees is not reported, so the lowest peak of ``steps`` is taken. Memory that a library allocates
-    without
-    the allocator is not seen. Accelerators are measured by their allocator's statistics.
+    temporary memory is taken from the allocations that torch's profiler reports, including copies that collectives
+    make. Memory that another thread frees is not reported, so the lowest peak of ``steps`` is taken. Memory that a
+    library allocates without the allocator is not seen. Accelerators are measured by their allocator's statistics.
 
     Args:
         extra: further tensors that are allocated and that only the caller knows, such as a batch.

@@ -25,9 +25,8 @@ _PEAKS = (
 def count_flops(forward: Callable[[], Any], *, backward: bool = True) -> int:
     """Floating-point operations of ``forward()``, which returns a loss, and of its backward; as torch counts them.
 
-    Runs both once, for real, so the backward accumulates into the parameters' gradients. Matrix products,
-    convolutions and
-    attention count, with two operations for each multiply-add; elementwise operations do not.
+    Runs both once, for real, so the backward accumulates into the parameters' gradients. Matrix products, convolutions
+    and attention count, with two operations for each multiply-add; elementwise operations do not.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -51,8 +51,7 @@ class LossWatch:
 
     The usual distance is the median absolute deviation from the median, which is robust to a few outliers. No loss is a
     spike before ``window // 4`` losses have been seen, and spikes are not added to the window; but ``window // 4``
-    spikes
-    in a row become the new window.
+    spikes in a row become the new window.
     """
 
     def __init__(self, window: int = 64, times: float = 10.0) -> None:
@@ -82,9 +81,7 @@ class LossWatch:
 
 
 def worst_of_others(troubles: Sequence[Trouble]) -> list[Trouble]:
-    """The worst anomaly of each step at which rank 0 saw none; damaged weights affect all ranks: one report is
-    enough.
-    """
+    """The worst anomaly of each step at which rank 0 saw none, because rank 0 reports its own anomalies itself."""
     own = {trouble.step for trouble in troubles if trouble.rank == 0}
     worst: dict[int, Trouble] = {}
     for trouble in sorted(troubles, key=lambda one: (one.kind != "nonfinite", -one.loss, one.rank)):

@@ -143,9 +143,8 @@ class Meter:
     def step(self, loss: Any = None) -> Reading | None:
         """Ends a step. Every few steps, makes and logs a reading, and compares the ranks.
 
-        Checks ``loss`` if it is given: an anomaly is reported with the step, the samples and the parameters;
-        anomalies of
-        other ranks are reported with the next reading.
+        Checks ``loss`` if it is given: an anomaly is reported with the step, the samples and the parameters; anomalies
+        of other ranks are reported with the next reading.
 
         Collective: every rank of the group must call this.
         """

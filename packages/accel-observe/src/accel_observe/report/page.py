@@ -196,9 +196,7 @@ def _configuration(history: History) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Renders a table. A heading that ends with ``>`` marks a column of numbers, with ``|`` a column without
-    wrapping.
-    """
+    """Renders a table. A heading that ends with ``>`` marks a column of numbers, with ``|`` one without line breaks."""
     kinds = {">": ' class="right"', "|": ' class="short"'}
     sides = [kinds.get(column[-1:], "") for column in columns]
     head = "".join(f"<th{side}>{escape(column.rstrip('>|'))}</th>" for column, side in zip(columns, sides, strict=True))

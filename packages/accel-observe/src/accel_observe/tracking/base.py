@@ -36,17 +36,15 @@ class Continuation:
 
 
 class GeneralTracker:
-    """Base class of trackers: subclass it, set ``name`` and ``requires_logging_directory``, and override methods
-    below.
+    """Base class of trackers: subclass it, set ``name`` and ``requires_logging_directory``, override methods below.
 
     A class needs the attributes ``name`` and ``requires_logging_directory`` and the property ``tracker``. Its
     constructor only stores its arguments; ``start`` opens files and connections. All methods but the constructor are
     called on one thread of the tracker's own, on the main process only. They may raise or block: the run is not
     delayed, and values are kept and delivered again.
 
-    A resumed run calls ``resume`` before ``start``. A tracker that can delete what it wrote after a step does so
-    then; a
-    tracker that cannot returns from ``marks`` what it already holds, and does not receive those values again.
+    A resumed run calls ``resume`` before ``start``. A tracker that can delete what it wrote after a step does so then;
+    a tracker that cannot returns from ``marks`` what it already holds, and does not receive those values again.
 
     Attributes:
         name: its name in ``log_with`` and ``log_kwargs``.

@@ -46,12 +46,10 @@ class DeliveryQueue:
 
     A failed delivery is repeated after a growing pause; meanwhile entries wait, first in memory, then in the spool. An
     entry that the tracker rejects (``TypeError``, ``ValueError``) is dropped at once. Problems are logged once, and
-    once
-    more when they are over.
+    once more when they are over.
 
-    The identity of the tracker's run is written beside the spool as soon as it is known, because a run may resume
-    from a
-    checkpoint that was saved before. ``folder`` returns the run's current folder; None: nothing is written.
+    The identity of the tracker's run is written beside the spool as soon as it is known, because a run may resume from
+    a checkpoint that was saved before. ``folder`` returns the run's current folder; None: nothing is written.
     """
 
     def __init__(

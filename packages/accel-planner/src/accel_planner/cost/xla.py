@@ -22,9 +22,8 @@ def plan_compiled(
 ) -> "tuple[Parts, int]":
     """Every device holds full tensors, or shards of parameters, gradients and states along their longest dimension.
 
-    The program's outputs are allocated from its beginning, and gradients twice: torch transposes the computed
-    gradient of
-    a matrix, and both copies outlive the step. Sharded parameters are gathered for the forward and stay gathered.
+    The program's outputs are allocated from its beginning, and gradients twice: torch transposes the computed gradient
+    of a matrix, and both copies outlive the step. Sharded parameters are gathered for the forward and stay gathered.
     """
     from accel_planner.cost.model import Parts
 

@@ -86,8 +86,7 @@ def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
 
     The output itself if it is a scalar or has a ``loss``; the cross entropy of (batch, length, classes) with token ids;
     otherwise the mean of all outputs. If the batch is (inputs, targets) and the model takes one argument, the model
-    gets
-    the inputs, and the targets' dtype selects the loss.
+    gets the inputs, and the targets' dtype selects the loss.
 
     Raises:
         PlanError: the output has no floating-point tensor.

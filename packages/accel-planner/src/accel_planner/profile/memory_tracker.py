@@ -100,9 +100,8 @@ class StorageWatch(TorchDispatchMode):
 def _scratch(func: Any, args: Any) -> int:
     """Temporary bytes of an operation: convolutions copy their inputs into their own memory format.
 
-    oneDNN does so with contiguous images: with the input in the forward, with the input and the output's gradient
-    in the
-    backward. Images in ``channels_last`` format are not copied.
+    oneDNN does so with contiguous images: with the input in the forward, with the input and the output's gradient in
+    the backward. Images in ``channels_last`` format are not copied.
     """
     name = str(getattr(func, "_overloadpacket", ""))
     if name not in ("aten.convolution", "aten.convolution_backward"):

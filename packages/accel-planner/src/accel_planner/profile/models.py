@@ -27,9 +27,8 @@ class Built:
 def build(source: "nn.Module | Constructor") -> Built:
     """Returns the model itself, or the model that a constructor builds on the meta device, where it takes no memory.
 
-    A constructor that needs values (``.item()``, numpy, an explicit device) is called without the meta device, and
-    a note
-    says so.
+    A constructor that needs values (``.item()``, numpy, an explicit device) is called without the meta device, and a
+    note says so.
 
     Raises:
         PlanError: both calls fail, or the result is not a module.

@@ -19,9 +19,8 @@ class ClearMLTracker(GeneralTracker):
     """Reports to the script's task, or to a task of the project ``run_name``; ``kwargs`` are passed to ``Task.init``.
 
     ``CLEARML_PROJECT`` and ``CLEARML_TASK`` override the arguments. A name such as ``eval_loss`` becomes the series
-    ``eval`` of ``loss``; without a prefix the series is ``train``. A resumed run keeps its task, and values that
-    the task
-    already holds are not reported again.
+    ``eval`` of ``loss``; without a prefix the series is ``train``. A resumed run keeps its task, and values that the
+    task already holds are not reported again.
 
     Raises:
         ValueError: a table without data and without a data frame.

@@ -20,8 +20,7 @@ class MLflowTracker(GeneralTracker):
     """Logs to an experiment, new or existing, through its own client; does not touch the script's active run.
 
     The variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and ``MLFLOW_NESTED_RUN``
-    override
-    the arguments. A resumed run keeps its id; values that it already holds are not recorded again.
+    override the arguments. A resumed run keeps its id; values that it already holds are not recorded again.
     """
 
     name = "mlflow"

@@ -18,8 +18,7 @@ class TensorBoardTracker(GeneralTracker):
     logging folder, runs have no id and are in ``<logging_dir>/<run_name>``.
 
     The configuration becomes hyperparameters of this run, and the nested file ``<time>/hparams.yml``. A resumed run
-    passes
-    TensorBoard the step from which earlier events no longer count (``purge_step``).
+    passes TensorBoard the step from which earlier events no longer count (``purge_step``).
     """
 
     name = "tensorboard"

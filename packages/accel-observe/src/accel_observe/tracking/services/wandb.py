@@ -11,8 +11,7 @@ class WandBTracker(RunTracker):
     """Logs to the project ``run_name``; ``kwargs`` are passed to ``wandb.init``.
 
     A resumed run keeps its id (``resume="allow"``). The service rejects steps that it already has; offline, values
-    recorded
-    after the checkpoint remain in the earlier offline folder.
+    recorded after the checkpoint remain in the earlier offline folder.
     """
 
     name = "wandb"
