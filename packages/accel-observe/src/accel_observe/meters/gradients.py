@@ -59,7 +59,7 @@ class StepGradients:
     def nonfinite(self) -> str:
         """Names the first ten parameters whose gradients hold nan or inf; waits for devices.
 
-        If gradients are sharded: Collective: every rank of the group must call this.
+        Collective: every rank of the group must call this. It is local if gradients are not sharded.
         """
         from accel_backends.ops.clip import listed
 
@@ -71,7 +71,7 @@ class StepGradients:
     def grown(self, count: int = 3) -> str:
         """Names the parameters whose gradient norms grew most since ``note``, with the factors.
 
-        If gradients are sharded: Collective: every rank of the group must call this.
+        Collective: every rank of the group must call this. It is local if gradients are not sharded.
         """
         nothing = torch.zeros(len(self._parameters))
         squares = self._squares()
