@@ -65,7 +65,7 @@ class GradientWait:
     computation did not overlap. On an accelerator both continue after the call returns, so little is measured there.
     """
 
-    # : Its hooks do not change gradients, so backends that refuse other hooks accept these.
+    #: Its hooks do not change gradients, so backends that refuse other hooks accept these.
     observes_gradients = True
 
     def __init__(self, clock: PhaseClock, models: Iterable[nn.Module]) -> None:
