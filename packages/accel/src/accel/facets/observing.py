@@ -182,10 +182,10 @@ class ObservingFacet(ABC):
 
     @contextmanager
     def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":
-        """Counts collectives in the block, and the bytes that this rank passes to them: ``{"all_reduce": {"calls":``...
+        """Counts collectives in the block, and the bytes that this rank passes to them, by name of the collective.
 
-        The mapping is filled when the block ends; collectives that the backend issues itself are included, as torch's
-        profiler records them.
+        The mapping, ``{"all_reduce": {"calls": 1, "bytes": ...}, ...}``, is filled when the block ends. Collectives
+        that the backend issues itself are included, as torch's profiler records them.
         """
         from accel.observe.explain import counted_communication
 

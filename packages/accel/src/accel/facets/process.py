@@ -57,7 +57,10 @@ class ProcessFacet(ABC):
         return self.session.is_last_process
 
     def wait_for_everyone(self) -> None:
-        """Barrier: blocks until every process has called this."""
+        """Barrier: blocks until every process has called this.
+
+        Collective: every rank of the group must call this.
+        """
         self.session.wait_for_everyone()
 
     def print(self, *values: object, **options: Any) -> None:
@@ -106,15 +109,24 @@ class ProcessFacet(ABC):
         return self.session.split_between_processes(inputs, apply_padding=apply_padding)
 
     def gather(self, tensor: Any) -> Any:
-        """All-gathers tensors in any nesting, concatenated along dimension 0; the result is on every process."""
+        """All-gathers tensors in any nesting, concatenated along dimension 0; the result is on every process.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """All-reduces tensors in any nesting elementwise (sum, mean, max or min), and multiplies them by ``scale``."""
+        """All-reduces tensors in any nesting elementwise (sum, mean, max or min), and multiplies them by ``scale``.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.reduce(tensor, reduction=reduction, scale=scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads every process's tensors along ``dim`` to the longest of all processes, so that they can be gathered."""
+        """Pads every process's tensors along ``dim`` to the longest of all processes, so that they can be gathered.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
