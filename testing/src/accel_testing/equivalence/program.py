@@ -100,7 +100,7 @@ def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def uneven_sizes(total: int, parts: int, *, zeros: bool = False) -> list[int]:
-    """Splits ``total`` samples into ``parts`` of clearly different sizes; none is empty, unless ``zeros``: the second."""
+    """Splits ``total`` samples into ``parts`` of clearly different sizes, none empty; with ``zeros``, the second is."""
     if total < parts:
         raise ValueError(f"{total} samples cannot be spread over {parts} micro-batches; make the global batches larger")
     shares = [index % 3 + 1 for index in range(parts)]
