@@ -150,7 +150,7 @@ _ACTIONS: dict[str, Callable[[str], None]] = {
 
 @contextmanager
 def limited_file_size(size: int) -> Iterator[None]:
-    """Limits files to ``size`` bytes within the block: writes beyond fail with ``OSError`` (EFBIG), as on a full disk."""
+    """Limits files to ``size`` bytes within the block: further writes raise ``OSError`` (EFBIG), as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ, by which the limit would otherwise kill the process.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
