@@ -346,7 +346,7 @@ class Accelerator(
 
         Raises:
             BackendError: the loss is not a scalar, or has no graph; or ``weight`` is given within
-            ``join_uneven_inputs``.
+                ``join_uneven_inputs``.
             PrepareError: no model has been prepared, so gradients would not be reduced over ranks.
         """
         if not self._models:

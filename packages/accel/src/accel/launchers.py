@@ -48,8 +48,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
         function: defined in a cell, or importable; makes its own ``Accelerator``.
         args: its arguments.
         num_processes: number on this machine; None: one per accelerator, or one on a machine without any. Always one on
-        a
-            TPU, where it drives all cores, and on Colab with fewer than two GPUs.
+            a TPU, where it drives all cores, and on Colab with fewer than two GPUs.
         mixed_precision: default precision of an ``Accelerator`` in the function.
         use_port: port of the rendezvous; on one machine a free port is used unless it differs from the default.
         master_addr: address of node 0.

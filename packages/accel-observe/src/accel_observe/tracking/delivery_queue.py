@@ -191,9 +191,7 @@ class DeliveryQueue:
                     self._trouble(error)
 
     def _left_behind(self) -> bool:
-        """Whether this thread was abandoned: ``finish`` stopped waiting and spooled its entries, which must stay
-        there.
-        """
+        """Whether ``finish`` abandoned this thread and spooled its entries, which must stay in the spool."""
         return self._thread is not threading.current_thread()
 
     def _work(self) -> bool:

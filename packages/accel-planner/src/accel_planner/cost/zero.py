@@ -120,9 +120,7 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
 
 
 def _kept(trained: Sequence[ParameterFact], part: int, ranks: int, *, halves: bool) -> int:
-    """Gradient bytes of stage 2 on the rank with the most: its partition, or full gradients that overlap the
-    partition.
-    """
+    """Gradient bytes of stage 2 on the rank with the most: its partition, or the full gradients that overlap it."""
     if halves:
         return part * MASTER.itemsize
     most = 0

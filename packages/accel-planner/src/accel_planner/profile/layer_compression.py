@@ -48,8 +48,7 @@ class PassedOver(nn.Module):
 
         Raises:
             CannotFoldError: the blocks' outputs differ from their inputs in shape or number; or the model computes
-            between
-                blocks (for example adds their input), which would be counted twice for each block.
+                between blocks (for example adds their input), which would be counted twice for each block.
         """
         first = args[0] if args else next(iter(kwargs.values()))
         given, *rest = self._before.shapes

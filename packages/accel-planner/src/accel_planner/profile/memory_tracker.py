@@ -15,9 +15,8 @@ class StorageWatch(TorchDispatchMode):
     Storages are counted once, however many tensors view them. Storages of the tensors given beforehand are not counted.
 
     Attributes:
-        events: in order, (key, bytes) for an allocation, (key, -bytes) for a release, and (object, operations so
-        far) for
-            each object passed to ``note``.
+        events: in order, (key, bytes) for an allocation, (key, -bytes) for a release, and (object, operations so far)
+            for each object passed to ``note``.
         live: bytes that are allocated now.
         peak: peak of ``live``.
         flops: floating-point operations, of the operations for which torch has a formula.

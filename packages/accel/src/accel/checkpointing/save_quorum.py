@@ -44,7 +44,7 @@ class Attendance:
     Args:
         store: shared by the ranks.
         number: index of this Accelerator among those of the group; equal on all ranks, which make them in the same
-        order.
+            order.
         patience: time for which a rank waits for the main rank; the timeout of collectives.
     """
 

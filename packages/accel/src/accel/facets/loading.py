@@ -59,7 +59,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         Raises:
             ConfigError: no location is given or known, or ``parts`` is empty.
             CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or a part that does not
-            fit.
+                fit.
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
                 A mismatch, and a file that is missing or has another size, are found before anything has changed. A
                 block whose bytes have changed is found when it is read into the parameters: models and optimizers

@@ -54,8 +54,7 @@ class PreemptionFacet(ABC):
             signals: names of signals; any rank may receive one.
             file: path whose existence means preemption; checked by the main process.
             check: called about every ``every`` seconds, in a thread of the main process; a true result means
-            preemption, and
-                is its reason. For a cloud's notices: ``accel.resilience.spot_notice.notice_at(url)``.
+                preemption, and is its reason. For a cloud's notices: ``accel.resilience.spot_notice.notice_at(url)``.
             every: seconds between two checks of ``file`` and ``check``.
             requeue: requeues a Slurm job after the save.
 

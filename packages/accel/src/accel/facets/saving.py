@@ -71,12 +71,10 @@ class SavingFacet(CheckpointFacet, ABC):
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or an earlier asynchronous save failed (committed
-            checkpoints
-                are intact); or other processes are absent whose state the save needs; or gradients of a full window
-                have not been stepped yet, which the checkpoint would lose.
+                checkpoints are intact); or other processes are absent whose state the save needs; or gradients of a
+                full window have not been stepped yet, which the checkpoint would lose.
             ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given, or ``metrics`` are not
-            numbers, or
-                lack the metric by which the best are kept.
+                numbers, or lack the metric by which the best are kept.
         """
         self._wait_for_save()
         self._check_place(output_dir)

@@ -156,8 +156,7 @@ class StepClock:
         due: the current micro-batch ends an optimizer step. True before the first tick, so that a loop without
             ``accumulate`` steps every time.
         share: factor of the mean loss of the current micro-batch, with which the window's gradients add up to that of
-        one
-            global batch.
+            one global batch.
         key: the group of models of the current micro-batch; its window is ``window``.
         claimed: positions of the models of all such groups.
         num_models: number of models when ``accumulate`` was last entered for all of them.

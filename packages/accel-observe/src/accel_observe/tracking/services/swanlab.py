@@ -8,9 +8,7 @@ from accel_observe.tracking.values import pictures
 
 @final
 class SwanLabTracker(RunTracker):
-    """Logs to the project ``run_name``; ``kwargs`` are passed to ``swanlab.init``. Leaves the configuration as
-    given.
-    """
+    """Logs to the project ``run_name``; ``kwargs`` are passed to ``swanlab.init``. The configuration is unchanged."""
 
     name = "swanlab"
     main_process_only: ClassVar[bool] = False
