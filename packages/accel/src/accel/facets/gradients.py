@@ -128,7 +128,7 @@ class GradientFacet(ABC):
     def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
         """Runs the backward of a sum. At the end of the window, divides its gradients by the weights of all ranks.
 
-        Collective: every rank of the group must call this. Within a window, it is local.
+        Collective: every rank of the group must call this.
         """
         if self._joining:
             raise BackendError(
