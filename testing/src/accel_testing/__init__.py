@@ -1,6 +1,6 @@
-"""Ranks, leaks, faults and equivalence for tests of distributed training code.
+"""Test harness for distributed training code: ranks, leak checks, faults and equivalence.
 
-Names are imported on first use: the pytest plugin is loaded in every run, and must cost next to nothing there.
+Names are imported on first use: the pytest plugin is loaded in every pytest run and must be cheap there.
 """
 
 from accel_state.lazy import attach_stub

@@ -1,4 +1,4 @@
-"""``python -m accel_testing`` is ``accel check``."""
+"""``python -m accel_testing``, which is ``accel check``."""
 
 import sys
 

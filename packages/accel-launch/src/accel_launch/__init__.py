@@ -1,4 +1,4 @@
-"""Configuration, launcher, notebooks and the command line. Nothing here imports torch before it is needed."""
+"""Configuration, launcher, notebook support and command line. Modules import torch only when they need it."""
 
 from accel_state.lazy import attach_stub
 

@@ -1,4 +1,4 @@
-"""Predicts memory, traffic and order of speed of every way to train a model, and chooses one.
+"""Predicts memory, communication volume and relative step time of every strategy for a model, and chooses one.
 
 from accel_planner import Hardware, choose, optimizer_facts, plan_all, profile_model
 """

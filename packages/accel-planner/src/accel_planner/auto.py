@@ -1,4 +1,4 @@
-"""``strategy="auto"``: the planner chooses when the first model is prepared, on all ranks alike."""
+"""``strategy="auto"``: the planner chooses a strategy when the first model is prepared, the same on all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class AutoStrategy(BackendConfig):
-    """What ``strategy="auto"`` is told beyond what it finds out.
+    """Options of ``strategy="auto"``.
 
     Attributes:
-        sample: a batch as the loader gives it, of one process's size, or a function of ``batch_size`` and
-            ``seq_length``. None: the first samples of a loader that is prepared in the same call.
-        batch_size: samples of a micro-batch, for a sample function or token ids.
-        seq_length: tokens of a sample; without ``sample`` and loader, token ids are made up.
-        loss: of the model and a batch; None guesses one.
-        optimizer: kind of the optimizer, where none is prepared in the same call.
-        hardware: a description such as "8x80GB", of as many devices as there are processes; None: found out.
-        margin: part of each device's memory that is to stay free.
-        candidates: names of strategies to choose from; None: all that are installed.
-        among: options of one backend that leave something open: only what settles that is chosen from.
+        sample: a batch as the loader yields it, with one process's batch size, or a function of ``batch_size`` and
+            ``seq_length`` that makes one. None: the first samples of a loader that is prepared in the same call.
+        batch_size: samples of a micro-batch, passed to a sample function or used to make up token ids.
+        seq_length: tokens of a sample; token ids are made up if there is neither ``sample`` nor a loader.
+        loss: function of the model and a batch; None guesses one.
+        optimizer: kind of the optimizer, used if no optimizer is prepared in the same call.
+        hardware: a description such as "8x80GB" with as many devices as processes; None: detected.
+        margin: fraction of each device's memory that is to stay free.
+        candidates: names of the strategies to choose from; None: all that are installed.
+        among: options of one backend that are partly "auto"; only candidates that set those values are considered.
     """
 
     backend: ClassVar[str] = "auto"
@@ -54,7 +54,7 @@ class AutoStrategy(BackendConfig):
 @final
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A decision as ranks tell it each other."""
+    """A decision in the form that the main process broadcasts: the candidate, and the reasons for it."""
 
     candidate: "Candidate"
     reasons: tuple[str, ...]
@@ -63,12 +63,12 @@ class Chosen:
 @final
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A choice that waits for a model.
+    """Deferred strategy: the choice is made when a model is prepared.
 
     Attributes:
-        strategy: what it is told.
-        opener: opens a backend by name with options.
-        preferred: options to use in the place of the planner's own, should their backend be chosen.
+        strategy: options of ``strategy="auto"``.
+        opener: opens a backend, given its name and options.
+        preferred: options that replace the planner's own if the planner chooses their backend.
     """
 
     strategy: AutoStrategy
@@ -76,7 +76,7 @@ class Undecided:
     preferred: BackendConfig | None = None
 
     def open(self, candidate: "Candidate") -> "Backend":
-        """The backend of a candidate."""
+        """Opens the backend of a candidate."""
         from accel_backends.core.registry import load_backend
 
         kind = load_backend(candidate.backend)
@@ -87,14 +87,14 @@ class Undecided:
 
 
 def as_auto(strategy: object) -> AutoStrategy | None:
-    """The options of ``strategy="auto"``, if that is what was asked for."""
+    """Returns the options of ``strategy="auto"``; None if another strategy was requested."""
     if isinstance(strategy, AutoStrategy):
         return strategy
     return AutoStrategy() if strategy == AutoStrategy.backend else None
 
 
 def waiting(choice: "Choice") -> "Choice":
-    """The choice that holds until a model is prepared."""
+    """Returns ``choice`` with the reason that it holds only until a model is prepared."""
     return replace(choice, reasons=(*choice.reasons, "until a model is prepared: strategy 'auto' chooses then"))
 
 
@@ -107,11 +107,13 @@ def decide(
     optimizers: Sequence["Optimizer"],
     batch: Any = None,
 ) -> Chosen:
-    """The main process's decision, on every rank; collective.
+    """Chooses a candidate on the main process and broadcasts it to all ranks.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be looked at; on every rank.
-        ConfigError: the description does not fit the processes, or there are several models.
+        PlanError: no candidate fits, or the model cannot be profiled; raised on every rank.
+        ConfigError: the hardware description does not match the processes, or there are several models.
     """
     from accel_state.collectives.objects import all_gather_object
     from accel_state.collectives.tensors import agree
@@ -187,7 +189,7 @@ def _decided(
 def able(
     hardware: "Hardware", blocks: object, names: Sequence[str] | None = None, *, optimizer: str | None = None
 ) -> list["Candidate"]:
-    """The candidates whose backend is installed and takes the optimizer's class, or those of them that are named."""
+    """Returns the candidates whose backend is installed and supports the optimizer's class, restricted to ``names``."""
     from accel_backends.core.registry import installed_backends
     from accel_planner.candidate import candidates, named
 
@@ -203,10 +205,10 @@ def able(
 
 
 def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list["Candidate"]:
-    """The candidates that decide what ``options`` leave open, and nothing else.
+    """Returns the candidates that set the open values of ``options`` and change nothing else.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such candidate.
     """
     found = [
         candidate
@@ -235,9 +237,9 @@ def _told(decision: "Decision", notes: tuple[str, ...]) -> Chosen:
 
 
 def first_batch(loader: Any, share: int) -> Any:
-    """The batch that a loader over an indexed dataset would give one of ``share`` processes first, or None.
+    """First batch that a loader over a map-style dataset gives one of ``share`` processes; None for other loaders.
 
-    Random states are put back as they were, so that looking changes nothing but what the dataset itself remembers.
+    Random states are restored, so reading the batch has no effect except on state that the dataset keeps itself.
     """
     from accel_state.rng import rng_state, set_rng_state
 
@@ -254,7 +256,7 @@ def first_batch(loader: Any, share: int) -> Any:
 
 
 def checkpoint_blocks(model: "nn.Module") -> None:
-    """Puts each repeated block, in place, into a wrapper that computes its activations again in backward."""
+    """Wraps each repeated block, in place, with activation checkpointing."""
     from accel_backends.fsdp.config import FSDPConfig
     from accel_backends.fsdp.shard import checkpointed, replace_modules
     from accel_backends.fsdp.wrap_units import find_units

@@ -1,4 +1,4 @@
-"""The ways of training that the planner compares."""
+"""Candidates: the strategies that the planner compares."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,22 +16,22 @@ CHECKPOINTING, OFFLOAD = "+ckpt", "+offload"
 @final
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of training.
+    """One strategy.
 
     Attributes:
-        name: what a table calls it.
-        backend: entry-point name of the backend that does it.
-        kind: how its memory is computed: every rank has all, units are gathered from shards, ZeRO's partitions, or one
+        name: its name in tables.
+        backend: entry-point name of its backend.
+        kind: memory model: every rank holds full parameters, units are gathered from shards, ZeRO's partitions, or one
             program for all devices.
         options: fields of the backend's configuration.
-        checkpointing: activations of the repeated blocks are computed again in backward.
-        offload: parameters and optimizer states live on the host.
-        keeps: gathered parameters stay until after backward.
-        replicas: how many groups shard by themselves: 1, "nodes", or "all" (no sharding).
-        needs: a library that its backend needs besides, by the name it is imported under.
-        optimizers: classes of torch.optim that it can step with; None: any but ``unfit``.
-        unfit: classes of torch.optim that it cannot step with.
-        stage: of ZeRO: what is partitioned, 1 optimizer states, 2 gradients, 3 parameters, each with those before.
+        checkpointing: activation checkpointing of the repeated blocks.
+        offload: parameters and optimizer states are kept in host memory.
+        keeps: gathered parameters are kept until after the backward.
+        replicas: number of replicas of the sharded model: 1, "nodes" (one a node), or "all" (no sharding).
+        needs: import name of a library that its backend needs in addition.
+        optimizers: names of the classes of torch.optim that it supports; None: all but ``unfit``.
+        unfit: names of the classes of torch.optim that it does not support.
+        stage: ZeRO stage: 1 partitions optimizer states, 2 also gradients, 3 also parameters.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Candidate:
     unfit: frozenset[str] = frozenset()
 
     def takes(self, optimizer: str) -> bool:
-        """Whether it can step with an optimizer of that class, written in any case."""
+        """Returns whether it supports optimizers of the class of that name, ignoring case."""
         name = optimizer.lower()
         allowed = self.optimizers is None or name in map(str.lower, self.optimizers)
         return allowed and name not in map(str.lower, self.unfit)
 
     def degrees(self, devices: int, nodes: int) -> tuple[int, int]:
-        """How many replicas there are, and over how many ranks each is spread."""
+        """Returns the number of replicas and the shard degree."""
         if self.kind == "whole" or self.replicas == "all":
             return devices * nodes, 1
         return (nodes, devices) if self.replicas == "nodes" else (1, devices * nodes)
@@ -75,10 +75,10 @@ _ON_XLA = (
 
 
 def candidates(devices: int, nodes: int = 1, *, blocks: bool = True, kind: str = "cuda") -> list[Candidate]:
-    """Every way to train on so many devices of so many nodes, roughly the simplest first.
+    """Returns all strategies for ``devices`` devices on each of ``nodes`` nodes, roughly in order of simplicity.
 
-    ``blocks``: the model repeats blocks, which activation checkpointing needs. ``kind``: type of the devices; those of
-    XLA have a backend of their own.
+    ``blocks``: the model has repeated blocks, which activation checkpointing needs. ``kind``: type of the devices; XLA
+    devices have a backend of their own.
     """
     if kind == "xla":
         return list(_ON_XLA)
@@ -91,10 +91,10 @@ def candidates(devices: int, nodes: int = 1, *, blocks: bool = True, kind: str =
 
 
 def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Candidate]:
-    """The candidates of those names, in the order given; a name without ``+`` means all forms of it.
+    """Returns the candidates of those names, in the order given; a name without ``+`` selects all its variants.
 
     Raises:
-        ConfigError: no candidate is called that.
+        ConfigError: no candidate has that name.
     """
     chosen: list[Candidate] = []
     for name in names:
@@ -130,7 +130,7 @@ def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
 
 
 def _offloads(base: Candidate) -> bool:
-    """Offloading what every rank holds whole would store it once for each rank."""
+    """Whether a candidate can offload: unsharded parameters would be stored in host memory once for each rank."""
     return base.kind == "zero" or (base.kind == "sharded" and base.replicas != "all")
 
 

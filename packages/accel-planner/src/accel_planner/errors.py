@@ -4,4 +4,4 @@ from accel_state.errors import AccelError
 
 
 class PlanError(AccelError, ValueError):
-    """A model cannot be looked at without running it for real, or nothing fits the hardware."""
+    """The model cannot be profiled without a real run, or no candidate fits the hardware."""

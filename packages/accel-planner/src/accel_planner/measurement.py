@@ -1,4 +1,4 @@
-"""Measured memory of a step, to compare with a plan."""
+"""Measured memory of a step, for comparison with a plan."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from accel_backends.ops.footprint import Held
 @final
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes of one rank, counted and not computed.
+    """Measured bytes of one rank.
 
     Attributes:
         parameters: storages of the parameters (of this rank's shards).
         gradients: storages of their gradients, before they are cleared.
         optimizer: storages of the optimizer's states.
-        peak: most that all tensors together held at any moment of a step.
+        peak: peak of all tensors together within a step.
     """
 
     parameters: int
@@ -33,9 +33,9 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training run to measure: ``compute`` does a forward and backward, ``optimizer`` steps and clears.
+    """Training run to be measured: ``compute`` does a forward and backward, ``optimizer`` steps and clears.
 
-    ``held`` says where the backend keeps parameters, gradients and states; None: in the model and the optimizer.
+    ``held`` returns the backend's parameters, gradients and states; None: those of the model and the optimizer.
     """
 
     model: nn.Module
@@ -45,24 +45,24 @@ class Run:
 
     @property
     def tensors(self) -> Held:
-        """Where they are now."""
+        """Returns the current parameters, gradients and states."""
         if self.held is not None:
             return self.held()
         return Held.of(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
 
 def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> Measured:
-    """Counts the memory of this process's tensors in a step, after two that are not counted.
+    """Measures the memory of this process's tensors in a step, after two warm-up steps.
 
-    On a CPU, whose allocator keeps no statistics, what is there between steps is counted tensor by tensor, and what
-    comes and goes within a step is what torch's profiler reports of the allocator, copies that collectives make for
-    themselves among it. What another thread gives back is not reported, so the lowest peak of ``steps`` is taken.
-    Memory that a library takes past the allocator is not seen. Elsewhere the device's allocator counts.
+    CPU allocators keep no statistics. There, memory that persists between steps is counted tensor by tensor, and
+    temporary memory is taken from the allocations that torch's profiler reports, including copies that collectives
+    make. Memory that another thread frees is not reported, so the lowest peak of ``steps`` is taken. Memory that a
+    library allocates without the allocator is not seen. Accelerators are measured by their allocator's statistics.
 
     Args:
-        extra: tensors that are there as well and that nobody but the caller knows of (a batch).
+        extra: further tensors that are allocated and that only the caller knows, such as a batch.
     """
-    for _ in range(2):  # the optimizer makes its states in the first, and DDP its final buckets in the second
+    for _ in range(2):  # the first step makes the optimizer's states, the second makes DDP's final buckets
         _step(run)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -84,7 +84,7 @@ def _step(run: Run) -> tuple[int, int, int]:
     run.optimizer.step()
     held = run.tensors
     parameters = _bytes(held.parameters)
-    # An optimizer may update pieces of the model's own memory.
+    # An optimizer may update views of the model's own memory, which must not be counted twice.
     found = parameters, gradients, _bytes([*held.parameters, *held.optimizer]) - parameters
     del held
     run.optimizer.zero_grad()
@@ -92,7 +92,7 @@ def _step(run: Run) -> tuple[int, int, int]:
 
 
 def _resident(run: Run, extra: Iterable[torch.Tensor]) -> int:
-    """Bytes of everything that is there between two steps."""
+    """Bytes allocated between two steps."""
     gc.collect()
     held = run.tensors
     buckets = 0
@@ -112,7 +112,7 @@ def _profiled(run: Run) -> tuple[tuple[int, int, int], int]:
 
 
 def _highest(roots: Iterable[Any]) -> int:
-    """The highest sum of allocations; one at an address that is taken says that that was given back unseen."""
+    """Highest sum of live allocations; an allocation at an occupied address means an unreported release."""
     changes: list[tuple[int, int, int]] = []
     pending = list(roots)
     while pending:
@@ -132,7 +132,7 @@ def _highest(roots: Iterable[Any]) -> int:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors, each once; of DTensors, of this rank's part."""
+    """Bytes of the distinct storages of tensors; of DTensors, of the local shard."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

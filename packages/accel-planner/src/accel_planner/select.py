@@ -1,4 +1,4 @@
-"""The plan to take, with the reasons and the changes that would lead to another; pure."""
+"""Selection of a plan, with reasons, and the changes that would lead to another choice; pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from accel_planner.errors import PlanError
 from accel_state.sizes import readable_bytes
 
 MARGIN = 0.1
-"""The part of a device's memory that a plan leaves free: fragmentation, driver, libraries, the unforeseen."""
+"""Fraction of a device's memory that a plan leaves free: fragmentation, driver, libraries, estimation errors."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan and the reasons for it.
+    """The chosen plan and the reasons for it.
 
     Attributes:
-        plan: the fastest that fits.
-        reasons: why, in the order in which it was found.
-        changes: what another choice would take.
+        plan: the fastest plan that fits.
+        reasons: reasons, in the order in which they were found.
+        changes: what other choices would require.
         faster: plans that are faster and do not fit, the fastest first.
     """
 
@@ -34,31 +34,31 @@ class Decision:
 
 
 def ranked(plans: Iterable[MemoryPlan]) -> list[MemoryPlan]:
-    """The fastest first; of equally fast ones that which sends less, then the simpler, as they were given."""
+    """Sorts plans by speed, then by communication volume, then in the given order (simplest first)."""
     return sorted(plans, key=lambda plan: (plan.seconds, plan.traffic.total))
 
 
 def usable(memory: int, margin: float = MARGIN) -> int:
-    """Bytes of a device that a plan may take."""
+    """Bytes of a device that a plan may use."""
     return int(memory * (1 - margin))
 
 
 def fits(plan: MemoryPlan, budget: int, margin: float = MARGIN) -> bool:
-    """Whether a plan stays within a device's memory, and what it offloads within its node's."""
+    """Returns whether a plan fits a device's memory, and its offloaded tensors fit the node's memory."""
     hosts = plan.hardware.host_memory
     return plan.peak <= usable(budget, margin) and (hosts is None or plan.host_of_node <= usable(hosts, margin))
 
 
 def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float = MARGIN) -> Decision:
-    """The fastest plan that fits.
+    """Chooses the fastest plan that fits.
 
     Args:
-        plans: of one model on one hardware.
-        budget: bytes of a device; None: what the hardware says.
-        margin: part of it to leave free.
+        plans: plans of one model on one hardware.
+        budget: bytes of a device; None: the hardware's memory.
+        margin: fraction of it to leave free.
 
     Raises:
-        PlanError: none fits, with the nearest and by how much it does not; or there is none.
+        PlanError: no plan fits; the message names the nearest one and the bytes that it lacks. Or there is no plan.
     """
     order = ranked(plans)
     if not order:
@@ -83,7 +83,7 @@ def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float
 
 
 def _changes(plan: MemoryPlan, faster: Iterable[MemoryPlan], budget: int, margin: float) -> tuple[str, ...]:
-    """For each faster plan, from the least, the memory that would do; those that take more for less are left out."""
+    """Device memory that each faster plan needs, ascending; plans that need more memory and are slower are left out."""
     found: list[str] = []
     best = plan.seconds
     for other in sorted(faster, key=lambda one: one.peak):
@@ -100,7 +100,7 @@ def _changes(plan: MemoryPlan, faster: Iterable[MemoryPlan], budget: int, margin
 
 
 def _needed(plan: MemoryPlan, margin: float) -> int:
-    """Memory of a device with which a plan would fit."""
+    """Device memory with which a plan would fit."""
     return int(plan.peak / (1 - margin)) + 1
 
 

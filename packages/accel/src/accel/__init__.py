@@ -1,8 +1,8 @@
-"""One object around your PyTorch training loop: from one CPU to a cluster.
+"""Accelerator: one object around a PyTorch training loop, from one CPU to a cluster.
 
     from accel import Accelerator
 
-Names are imported on first use, so that ``import accel`` costs next to nothing and touches no device.
+Names are imported on first use, so that ``import accel`` is fast and touches no device.
 """
 
 from accel_state.lazy import attach_stub

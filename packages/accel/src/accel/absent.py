@@ -1,9 +1,9 @@
-"""Names that Accelerate has and accel does not, with what works instead; read when a name is not found."""
+"""Names that Accelerate has and accel lacks, with alternatives; imported only when a name is not found."""
 
 from typing import Any
 
 PAGE = "docs/differences.md"
-"""The page that lists them all, with the reasons."""
+"""The page that lists all of these names, with reasons."""
 
 _LARGE = (
     "models larger than memory for inference, and quantized ones, are not served; to train one, build it under "
@@ -77,12 +77,12 @@ _INSTEAD_ON_ACCELERATOR = {
 
 
 def advice(name: str) -> str:
-    """What to do instead of ``name`` of ``accelerate`` or its ``utils``; empty where Accelerate has no such name."""
+    """Alternative to ``name`` of ``accelerate`` or ``accelerate.utils``; empty if Accelerate has no such name."""
     return _advice(_INSTEAD, name)
 
 
 def missing_on_accelerator(accelerator: Any, name: str) -> AttributeError | None:
-    """The error about an attribute of Accelerate's ``Accelerator`` that is not here; None for any other name."""
+    """Error for an attribute of Accelerate's ``Accelerator`` that accel lacks; None for any other name."""
     said = _advice(_INSTEAD_ON_ACCELERATOR, name)
     if not said:
         return None
@@ -90,12 +90,12 @@ def missing_on_accelerator(accelerator: Any, name: str) -> AttributeError | None
 
 
 def names() -> list[str]:
-    """The names of ``accelerate`` and ``accelerate.utils`` that are not here."""
+    """Names of ``accelerate`` and ``accelerate.utils`` that accel lacks."""
     return " ".join(_INSTEAD.values()).split()
 
 
 def names_on_accelerator() -> list[str]:
-    """The attributes of Accelerate's ``Accelerator`` that are not here."""
+    """Attributes of Accelerate's ``Accelerator`` that accel lacks."""
     return " ".join(_INSTEAD_ON_ACCELERATOR.values()).split()
 
 

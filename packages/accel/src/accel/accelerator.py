@@ -1,4 +1,4 @@
-"""The front door: one object around a training loop, whose parts do the work."""
+"""The Accelerator: one object around a training loop, which delegates to its parts."""
 
 import os
 from collections import OrderedDict
@@ -65,10 +65,10 @@ class Accelerator(
     ObservingFacet,
     ChoosingFacet,
 ):
-    """Runs an ordinary PyTorch training loop on whatever it was launched on.
+    """Runs an ordinary PyTorch training loop on the devices and ranks that it was launched on.
 
-    Every argument has a default, a flag of ``accel launch`` and an environment variable where that makes sense; what
-    is given here wins. Nothing is shared between two Accelerators but the process group, of which torch has one.
+    Every argument has a default, and most have a flag of ``accel launch`` and an environment variable; an argument
+    given here overrides them. Two Accelerators share only the process group, of which torch has one.
 
     Args:
         device_placement: move prepared models and batches to this process's device.
@@ -76,25 +76,25 @@ class Accelerator(
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or dtypes by role such as
             ``"params=fp32,compute=bf16,reduce=fp32,output=fp32"``, or a ``PrecisionPolicy``.
         gradient_accumulation_steps: micro-batches of one optimizer step.
-        cpu: stay on the CPU even where there is an accelerator.
+        cpu: use the CPU even if there is an accelerator.
         dataloader_config: how loaders are sharded.
-        rng_types: generators that every pass of a loader first sets to the main process's state.
-        log_with: trackers by name, or objects, or ``"all"`` that are installed; None: the run's own log.
+        rng_types: random generators that are set to the main process's state whenever a pass of a loader begins.
+        log_with: trackers by name, or objects, or ``"all"`` that are installed; None: the run log.
         project_dir: the project's folder, unless ``project_config`` has one.
         project_config: names and number of checkpoints.
-        gradient_accumulation_plugin: accumulation in detail, instead of the number of steps.
-        step_scheduler_with_optimizer: schedulers move only when their optimizer does.
+        gradient_accumulation_plugin: options of accumulation, instead of the number of steps.
+        step_scheduler_with_optimizer: schedulers step only when their optimizer does.
         kwargs_handlers: options of the parts: ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
             ``AutocastKwargs``, ``InitProcessGroupKwargs``, fp8 recipes.
-        dynamo_backend: compile prepared models with this torch.compile backend.
-        dynamo_plugin: compilation in detail.
+        dynamo_backend: torch.compile backend with which prepared models are compiled.
+        dynamo_plugin: options of compilation.
         parallelism_config: degrees of data, tensor, context, sequence and pipeline parallelism.
-        strategy: name of the backend, or its configuration; None chooses by topology and device, ``"auto"`` when the
-            first model is prepared, by what it needs (see ``planner.AutoStrategy``).
-        fsdp_plugin: shard parameters, gradients and optimizer states, as these options say.
-        deepspeed_plugin: train with DeepSpeed, as these options, a mapping of them or DeepSpeed's own keys say.
-        deepspeed_plugins: several of them by name, of which ``select_deepspeed_plugin`` selects; the first at first.
-        scheduler_steps: ``"per_step"`` moves a schedule once per optimizer step, ``"per_process"`` once per process.
+        strategy: name of the backend, or its configuration; None chooses by topology and device. ``"auto"`` chooses by
+            the memory that the first prepared model needs (see ``planner.AutoStrategy``).
+        fsdp_plugin: options with which parameters, gradients and optimizer states are sharded.
+        deepspeed_plugin: train with DeepSpeed: options, a mapping of them, or DeepSpeed's own configuration.
+        deepspeed_plugins: several plugins by name; ``select_deepspeed_plugin`` selects one, initially the first.
+        scheduler_steps: ``"per_step"`` steps a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 
     Raises:
@@ -128,7 +128,8 @@ class Accelerator(
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
-        from accel.setup.build import dynamo_of, open_parts  # not needed to name the class, so not imported with it
+        # imported here, because naming the class does not need these modules
+        from accel.setup.build import dynamo_of, open_parts
         from accel.setup.resolve_strategy import several_deepspeed
 
         parts = open_parts(
@@ -164,7 +165,8 @@ class Accelerator(
         self.clock = StepClock(parts.accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        # "generator": the order of a loader's samples, on which the ranks agree without synchronising anything.
+        # "generator" stands for the order of a loader's samples, on which the ranks agree without synchronising a
+        # generator.
         self.rng_types = tuple(kind for kind in map(str, rng_types or ()) if kind != "generator")
         if scheduler_steps not in ("per_step", "per_process"):
             raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
@@ -184,21 +186,21 @@ class Accelerator(
         raise TypeError(UNSENDABLE.format(kind="an Accelerator"))
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: an object with an Accelerator in it can be copied, but the process and its group exist once."""
+        """Returns self: an object that holds an Accelerator can be copied, but the process and its group exist once."""
         return self
 
     # ------------------------------------------------------------------------------------------------ prepare
 
     @recorded("prepare", shared=False)
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Makes models, optimizers, schedulers and loaders work with the backend, and returns them in the same order.
+        """Prepares models, optimizers, schedulers and loaders for the backend, and returns them in the same order.
 
-        Models and optimizers of one call belong together, so give them together. What is none of these kinds is
-        returned as it is, and so are optimizers, schedulers and loaders that are prepared already.
+        Pass models and their optimizers in one call. Objects of other kinds are returned unchanged, and so are
+        optimizers, schedulers and loaders that are prepared already.
 
         Args:
-            args: the objects; with a single one, that one is returned and not a tuple.
-            device_placement: for each object, whether to move it (None: as the Accelerator was told).
+            args: the objects; a single object is returned itself, not in a tuple.
+            device_placement: for each object, whether to move it (None: as the Accelerator's ``device_placement``).
 
         Raises:
             PrepareError: a model was prepared before, an optimizer holds parameters of no prepared model, or the
@@ -222,7 +224,7 @@ class Accelerator(
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares one model; with ``evaluation_mode`` it is placed and gets the precision, but is not synchronised."""
+        """Prepares one model; with ``evaluation_mode``, moves it and sets its precision, without gradient reduction."""
         if not evaluation_mode:
             prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
             return prepared
@@ -234,7 +236,7 @@ class Accelerator(
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Prepares one optimizer, whose model is prepared already."""
+        """Prepares one optimizer, whose model must be prepared already."""
         prepared: PreparedOptimizer = self.prepare(optimizer, device_placement=[device_placement])
         return prepared
 
@@ -249,7 +251,7 @@ class Accelerator(
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Prepares one loader: this process's share of the samples, on its device."""
+        """Prepares one loader: it yields this rank's shard of the samples on its device."""
         loader = self._prepare_loader(
             data_loader, on_device=self._places(device_placement), slice_fn=slice_fn_for_dispatch
         )
@@ -297,7 +299,7 @@ class Accelerator(
             self._schedulers.append(results[position])
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Binds a scheduler to the prepared optimizer that it drives (all of them, where it does not say which)."""
+        """Binds a scheduler to the prepared optimizer that it drives, or to all of them if it names none."""
         driven = getattr(scheduler, "optimizer", None)
         bound = [one for one in self._optimizers if one is driven or one.optimizer is driven]
         return PreparedScheduler(
@@ -309,7 +311,7 @@ class Accelerator(
         )
 
     def _adopt(self, item: Any) -> None:
-        """Registers something that is prepared already, unless it is registered."""
+        """Registers an object that is prepared already, unless it is registered."""
         known: list[Any] = self._optimizers if isinstance(item, PreparedOptimizer) else self._schedulers
         if not any(item is other for other in known):
             known.append(item)
@@ -327,23 +329,25 @@ class Accelerator(
     # --------------------------------------------------------------------------------------------------- step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Enters the next micro-batch: gradients of ``models`` are reduced, and steps taken, when the window ends.
+        """Enters the next micro-batch: gradients of ``models`` are reduced, and optimizers step, when the window ends.
 
-        Give each loss of a loop with several (a GAN's) a block of its own with the models it trains.
+        A loop with several losses (a GAN's) needs a block for each loss, with the models that the loss trains.
         """
         return MicroBatch(self, models)
 
     @recorded("backward", shared=False, counted=True)
     def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
-        """Computes gradients, scaled so that all micro-batches on all ranks make the gradient of one big batch.
+        """Computes gradients, scaled so that the micro-batches of all ranks add up to the gradient of one global batch.
 
-        Without ``weight``, ``loss`` is the mean of its micro-batch. With it, ``loss`` is a sum and ``weight`` what it
-        sums over (tokens, samples; 0 is fine): the window's gradient is then the sum of all losses over the sum of
-        all weights, whatever each micro-batch and rank holds. ``kwargs`` go to ``loss.backward``.
+        Without ``weight``, ``loss`` is the mean over its micro-batch. With it, ``loss`` is a sum and ``weight`` the
+        number of its terms (tokens, samples; 0 is allowed): the window's gradient is then that of the sum of all losses
+        divided by the sum of all weights, whatever each micro-batch and rank holds. ``kwargs`` are passed to
+        ``loss.backward``.
 
         Raises:
-            BackendError: the loss is no scalar, or has no graph; or ``weight`` is given within ``join_uneven_inputs``.
-            PrepareError: no model has been prepared, so nothing would keep the ranks together.
+            BackendError: the loss is not a scalar, or has no graph; or ``weight`` is given within
+                ``join_uneven_inputs``.
+            PrepareError: no model has been prepared, so gradients would not be reduced over ranks.
         """
         if not self._models:
             raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
@@ -370,10 +374,10 @@ class Accelerator(
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own model inside of a prepared one.
+        """Returns the user's own model inside a prepared one.
 
-        It still computes in the policy's precision when called; with ``keep_fp32_wrapper=False`` a module is returned
-        that shares everything with it and does not (the prepared model itself is left as it is).
+        It still computes in the policy's precision when called; with ``keep_fp32_wrapper=False`` the result is a module
+        that shares all tensors with it and computes in their own dtypes (the prepared model itself is not changed).
         """
         own = self.backend.unwrap(model, keep_torch_compile=keep_torch_compile)
         if keep_fp32_wrapper:
@@ -383,7 +387,7 @@ class Accelerator(
         return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drops everything prepared; returns as many None as objects: ``a, b = accelerator.free_memory(a, b)``."""
+        """Releases all prepared objects; returns a None for each argument: ``a, b = accelerator.free_memory(a, b)``."""
         for optimizer in self._optimizers:
             optimizer.release()
         self.backend.release(self._models)
@@ -399,7 +403,7 @@ class Accelerator(
     clear = free_memory
 
     def end_training(self) -> None:
-        """Closes what this Accelerator opened: a save under way, trackers, the backend and, if its own, the group."""
+        """Finishes a running save; closes trackers, backend, and the process group if this Accelerator opened it."""
         self._stop_listening()
         if self._saver is not None:
             self._saver.close()

@@ -1,4 +1,4 @@
-"""Loaders and samplers under their documented path."""
+"""Loaders and samplers under Accelerate's import path."""
 
 from accel_data.iterable.dataset_shard import IterableDatasetShard as IterableDatasetShard
 from accel_data.loader import PreparedLoader as PreparedLoader

@@ -1,4 +1,4 @@
-"""Starts a function on several processes from an interpreter: a notebook's cell, a console, a test."""
+"""Launchers for an interpreter (notebook cell, console, test): run a function in several processes."""
 
 import os
 import sys
@@ -38,36 +38,35 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[Any]:
-    """Calls ``function(*args)`` in ``num_processes`` processes of this machine and returns what each returned, by rank.
+    """Calls ``function(*args)`` in ``num_processes`` processes of this machine and returns their results, by rank.
 
-    The processes are new ones, so it does not matter what this interpreter has done before, on an accelerator for
-    instance, and nothing of it is shared: what the function uses is sent along. What they print appears in the cell.
-    An interrupt ends all of them. With one process the function is called right here.
+    The processes are new, so the earlier use of this interpreter, for example of an accelerator, does not matter. They
+    share no state with it: the function and all that it refers to are serialized. Their output appears in the cell. An
+    interrupt ends all of them. With one process, the function is called in this process.
 
     Args:
         function: defined in a cell, or importable; makes its own ``Accelerator``.
         args: its arguments.
-        num_processes: on this machine; None: one per accelerator, or one on a machine without any. On a TPU there is
-            one, which drives all cores; on Colab one where there are not two GPUs, whatever is asked for.
-        mixed_precision: what an ``Accelerator`` in the function takes unless it is told otherwise.
-        use_port: where the machines meet; for one machine a free port is taken unless another than the default is
-            given.
-        master_addr: address of machine 0.
-        node_rank: which of ``num_nodes`` machines this is; the same cell runs on each.
-        num_nodes: machines of this job.
-        rdzv_backend: how the machines find each other; there is one way here, whatever torchrun's name it is given.
+        num_processes: number on this machine; None: one per accelerator, or one on a machine without any. Always one on
+            a TPU, where it drives all cores, and on Colab with fewer than two GPUs.
+        mixed_precision: default precision of an ``Accelerator`` in the function.
+        use_port: port of the rendezvous; on one machine a free port is used unless it differs from the default.
+        master_addr: address of node 0.
+        node_rank: index of this node among ``num_nodes``; the same cell runs on each.
+        num_nodes: nodes of this job.
+        rdzv_backend: accepted as in torchrun, without effect: there is one rendezvous.
         rdzv_endpoint: ``address:port`` instead of ``master_addr`` and ``use_port``.
-        rdzv_conf: ``timeout`` or ``join_timeout``, seconds to wait for the other machines.
-        rdzv_id: name of the job; machines that meet at one address are of one job, so it is not needed.
-        max_restarts: how often all are started again after one has failed.
-        monitor_interval: seconds between two looks at the processes.
+        rdzv_conf: ``timeout`` or ``join_timeout``, seconds to wait for the other nodes.
+        rdzv_id: accepted as in torchrun, without effect: nodes that meet at one address belong to one job.
+        max_restarts: number of restarts of all processes after one has failed.
+        monitor_interval: seconds between two checks of the processes.
         log_line_prefix_template: written before each line, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
 
     Raises:
-        ConfigError: an argument that cannot work, such as an unknown precision, or ``args`` that are no sequence.
-        LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
+        ConfigError: an argument that cannot work, such as an unknown precision, or ``args`` that are not a sequence.
+        LaunchError: a process failed, with the traceback of the first; or the function cannot be serialized.
     """
-    __tracebackhide__ = True  # IPython then shows the cell, and none of these lines, above the error
+    __tracebackhide__ = True  # makes IPython show the cell without these lines above the error
     if rdzv_backend not in _RENDEZVOUS:
         raise ConfigError(
             f"rdzv_backend is {rdzv_backend!r}; expected one of {', '.join(_RENDEZVOUS)}"
@@ -99,13 +98,13 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """Calls ``function(*args)`` in ``num_processes`` processes on the CPU, and returns what each returned, by rank.
+    """Calls ``function(*args)`` in ``num_processes`` processes on the CPU, and returns their results, by rank.
 
-    For tests: everything is as with ``accel launch --cpu``, local ranks included.
+    For tests: the environment is that of ``accel launch --cpu``, including local ranks.
 
     Raises:
-        ConfigError: ``args`` are no sequence.
-        LaunchError: a process failed, with the traceback of the first; or the function cannot be sent.
+        ConfigError: ``args`` are not a sequence.
+        LaunchError: a process failed, with the traceback of the first; or the function cannot be serialized.
     """
     __tracebackhide__ = True
     _check_args(function, args)
@@ -133,7 +132,7 @@ def _launch(
 
 
 def _call_here(function: Callable[..., Any], args: Sequence[Any], config: AccelConfig) -> Any:
-    """Calls the function in this process; its settings stand in the environment meanwhile, as a launcher's would."""
+    """Calls the function in this process, with its settings in the environment, as a launcher would set them."""
     from accel_state.environment import patch_environment
 
     __tracebackhide__ = True
@@ -145,7 +144,7 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any], config: AccelC
 def _call_on_tpu(
     function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, mixed_precision: str
 ) -> Any:
-    """Calls the function in this process, which drives all cores of the TPU; ``PJRT_DEVICE`` is kept if it is set."""
+    """Calls the function in this process, which drives all cores of the TPU; keeps ``PJRT_DEVICE`` if it is set."""
     from accel_launch.launch.remote.tpu import require_library
     from accel_state.environment import patch_environment
 
@@ -168,7 +167,7 @@ def _check_args(function: Callable[..., Any], args: object) -> None:
 
 
 def _num_accelerators() -> int:
-    """Accelerators of this machine, counted without using any."""
+    """Number of accelerators of this machine, counted without initialising any."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains alone for a while, then all take the mean of their parameters."""
+"""Local SGD: every rank trains separately for several steps, then all ranks average their parameters."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, final
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @final
 class LocalSGD:
-    """Inside the block gradients of ``model`` are not reduced; instead parameters are averaged now and then.
+    """Within the block, gradients of ``model`` are not reduced; instead, parameters are averaged periodically.
 
     Call :meth:`step` after each optimizer step; every ``local_sgd_steps``-th call averages the trained parameters over
-    all ranks, and so does the end of the block. One collective for each dtype (Stich, "Local SGD Converges Fast and
-    Communicates Little", 2019). On one process, or with ``enabled=False``, it does nothing.
+    all ranks, and so does the end of the block. One all-reduce for each dtype (Stich, "Local SGD Converges Fast and
+    Communicates Little", 2019). With one process, or with ``enabled=False``, it does nothing.
 
     Raises:
         ConfigError: ``local_sgd_steps`` is not at least 1.
-        BackendError: the strategy leaves no rank a copy of its own (on entering).
+        BackendError: the strategy shards the model, so that ranks have no replicas of their own (on entering).
     """
 
     def __init__(
@@ -39,14 +39,18 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._backend.average_parameters(self._model)  # all start from one point, if the backend can at all
+            # all ranks start from the same parameters; raises if the backend cannot average them
+            self._backend.average_parameters(self._model)
             self._quiet = self._backend.no_sync(self._model)
             self._quiet.__enter__()
             self._accelerator._trained_apart.add(self._model)
         return self
 
     def step(self) -> None:
-        """Counts one optimizer step, and averages when it is time. Collective then."""
+        """Counts one optimizer step; averages the parameters if it is the ``local_sgd_steps``-th.
+
+        Collective: every rank of the group must call this.
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._backend.average_parameters(self._model)

@@ -1,4 +1,4 @@
-"""An optimizer that steps only when the accumulation window ends."""
+"""Optimizer wrapper that steps only when the accumulation window ends."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from accel_state.errors import BackendError
 
 
 class Stepper(Protocol):
-    """The part of a backend that an optimizer needs."""
+    """Interface of a backend that a prepared optimizer needs."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool: ...
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None: ...
@@ -20,17 +20,17 @@ class Stepper(Protocol):
 
 @final
 class PreparedOptimizer(Optimizer):
-    """The user's optimizer behind the step clock: ``step`` and ``zero_grad`` act only when a step is due.
+    """The user's optimizer behind the step clock: ``step`` and ``zero_grad`` have an effect only when a step is due.
 
-    It is a ``torch.optim.Optimizer`` for schedulers and type checks, but shares everything with the one it wraps:
-    parameter groups, state and defaults are the inner optimizer's own objects. It pickles and copies as that one.
+    It is a ``torch.optim.Optimizer`` for schedulers and type checks, but its parameter groups, state and defaults are
+    the inner optimizer's own objects. Pickling and copying apply to the inner optimizer.
 
     Attributes:
-        optimizer: the user's optimizer, its parameters pointing at those of the prepared model.
-        step_was_skipped: the last due step was left out on all ranks because gradients had overflowed.
+        optimizer: the user's optimizer, whose parameters are those of the prepared model.
+        step_was_skipped: the last due step was skipped on all ranks because gradients had overflowed.
 
     Args:
-        on_skip: a method that is called after such a step; whose it is lives no longer for that.
+        on_skip: bound method called after a skipped step. Held weakly, so it does not keep its owner alive.
     """
 
     optimizer: Optimizer
@@ -39,7 +39,7 @@ class PreparedOptimizer(Optimizer):
     def __init__(
         self, optimizer: Optimizer, clock: StepClock, backend: Stepper, on_skip: Callable[[], None] | None = None
     ) -> None:
-        # Optimizer.__init__ would copy the groups and patch this class's step with profiler hooks: not wanted here.
+        # Does not call Optimizer.__init__, which would copy the groups and patch this class's step with profiler hooks.
         self.__dict__.update(optimizer=optimizer, step_was_skipped=False)
         told = None if on_skip is None else weakref.WeakMethod(on_skip)
         self.__dict__.update(_clock=clock, _backend=backend, _on_skip=told)
@@ -48,7 +48,7 @@ class PreparedOptimizer(Optimizer):
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
 
         Raises:
-            BackendError: the Accelerator that prepared this optimizer has been freed.
+            BackendError: the Accelerator that prepared this optimizer has released it.
         """
         if not self._clock.due:
             return None
@@ -83,13 +83,13 @@ class PreparedOptimizer(Optimizer):
             self._backend.zero_grad(self.optimizer, set_to_none=set_to_none)
 
     def train(self) -> None:
-        """Forwards to optimizers that keep two sets of weights (schedule-free ones); nothing for others."""
+        """Forwards to optimizers that keep two sets of weights (schedule-free ones); no-op for others."""
         switch = getattr(self.optimizer, "train", None)
         if callable(switch):
             switch()
 
     def eval(self) -> None:
-        """Forwards to optimizers that keep two sets of weights (schedule-free ones); nothing for others."""
+        """Forwards to optimizers that keep two sets of weights (schedule-free ones); no-op for others."""
         switch = getattr(self.optimizer, "eval", None)
         if callable(switch):
             switch()
@@ -100,7 +100,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer
 
     def release(self) -> None:
-        """Drops the backend; stepping afterwards is an error."""
+        """Releases the backend; stepping afterwards is an error."""
         self.__dict__["_backend"] = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,14 +108,14 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer."""
+        """Loads a state into the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the group to the inner optimizer.
 
         Raises:
-            BackendError: parameters of no prepared model, where several ranks train.
+            BackendError: its parameters belong to no prepared model, while several ranks train.
         """
         if self._backend is not None:
             if isinstance(given := param_group["params"], Iterator):
@@ -151,7 +151,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # only before __init__, as copy and pickle probe
+        if name == "optimizer":  # true only before __init__, when copy and pickle probe for attributes
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

@@ -1,3 +1,3 @@
-"""``ParallelismConfig``, under its documented path."""
+"""``ParallelismConfig``, under Accelerate's import path."""
 
 from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig

@@ -1,4 +1,4 @@
-"""A learning-rate scheduler that moves once per optimizer step."""
+"""Learning-rate scheduler wrapper that steps once per optimizer step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
@@ -13,7 +13,7 @@ SchedulerSteps = Literal["per_step", "per_process"]
 
 
 class Scheduler(Protocol):
-    """What is asked of a scheduler: torch's, or anything else with these methods."""
+    """Interface of a scheduler: torch's, or any other object with these methods."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -22,13 +22,13 @@ class Scheduler(Protocol):
 
 @final
 class PreparedScheduler:
-    """The user's scheduler behind the step clock: one step per optimizer step, none when that was skipped.
+    """The user's scheduler behind the step clock: one step per optimizer step, none if that was skipped.
 
     With ``repeats`` above 1 (``scheduler_steps="per_process"``) every step moves the schedule that many times, as
     Accelerate does; a schedule written for the number of optimizer steps needs 1.
 
     Attributes:
-        scheduler: the user's scheduler; every other attribute is looked up there.
+        scheduler: the user's scheduler; all other attributes are forwarded to it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PreparedScheduler:
         self._repeats = repeats
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Moves the schedule if an optimizer step was due and taken; always, where it does not follow the optimizer."""
+        """Steps the schedule if an optimizer step was due and taken; always, if it does not follow the optimizer."""
         if not self._follow:
             self.scheduler.step(*args, **kwargs)
             return
@@ -68,7 +68,7 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def learning_rates(self, num_steps: int) -> "LearningRates":
-        """What the schedule will do over ``num_steps`` optimizer steps from here; it does not move."""
+        """Preview of the schedule's next ``num_steps`` optimizer steps; the schedule itself does not step."""
         from accel.loop.lr_preview import learning_rates
 
         return learning_rates(self.scheduler, num_steps, repeats=self._repeats)
@@ -82,11 +82,11 @@ class PreparedScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner scheduler."""
+        """Loads a state into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # only before __init__, as copy and pickle probe
+        if name == "scheduler":  # true only before __init__, when copy and pickle probe for attributes
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

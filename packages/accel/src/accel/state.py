@@ -1,4 +1,4 @@
-"""The process and its settings under the names of ``accelerate.state``: views, not singletons."""
+"""Views of the process and its settings under the names of ``accelerate.state``; not singletons."""
 
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def distributed_type(session: Session, backend: "Backend | None" = None) -> DistributedType:
-    """How the processes work together, by the name that Accelerate gives it."""
+    """Accelerate's name for the kind of distribution."""
     named = getattr(backend, "distributed_type", None)
     if named is not None:
         return DistributedType(named)
@@ -39,7 +39,7 @@ def distributed_type(session: Session, backend: "Backend | None" = None) -> Dist
 
 
 class _ProcessView(ProcessFacet):
-    """What PartialState and AcceleratorState say of the process."""
+    """Process facts of PartialState and AcceleratorState."""
 
     def __init__(self, session: Session, backend: "Backend | None") -> None:
         self.session = session
@@ -47,28 +47,28 @@ class _ProcessView(ProcessFacet):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
+        """Accelerate's name for the kind of distribution."""
         return distributed_type(self.session, self._backend)
 
     @property
     def backend(self) -> str | None:
-        """The process group's backend, or None without a group."""
+        """Backend of the process group; None without a group."""
         return self.session.backend
 
     @property
     def initialized(self) -> bool:
-        """Always: a view has a session from the start."""
+        """Always True: a view has a session from the start."""
         return True
 
     def destroy_process_group(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Destroys ``group``, or ends this session (and with the last one the default group, if accel opened it)."""
+        """Destroys ``group``, or closes this session (and with the last one the default group, if accel opened it)."""
         if group is None:
             self.session.close()
         else:
             torch.distributed.destroy_process_group(group)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "session":  # only before __init__, as copy and pickle probe
+        if name == "session":  # true only before __init__, when copy and pickle probe for attributes
             raise AttributeError(name)
         return getattr(self.session, name)
 
@@ -87,7 +87,7 @@ class _ProcessView(ProcessFacet):
 class PartialState(_ProcessView):
     """The process-wide session: the open one, or a new one.
 
-    torch has one process group per process, so this is the one place where asking twice gives the same thing. Keyword
+    torch has one process group per process, so this is the only class whose instances share one object. Keyword
     arguments are those of :meth:`accel_state.Session.open`.
     """
 
@@ -100,7 +100,7 @@ class PartialState(_ProcessView):
 
 @final
 class AcceleratorState(_ProcessView):
-    """A view of one Accelerator's process and settings; made by ``accelerator.state``."""
+    """View of one Accelerator's process and settings; made by ``accelerator.state``."""
 
     def __init__(self, accelerator: "SettingsFacet") -> None:
         super().__init__(accelerator.session, accelerator.backend)
@@ -113,26 +113,26 @@ class AcceleratorState(_ProcessView):
 
     @property
     def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
-        """The options of sharding, where models are sharded by torch."""
+        """Sharding options; None if torch does not shard the models."""
         return self._accelerator.fsdp_plugin
 
     @property
     def is_fsdp2(self) -> bool:
-        """Models are sharded by parameters."""
+        """Whether models are sharded by FSDP2 (``fully_shard``)."""
         return self._accelerator.is_fsdp2
 
     @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
-        """DeepSpeed's options, where it trains."""
+        """DeepSpeed's options; None without DeepSpeed."""
         return self._accelerator.deepspeed_plugin
 
     @property
     def deepspeed_plugins(self) -> "Mapping[str, DeepSpeedPlugin]":
-        """DeepSpeed's options by name, where several were given."""
+        """DeepSpeed's options by name, if several were given."""
         return self._accelerator.deepspeed_plugins
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Lets models that are prepared from now on use these options."""
+        """Selects the options of models prepared from now on."""
         self._accelerator.select_deepspeed_plugin(name)
 
     @property
@@ -146,14 +146,14 @@ class AcceleratorState(_ProcessView):
 
 @final
 class GradientState:
-    """A view of one Accelerator's accumulation clock; made by ``accelerator.gradient_state``."""
+    """View of one Accelerator's accumulation clock; made by ``accelerator.gradient_state``."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
     @property
     def sync_gradients(self) -> bool:
-        """The current micro-batch ends an optimizer step."""
+        """Whether the current micro-batch ends an accumulation window."""
         return self._clock.due
 
     @property
@@ -163,17 +163,17 @@ class GradientState:
 
     @property
     def plugin(self) -> GradientAccumulationPlugin:
-        """How micro-batches make a step."""
+        """Options of gradient accumulation."""
         return self._clock.plugin
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Schedulers step once per optimizer step."""
+        """Whether schedulers step once per optimizer step."""
         return self._clock.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """A window ends with its loader."""
+        """Whether a window ends with its loader."""
         return self._clock.plugin.sync_with_dataloader
 
     @property
@@ -183,18 +183,18 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Some prepared loader is being iterated."""
+        """Whether a prepared loader is being iterated."""
         return self._clock.active_loader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The active loader has delivered its last batch."""
+        """Whether the active loader has delivered its last batch."""
         loader = self._clock.active_loader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Real samples of the active loader's last global batch; -1 outside of a loop or where nobody can know."""
+        """Real samples of the active loader's last global batch; -1 outside of a loop or if unknown."""
         loader = self._clock.active_loader
         return -1 if loader is None else loader.remainder
 
@@ -203,10 +203,10 @@ class GradientState:
 
 
 def is_initialized() -> bool:
-    """A session is open in this process."""
+    """Whether a session is open in this process."""
     return Session.current() is not None
 
 
 def wait_for_everyone() -> None:
-    """Blocks until every process has come here."""
+    """Barrier: blocks until every process has called this."""
     PartialState().session.wait_for_everyone()

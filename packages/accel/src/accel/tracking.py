@@ -1,4 +1,4 @@
-"""Trackers, under the path that users of Accelerate know."""
+"""Trackers, under Accelerate's import path."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``accel check``: compares training under layouts with training in one process, for a program of a script."""
+"""``accel check``: compares a program's training under layouts with its training in one process."""
 
 import json
 import math
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 @click.option("--gpu", is_flag=True, help="Run layouts on this machine's accelerators.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: bool) -> int:
-    """Trains what FUNCTION returns, an accel_testing.Program, in one process without accel, then under each layout.
+    """Trains the program of FUNCTION, an accel_testing.Program, in one process without accel, then under each layout.
 
     Losses, gradient norms, learning rates and weights are compared after every step. Ends with 1 if a layout differs,
-    saying which tensor left first, at which step and by how much.
+    with the first tensor that differs, the step and the distance.
     """
     try:
-        expand(layouts, precisions.split(","))  # help and mistakes come without torch, which takes seconds to import
+        expand(layouts, precisions.split(","))  # help and usage errors must not import torch, which takes seconds
         from accel_testing.equivalence.equivalence import run_check
 
         report = run_check(target, layouts, precisions=precisions.split(","), cpu=not gpu)
@@ -43,14 +43,14 @@ def check(target: str, *, layouts: str, precisions: str, gpu: bool, as_json: boo
 
 
 def _without_own_traceback(text: str) -> str:
-    """A rank's error without its traceback where that has lines of this package only, as with a misspelt name."""
+    """A rank's error, without its traceback if that has lines of this package only, as for a misspelt name."""
     own = str(Path(__file__).parents[1])
     files = re.findall(r'^  File "([^"]+)"', text, re.MULTILINE)
     return text if any(not file.startswith(own) for file in files) else text.partition("\n\nTraceback")[0]
 
 
 def as_data(report: "Report") -> dict[str, object]:
-    """The report as JSON can hold it; a distance that is no number is null."""
+    """The report as JSON; a distance that is not a number becomes null."""
     return {
         "ok": report.ok,
         "steps": report.steps,

@@ -1,4 +1,4 @@
-"""``accel test``: checks what works on this machine by trying it."""
+"""``accel test``: checks by trial what works on this machine."""
 
 import json
 import math
@@ -18,7 +18,7 @@ import torch
 from accel_testing.equivalence.program import Program
 
 _LAYOUTS = ("single", "single/bf16", "ddp:2", "ddp:2/bf16", "ddp:2/acc=3", "fsdp:2", "fsdp:2/bf16", "fsdp1:2")
-_OWN = {"single", "ddp", "fsdp", "fsdp1", "xla"}  # of the others, each is tried as it is
+_OWN = {"single", "ddp", "fsdp", "fsdp1", "xla"}  # other backends are tried with their default options
 _NOT_HERE = "not installed"
 _JOB = "accel_testing.cli.selftest_job"
 
@@ -26,9 +26,9 @@ _JOB = "accel_testing.cli.selftest_job"
 @final
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One thing that was tried: where, what, whether it works, how long it took and what there is to say about it.
+    """One trial: place, subject, whether it works, duration, and a remark.
 
-    ``ok`` is None where it needs a library that is not installed.
+    ``ok`` is None if the trial needs a library that is not installed.
     """
 
     where: str
@@ -53,10 +53,10 @@ def program() -> Program:
 @click.option("--quick", is_flag=True, help="One process, and two over DDP.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def test(*, cpu: bool, quick: bool, as_json: bool) -> int:
-    """Trains a small model on this machine's devices in every way that is installed, compares each with the same
-    training in one process without accel, and prints what works. Also starts, saves and resumes jobs with accel launch.
+    """Trains a small model on this machine's devices with every installed strategy, compares each with training in one
+    process without accel, and prints what works. Also starts, saves and resumes jobs with accel launch.
 
-    Ends with 1 if anything that is there does not work.
+    Ends with 1 if an installed feature does not work.
     """
     trials = []
     for trial in trials_of(cpu=cpu, quick=quick):
@@ -75,7 +75,7 @@ def test(*, cpu: bool, quick: bool, as_json: bool) -> int:
 
 
 def trials_of(*, cpu: bool, quick: bool) -> Iterator[Trial]:
-    """Tries one thing after another."""
+    """Runs the trials one after another."""
     yield from _training("cpu", _layouts(quick=quick), quick=quick)
     found = torch.accelerator.device_count() if torch.accelerator.is_available() and not cpu else 0
     if found:
@@ -98,7 +98,7 @@ def _training(where: str, layouts: list[str], *, quick: bool) -> Iterator[Trial]
 
     target = f"{Path(__file__)}:program"
     own = [layout for layout in layouts if layout in _LAYOUTS]
-    # An engine that others bring may know no float64, and train in float32 instead.
+    # Another package's backend may not support float64; it trains in float32 instead.
     others = [layout for layout in layouts if layout not in own]
     tried = [(own, ("fp32",) if quick else ("fp64", "fp32")), (others, ("fp32",))]
     reports = (run_check(target, some, precisions=kinds, cpu=where == "cpu") for some, kinds in tried if some)
@@ -115,7 +115,7 @@ def _training(where: str, layouts: list[str], *, quick: bool) -> Iterator[Trial]
 
 
 def _jobs() -> Iterator[Trial]:
-    """A job of two processes that saves, and one of a single process that goes on from there."""
+    """Trials of launched jobs: two processes train and save, and a single process resumes."""
     with tempfile.TemporaryDirectory(prefix="accel_test_") as folder:
         for what, count, word in (("launch 2, train and save", 2, "save"), ("resume with 1", 1, "resume")):
             argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", str(count), "-m", _JOB, word]

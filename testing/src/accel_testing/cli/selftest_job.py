@@ -1,4 +1,4 @@
-"""The job that ``accel test`` launches: ``save FOLDER`` trains and saves, ``resume FOLDER`` loads and trains on."""
+"""The job that ``accel test`` launches: ``save FOLDER`` trains and saves, ``resume FOLDER`` loads and continues."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def main(word: str, folder: str) -> None:
-    """Trains three steps, after loading what was saved when resuming, and saves when not.
+    """Trains three steps; ``resume`` loads the checkpoint before, ``save`` saves one afterwards.
 
     Raises:
-        AssertionError: what was loaded is not what was saved.
+        AssertionError: the loaded state differs from the saved one.
     """
     import torch
 

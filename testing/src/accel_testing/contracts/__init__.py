@@ -1,4 +1,4 @@
-"""The contract suite of backends: one list of promises, each kept as one process keeps it, or refused by name."""
+"""Contract suite of backends: each contract is trained with the results of one process, or refused by name."""
 
 from accel_testing.contracts.case import Case as Case
 from accel_testing.contracts.cases import CASES as CASES

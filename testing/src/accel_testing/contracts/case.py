@@ -16,22 +16,22 @@ Models = nn.Module | tuple[nn.Module, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A promise that is kept on every backend.
+    """A contract of every backend.
 
     Attributes:
-        name: what it is about, unique.
+        name: unique name of its subject.
         build: makes the bare model, or several.
         train: the loop, given a driver and the models.
         steps: optimizer steps.
-        since: the step in which a refusal is due at the latest: 0 in ``prepare``, 1 in the first step, and so on; None:
+        since: the latest step at which a refusal may be raised: 0 in ``prepare``, 1 in the first step, and so on; None:
             no backend may refuse.
         accumulate: micro-batches of a step.
-        by_hand: the loop counts micro-batches itself, and the Accelerator knows nothing of windows.
+        by_hand: the loop counts micro-batches itself, without accumulation windows of the Accelerator.
         short: the last window is one micro-batch short.
-        copies: all ranks train on the same samples, so that what a model keeps in its buffers is the same, too.
-        route: which part of a model each sample goes through.
-        options: of backends, by the backend's name; where there are any, the case is for these backends alone.
-        names: what a refusal may name beside parameters, modules and classes of the models.
+        copies: all ranks train on the same samples, so that the models' buffers agree too.
+        route: the part of a model that processes each sample.
+        options: of backends, by the backend's name; if there are any, the case applies to these backends only.
+        names: further names that a refusal may mention, beside parameters, modules and classes of the models.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Case:
     names: tuple[str, ...] = ()
 
     def concerns(self, backend: str) -> bool:
-        """Whether the case is one for this backend."""
+        """Whether the case applies to this backend."""
         return not self.options or backend in self.options
 
     def models(self, dtype: torch.dtype) -> tuple[nn.Module, ...]:
-        """The bare models, with the same weights on every rank; the global random state stays as it was."""
+        """The bare models, with the same weights on every rank; the global random state is restored."""
         before = torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)

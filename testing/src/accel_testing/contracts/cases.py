@@ -1,4 +1,4 @@
-"""The cases of the contract suite, in groups: models, parts, edits, copies, optimizers, backwards, windows."""
+"""Cases of the contract suite, by topic: models, parts, edits, copies, optimizers, backwards, windows."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from accel_testing.contracts.loops import with_loss
 
 _ROUTED = with_loss(loops.routed_error)
 _UNUSED = ("find_unused_parameters",)
-#: Options by which users of these backends allow parts to be left out of a step.
+#: Options with which users of these backends allow unused parameters in a step.
 _MAY_SKIP = {name: {"find_unused_parameters": "true"} for name in ("ddp", "fsdp")}
 
 

@@ -21,24 +21,24 @@ from accel_testing.ranks.pool import RankPool
 
 #: The layouts of accel's own backends.
 LAYOUTS = ("single", "ddp:2", "fsdp:2", "fsdp1:2", "ds0:2/fp32", "ds1:2/fp32", "ds2:2/fp32", "ds3:2/fp32")
-#: How far a tensor may be from the reference's, by precision.
+#: Largest distance of a tensor from the reference's, by precision.
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5}
-#: Seconds that a case may take on its ranks before it counts as hanging.
+#: Seconds that a case may take on its ranks before it counts as hung.
 TIMEOUT = 30.0
-# Seconds that a rank which was refused waits for the refusals of the others before it closes its connections.
+# Seconds that a rank whose training was refused waits for the refusals of the others before it closes its connections.
 _GRACE = 3.0
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 def check_case(case: Case, layout: str | Layout, pool: RankPool, *, timeout: float = TIMEOUT) -> Outcome:
-    """Trains a contract under a layout, on the ranks of ``pool``; how that ended.
+    """Trains a contract under a layout, on the ranks of ``pool``; returns the outcome.
 
-    ``layout`` names any installed backend (``"mine:2"``), in float64 unless it says ``fp32``. Ranks that hang for
-    ``timeout`` seconds, or die, are an outcome like others, and are replaced for the next case.
+    ``layout`` names any installed backend (``"mine:2"``), in float64 unless it names ``fp32``. Ranks that hang for
+    ``timeout`` seconds, or die, are an outcome too, and are replaced for the next case.
 
     Raises:
-        ValueError: a precision that is none of the two, a layout that accumulates, which is the case's to say, or a
-            backend that the case is none for.
+        ValueError: another precision, a layout that accumulates (the case decides that), or a backend to which the
+            case does not apply.
     """
     layout = _chosen(case, Layout.parse(layout) if isinstance(layout, str) else layout)
     ranks, precision = layout.processes, layout.precision
@@ -60,7 +60,7 @@ def check_case(case: Case, layout: str | Layout, pool: RankPool, *, timeout: flo
 
 
 def train_reference(case: Case, precision: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors that every rank must end with, and the names that a refusal may give."""
+    """Trains the reference; returns the expected tensors of every rank, and the names that a refusal may mention."""
     dtype = _DTYPES[precision]
     models = case.models(dtype)
     names = tuple(name for model in models for name in _names(model))
@@ -70,7 +70,7 @@ def train_reference(case: Case, precision: str) -> tuple[dict[str, Tensor], tupl
 def train_rank(
     case: Case, layout: Layout, folder: str
 ) -> tuple[Ending, tuple[dict[str, Tensor], tuple[str, ...]] | None]:
-    """Trains on this rank as one of ``layout``'s; how it ended and, on the main rank, the reference."""
+    """Trains on this rank of ``layout``; returns its ending and, on the main rank, the reference."""
     import os
 
     rank = int(os.environ["RANK"])
@@ -80,7 +80,7 @@ def train_rank(
 
 
 def _end(case: Case, layout: Layout) -> Ending:
-    """Trains on this rank and closes what was opened, in which an error counts, too."""
+    """Trains on this rank and closes the Accelerator; an error while closing counts too."""
     dtype = _DTYPES[layout.precision]
     accelerator = driver = None
     try:
@@ -105,7 +105,7 @@ def _failed(error: Exception, position: int) -> Ending:
 
 
 def _trained(case: Case, driver: Driver, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """All that is compared after training."""
+    """Trains, and returns all tensors to compare."""
     result = case.train(driver, *models)
     trained = result if isinstance(result, tuple) else (result,)
     tensors = {f"noted {name}": value for name, value in driver.seen.items()}
@@ -123,14 +123,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _names(model: nn.Module) -> Iterable[str]:
-    """What a refusal may call parts of the model by: their whole names, and their classes."""
+    """Names that a refusal may use for parts of the model: FQNs and classes."""
     yield from (name for name, _ in model.named_parameters())
     for name, module in model.named_modules():
         yield from (name, type(module).__name__) if name else (type(module).__name__,)
 
 
 def _chosen(case: Case, layout: Layout) -> Layout:
-    """The layout as the case needs it: its accumulation, its options of the backend."""
+    """The layout with the case's accumulation and options of the backend."""
     precision = layout.precision or "fp64"
     if precision not in TOLERANCES:
         raise ValueError(f"contracts are trained in {' or '.join(TOLERANCES)}, and {layout} has {precision}")
@@ -153,7 +153,7 @@ def _first_lines(error: Exception) -> str:
 
 @final
 class _Ended:
-    """Who has ended, by files in a folder: a rank that fails alone must not keep the others waiting for it."""
+    """Records in a folder which ranks have ended, so that a rank that fails alone does not keep the others waiting."""
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
         self.folder = folder
@@ -161,7 +161,7 @@ class _Ended:
         self.count = count
 
     def after(self, work: Callable[[], Ending]) -> Ending:
-        """What ``work`` returns; where that is an error, once all have ended or the connections to them are closed."""
+        """Returns the result of ``work``; an error only once all ranks have ended or its connections are closed."""
         ending = work()
         (self.folder / str(self.rank)).touch()
         if ending.error:

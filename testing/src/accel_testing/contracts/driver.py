@@ -1,4 +1,4 @@
-"""Drivers of a contract's loop: one process with nothing but PyTorch, or an Accelerator."""
+"""Drivers of a contract's loop: plain PyTorch in one process, or an Accelerator."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ class Driver(ABC):
 
     Attributes:
         dtype: of models and samples.
-        position: how far the loop has come: 0 before the first batch, afterwards the optimizer step it is in, from 1.
-        seen: tensors that the loop has noted, which every rank must have as the reference has them.
+        position: progress of the loop: 0 before the first batch, then the current optimizer step, from 1.
+        seen: tensors noted by the loop, which must equal the reference's on every rank.
     """
 
     def __init__(self, samples: SampleBatch) -> None:
@@ -31,16 +31,16 @@ class Driver(ABC):
 
     @property
     def step(self) -> int:
-        """The optimizer step that the loop is in, from 0."""
+        """The current optimizer step, from 0."""
         return max(self.position - 1, 0)
 
     @property
     def process_index(self) -> int:
-        """Which rank this is."""
+        """The rank of this process."""
         return 0
 
     def note(self, name: str, value: Tensor) -> None:
-        """Notes a tensor to compare: at the end of training every rank must have noted what the reference has."""
+        """Notes a tensor, which at the end of training must equal the reference's on every rank."""
         self.seen[name] = value.detach().clone()
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Driver(ABC):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None: ...
     @abstractmethod
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over ranks."""
+        """Mean of a tensor over ranks."""
 
     @abstractmethod
     def unwrap_model(self, model: nn.Module) -> nn.Module: ...
@@ -79,7 +79,7 @@ class Driver(ABC):
 
 @final
 class PlainDriver(Driver):
-    """The reference: whole global batches in one process."""
+    """The reference: full global batches in one process."""
 
     def prepare(self, *objects: Any) -> Any:
         return objects[0] if len(objects) == 1 else objects
@@ -151,7 +151,7 @@ class AccelDriver(Driver):
             yield batch
 
     def _loaded(self) -> Iterator[SampleBatch]:
-        """This rank's micro-batches, from a prepared loader; all ranks have the same ones where it wants ``copies``."""
+        """This rank's micro-batches from a prepared loader; the same on all ranks with ``copies``."""
         from torch.utils.data import DataLoader
 
         shards = self.accelerator.data_shard.count

@@ -1,4 +1,4 @@
-"""Loops of contracts: one model and one optimizer, as users write them."""
+"""Loops of contracts with one model and one optimizer, as users write them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from accel_testing.contracts.driver import Driver
 from accel_testing.contracts.models import HIDDEN, Stack
 from accel_testing.contracts.samples import SampleBatch
 
-#: What trains: it returns the prepared models (one or several) whose states are compared.
+#: Training loop; returns the prepared model or models whose states are compared.
 Train = Callable[..., nn.Module | tuple[nn.Module, ...]]
 Loss = Callable[[nn.Module, SampleBatch], Tensor]
 #: The forwards and backwards of one micro-batch.
@@ -23,43 +23,43 @@ Edit = Callable[[Driver, nn.Module], object]
 
 
 def momentum(model: nn.Module) -> Optimizer:
-    """SGD with momentum over all parameters, as users make it: those that are frozen have no gradient."""
+    """SGD with momentum over all parameters, frozen ones (without gradients) included, as users often write it."""
     return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def trainable(model: nn.Module) -> Optimizer:
-    """SGD with momentum over what is not frozen."""
+    """SGD with momentum over the parameters that are not frozen."""
     return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 def error(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """The mean squared error of what the model makes of ``x``."""
+    """Mean squared error of the model's output for ``x``."""
     return nn.functional.mse_loss(model(batch.x), batch.y)
 
 
 def routed_error(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """As ``error``, of a model that is given routes."""
+    """Like ``error``, for a model that takes routes."""
     return nn.functional.mse_loss(model(batch.x, batch.route), batch.y)
 
 
 def token_error(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """As ``error``, of a model that reads tokens."""
+    """Like ``error``, for a model that takes tokens."""
     return nn.functional.mse_loss(model(batch.tokens), batch.y)
 
 
 def next_token(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """The cross entropy of each token after the first."""
+    """Cross entropy of each token after the first."""
     return nn.functional.cross_entropy(model(batch.tokens[:, :-1]).flatten(0, 1), batch.tokens[:, 1:].flatten())
 
 
 def two_forwards(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """One loss of two calls, as contrastive losses have."""
+    """One loss of two forwards, as contrastive losses have."""
     apart: Tensor = model(batch.x) - model(-batch.x)
     return error(model, batch) + apart.square().mean()
 
 
 def gradient_penalty(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """An error and the size of the output's gradient, which backward differentiates a second time."""
+    """An error plus the norm of the output's gradient, which the backward differentiates a second time."""
     x = batch.x.clone().requires_grad_()
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -67,7 +67,7 @@ def gradient_penalty(model: nn.Module, batch: SampleBatch) -> Tensor:
 
 
 def own_target(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """An error against targets that the same model made without gradients before."""
+    """An error against targets that the same model computed before under ``no_grad``."""
     with torch.no_grad():
         target = model(-batch.x)
     away: Tensor = model(batch.x) - 0.5 * target - batch.y
@@ -75,14 +75,14 @@ def own_target(model: nn.Module, batch: SampleBatch) -> Tensor:
 
 
 def halved_in_place(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """A loss with a hook that writes into its gradient."""
+    """A loss with a hook that modifies its gradient in place."""
     loss = error(model, batch)
     loss.register_hook(lambda gradient: gradient.mul_(0.5))
     return loss
 
 
 def evaluated_between(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """An evaluation before each micro-batch."""
+    """A loss, with an evaluation of the model before it."""
     model.eval()
     with torch.no_grad():
         model(batch.x)
@@ -91,7 +91,7 @@ def evaluated_between(model: nn.Module, batch: SampleBatch) -> Tensor:
 
 
 def backward_of_loss(driver: Driver, model: nn.Module, batch: SampleBatch, *, loss: Loss = error) -> None:
-    """The loss of a micro-batch, and its backward."""
+    """Forward, loss and backward of a micro-batch."""
     driver.backward(loss(model, batch))
 
 
@@ -134,19 +134,19 @@ def with_loss(loss: Loss, **options: Any) -> Train:
 
 
 def thaw(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """After two steps the first block trains, too."""
+    """Unfreezes the first block after two steps."""
     if driver.step == 2:
         driver.unwrap_model(model).blocks[0].requires_grad_(True)  # type: ignore[index]
 
 
 def freeze(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """After two steps the first block trains no more."""
+    """Freezes the first block after two steps."""
     if driver.step == 2:
         driver.unwrap_model(model).blocks[0].requires_grad_(False)  # type: ignore[index]
 
 
 def grow(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """After two steps there is a layer more, which the optimizer is given."""
+    """Adds a layer, and its parameters to the optimizer, after two steps."""
     inner = driver.unwrap_model(model)
     if driver.step == 2 and not hasattr(inner, "grown"):
         with torch.random.fork_rng(devices=[]):
@@ -156,24 +156,24 @@ def grow(driver: Driver, model: nn.Module, optimizer: Any) -> None:
 
 
 def clip_norm(driver: Driver, model: nn.Module) -> None:
-    """Clips by norm."""
+    """Clips gradients by norm."""
     driver.clip_grad_norm_(model.parameters(), 0.3)
 
 
 def clip_value(driver: Driver, model: nn.Module) -> None:
-    """Clips by value."""
+    """Clips gradients by value."""
     driver.clip_grad_value_(model.parameters(), 0.02)
 
 
 def edit_gradients(driver: Driver, model: nn.Module) -> None:
-    """Halves the gradients by hand, wherever there are any."""
+    """Halves all gradients by hand."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
 
 
 def weighted(driver: Driver, model: nn.Module, *, routed: bool = False) -> nn.Module:
-    """Sums over the samples that count, with their number; ``routed``: over those of the first route."""
+    """Sums losses over the counted samples, whose number is the weight; ``routed``: over those of the first route."""
 
     def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         backward_weighted(driver, model, batch, (batch.route == 0).to(batch.x) if routed else batch.counted)
@@ -182,13 +182,13 @@ def weighted(driver: Driver, model: nn.Module, *, routed: bool = False) -> nn.Mo
 
 
 def backward_weighted(driver: Driver, model: nn.Module, batch: SampleBatch, counted: Tensor) -> None:
-    """The backward of a sum over samples, whose weight is the number of those that count."""
+    """Backward of a sum over samples, with the number of counted samples as its weight."""
     summed = ((model(batch.x) - batch.y).square().mean(1) * counted).sum()
     driver.backward(summed, weight=counted.sum())
 
 
 def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
-    """Two losses of one forward, each with a backward of its own."""
+    """Two losses of one forward, each with its own backward."""
 
     def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         output = model(batch.x)
@@ -199,7 +199,7 @@ def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def backward_by_hand(driver: Driver, model: nn.Module) -> nn.Module:
-    """``loss.backward()`` where ``accelerator.backward(loss)`` was meant."""
+    """Calls ``loss.backward()`` instead of ``accelerator.backward(loss)``."""
     built = momentum(model)
     model, built = driver.prepare(model, built)
     for batch in driver.batches():
@@ -210,7 +210,7 @@ def backward_by_hand(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def windows_by_hand(driver: Driver, model: nn.Module, *, trigger: bool = False) -> nn.Module:
-    """Windows that the loop counts: ``no_sync`` for all but the last micro-batch, or a triggered last backward."""
+    """Windows counted by the loop: ``no_sync`` for all but the last micro-batch, or a triggered last backward."""
     built = momentum(model)
     model, built = driver.prepare(model, built)
     for window in driver.windows():
@@ -231,7 +231,7 @@ def windows_by_hand(driver: Driver, model: nn.Module, *, trigger: bool = False) 
 
 
 def closures(driver: Driver, model: nn.Module) -> nn.Module:
-    """An optimizer that computes the loss itself, several times a step."""
+    """An optimizer that evaluates a closure several times a step."""
     built: Any = LBFGS(model.parameters(), lr=0.1, max_iter=3)
     model, built = driver.prepare(model, built)
     for batch in driver.batches():
@@ -247,7 +247,7 @@ def closures(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def sharpness_aware(driver: Driver, model: nn.Module) -> nn.Module:
-    """Each step uses the gradient at a place uphill of the weights."""
+    """Sharpness-aware minimization: each step uses the gradient at a point uphill of the weights."""
     built = momentum(model)
     model, built = driver.prepare(model, built)
     for batch in driver.batches():
@@ -275,7 +275,7 @@ def _halve(parameter: Tensor) -> None:
 
 
 def parameter_hooks(driver: Driver, model: nn.Module, *, accumulated: bool = False) -> nn.Module:
-    """Hooks on the parameters of the bare model that halve gradients, on their way or where they have arrived."""
+    """Hooks on the parameters of the bare model that halve gradients, before or after their accumulation."""
     for parameter in model.parameters():
         if accumulated:
             parameter.register_post_accumulate_grad_hook(_halve)
@@ -294,7 +294,7 @@ def module_hooks(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def other_weights(driver: Driver, model: nn.Module) -> nn.Module:
-    """Ranks start from other weights than the main process, whose weights are everybody's once prepared."""
+    """Ranks start from weights other than the main process's, which all ranks have after ``prepare``."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.add_(driver.process_index)
@@ -302,20 +302,20 @@ def other_weights(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def other_model(driver: Driver, model: nn.Module) -> nn.Module:
-    """One rank brings a model with a layer more."""
+    """One rank has a model with an additional layer."""
     if driver.process_index == 1:
         model.grown = nn.Linear(HIDDEN, HIDDEN, dtype=driver.dtype)
     return train(driver, model)
 
 
 def method_error(model: nn.Module, batch: SampleBatch) -> Tensor:
-    """A loss from a method of the model, past its forward."""
+    """A loss of a method of the model other than its forward."""
     hidden: Tensor = model.hidden(batch.x)  # type: ignore[operator]
     return hidden.square().mean()
 
 
 def method_call(driver: Driver, model: nn.Module) -> nn.Module:
-    """Calls a method of the unwrapped model in place of its forward."""
+    """Calls a method of the unwrapped model instead of its forward."""
 
     def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
         driver.backward(method_error(driver.unwrap_model(model), batch))
@@ -324,21 +324,21 @@ def method_call(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def clamp(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """Limits the weights themselves."""
+    """Clamps the weights themselves."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.clamp_(-0.15, 0.15)
 
 
 def lower_rate(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """After two steps the learning rate is another, written into the optimizer."""
+    """Writes another learning rate into the optimizer after two steps."""
     if driver.step == 2:
         for group in optimizer.param_groups:
             group["lr"] = 0.01
 
 
 def load(driver: Driver, model: nn.Module, optimizer: Any) -> None:
-    """Before the first step weights are loaded into the model that is prepared already."""
+    """Loads weights into the prepared model before the first step."""
     if driver.step == 0:
         inner = driver.unwrap_model(model)
         generator = torch.Generator().manual_seed(5)
@@ -349,7 +349,7 @@ def load(driver: Driver, model: nn.Module, optimizer: Any) -> None:
 
 
 def left_out(driver: Driver, model: nn.Module, *, weigh: bool = False) -> nn.Module:
-    """The gradients of the second batch are thrown away, as where a loss is not a number."""
+    """Drops the gradients of the second batch, as loops do when a loss is not finite."""
     built = momentum(model)
     model, built = driver.prepare(model, built)
     for batch in driver.batches():

@@ -1,4 +1,4 @@
-"""Models of contracts: the smallest that have what users' models have."""
+"""Models of contracts: minimal models with the features of users' models."""
 
 from typing import final
 
@@ -13,7 +13,7 @@ HIDDEN = 8
 
 @final
 class Block(nn.Module):
-    """A residual layer: (rows, ``HIDDEN``) to the same."""
+    """A residual layer: (rows, ``HIDDEN``) -> (rows, ``HIDDEN``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks between two linear layers; subclasses change one thing."""
+    """Two blocks between two linear layers; subclasses change one property."""
 
     def __init__(self, width: int = WIDTH, out: int = OUT) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 @final
 class Routed(Stack):
-    """Each sample goes through the block that its route names."""
+    """Each sample is processed by the block that its route names."""
 
     def __init__(self, parts: int = 2) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Routed(Stack):
 
 @final
 class Unused(Stack):
-    """Has a layer without part in the output."""
+    """Has a layer that does not contribute to the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Unused(Stack):
 
 @final
 class Tied(nn.Module):
-    """The output layer has the weight of the embedding."""
+    """The output layer shares the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Tied(nn.Module):
 
 @final
 class Embedded(nn.Module):
-    """A mean of embeddings; with ``sparse``, their gradient is a sparse tensor."""
+    """Mean of embeddings; with ``sparse``, their gradient is a sparse tensor."""
 
     def __init__(self, *, sparse: bool = False, padding: int | None = None) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Embedded(nn.Module):
 
 @final
 class SharedBlock(Stack):
-    """One block in two places."""
+    """The same block is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class SharedBlock(Stack):
 
 @final
 class FrozenPart(Stack):
-    """A layer in the middle is not trained."""
+    """A middle layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class FrozenPart(Stack):
 
 @final
 class FrozenRoot(Stack):
-    """All but the blocks is frozen, the parameters of the model itself among it."""
+    """All but the blocks is frozen, including the parameters of the root module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class FrozenRoot(Stack):
 
 @final
 class Counting(Stack):
-    """Keeps a running mean of its inputs, and counts its calls."""
+    """Keeps a running mean of its inputs and a count of its calls in buffers."""
 
     average: Tensor
     calls: Tensor
@@ -159,7 +159,7 @@ class Counting(Stack):
 
 @final
 class Normalised(Stack):
-    """A normalisation after the first layer."""
+    """Has a normalisation after the first layer."""
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Normalised(Stack):
 
 @final
 class Scaled(Stack):
-    """A parameter without dimensions, and one with a single element."""
+    """Has a scalar parameter (0 dimensions) and a parameter with one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Scaled(Stack):
 
 @final
 class Listed(nn.Module):
-    """Parameters in a list and in a dictionary, without layers."""
+    """Parameters in a ParameterList and in a ParameterDict, without layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Listed(nn.Module):
 
 @final
 class Odd(nn.Module):
-    """Sizes that divide by nothing, and one that is empty of all but a row."""
+    """Sizes that no shard degree divides, and a parameter with a single row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Recurrent(nn.Module):
 
 @final
 class Adapter(nn.Module):
-    """A frozen layer with a trained product of two thin matrices beside it."""
+    """A frozen layer with a trained low-rank product (LoRA) beside it."""
 
     def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Adapter(nn.Module):
 
 @final
 class Adapted(Stack):
-    """Frozen, save for adapters in its blocks."""
+    """Frozen, except for adapters in its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Adapted(Stack):
 
 @final
 class Checkpointed(Stack):
-    """Computes the activations of its blocks a second time in backward."""
+    """Uses activation checkpointing for its blocks."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Checkpointed(Stack):
 
 @final
 class Growing(Stack):
-    """Uses a layer that is added to it later."""
+    """Uses a layer that is added later."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.hidden(x)

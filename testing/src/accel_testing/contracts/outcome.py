@@ -1,4 +1,4 @@
-"""Outcomes of a contract: the ending on one rank, and the verdict over all ranks."""
+"""Outcome of a contract: the ending on each rank, and the verdict over all ranks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ Verdict = Literal["equal", "refused", "different", "raised", "late", "unnamed", 
 @final
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How training ended on one rank.
+    """End of training on one rank.
 
-    ``tensors`` are the state and what the loop noted, empty where an error ended it; ``error`` is its class and text,
-    ``ours`` whether it is an ``AccelError``, ``position`` the step in which it was raised (0: ``prepare``).
+    ``tensors`` are the state and the noted tensors, empty after an error; ``error`` is its class and text, ``ours``
+    whether it is an ``AccelError``, ``position`` the step in which it was raised (0: ``prepare``).
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class Ending:
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contract's ranks make together.
+    """Verdict over the endings of all ranks.
 
-    ``equal`` and ``refused`` keep the promise. Everything else breaks it: ``different`` weights, an error that is
-    ``raised`` and none of accel's, or too ``late``, or ``unnamed`` (naming nothing of the model), ranks that end
-    ``uneven``, one that ``hung`` or ``died``.
+    ``equal`` and ``refused`` satisfy the contract. All others violate it: ``different`` weights, an error that is
+    ``raised`` but not an accel error, or too ``late``, or ``unnamed`` (mentions no name of the model), ranks that end
+    ``uneven``, a rank that ``hung`` or ``died``.
     """
 
     verdict: Verdict
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the promise is kept."""
+        """Whether the contract is satisfied."""
         return self.verdict in ("equal", "refused")
 
     def __str__(self) -> str:
@@ -56,10 +56,10 @@ def judge(
     since: int | None,
     names: Iterable[str],
 ) -> Outcome:
-    """The outcome of a case whose ranks ended as ``endings`` say, given what one process trained.
+    """Judges a case by the ``endings`` of its ranks and the tensors that one process trained.
 
-    Every rank's tensors are compared, and the main process must have all of them. A tensor is ``tolerance`` away at
-    most, relative to its largest element in the reference or, where that is below 0.1, to 0.1.
+    Every rank's tensors are compared, and the main process must have all of them. The largest absolute distance of a
+    tensor must be at most ``tolerance`` times the largest element of the reference, which counts as at least 0.1.
     """
     failed = [rank for rank, ending in enumerate(endings) if ending.error]
     if not failed:
@@ -96,7 +96,7 @@ def _compared(reference: Mapping[str, Tensor], endings: Sequence[Ending], tolera
 
 
 def _distance(expected: Tensor, tensor: Tensor) -> float:
-    """Relative to the largest element; infinite where shapes differ or something is not a number."""
+    """Distance relative to the largest element; infinite if shapes differ or an element is nan."""
     if expected.shape != tensor.shape:
         return float("inf")
     if expected.numel() == 0:

@@ -1,4 +1,4 @@
-"""The samples of every contract and their split: the same global batches on any number of ranks."""
+"""Samples of the contracts, and their split: the same global batches on any number of ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,20 +6,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Samples of one optimizer step; they divide into 3 micro-batches on 2 ranks.
+#: Samples of one optimizer step, divisible into 3 micro-batches on 2 ranks.
 ROWS = 12
 WIDTH, OUT, VOCABULARY, LENGTH = 6, 3, 11, 4
 
-#: Which part of a model a sample goes through, of its step, its micro-batch, its half of that (0 and 1: of two ranks
-#: each has one) and its row of the step.
+#: Part of a model that processes a sample, as a function of step, micro-batch, half of the micro-batch (0 or 1: the
+#: halves of two ranks) and row of the step.
 Route = Callable[[int, int, int, int], int]
 
 
 class SampleBatch(NamedTuple):
-    """Some samples.
+    """A batch of samples.
 
     ``x`` is (rows, ``WIDTH``), ``y`` (rows, ``OUT``), ``tokens`` (rows, ``LENGTH``) int64, ``route`` (rows,) int64 and
-    ``counted`` (rows,), 1 where a sample counts in a weighted loss and otherwise 0.
+    ``counted`` (rows,), 1 for a sample that counts in a weighted loss and otherwise 0.
     """
 
     x: Tensor
@@ -30,7 +30,7 @@ class SampleBatch(NamedTuple):
 
 
 def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.dtype = torch.float64) -> SampleBatch:
-    """All samples of ``steps`` optimizer steps, in the order in which they are trained on."""
+    """All samples of ``steps`` optimizer steps, in training order."""
     generator = torch.Generator().manual_seed(11)
     rows = steps * ROWS
     x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
@@ -45,22 +45,22 @@ def make_samples(steps: int, route: Route, *, accumulate: int = 1, dtype: torch.
 
 
 def probe(dtype: torch.dtype) -> Tensor:
-    """Inputs that every rank has, to look at a model's outputs with."""
+    """Inputs that are equal on every rank, to compare a model's outputs."""
     return torch.linspace(-1.0, 1.0, 5 * WIDTH, dtype=torch.float64).view(5, WIDTH).to(dtype)
 
 
 def one_part(step: int, micro: int, half: int, row: int) -> int:
-    """All samples go through the first part."""
+    """All samples go to the first part."""
     return 0
 
 
 def other_part_in_odd_steps(step: int, micro: int, half: int, row: int) -> int:
-    """The parts take turns, a step each."""
+    """The parts alternate from step to step."""
     return step % 2
 
 
 def both_parts_but_in_one_half(step: int, micro: int, half: int, row: int) -> int:
-    """The second part gets samples of the first half only, so that one of two ranks never uses it."""
+    """The second part gets samples of the first half only, so one of two ranks never uses it."""
     return row % 2 if half == 0 else 0
 
 
@@ -70,20 +70,20 @@ def a_part_for_each_half(step: int, micro: int, half: int, row: int) -> int:
 
 
 def other_part_in_one_micro_batch(step: int, micro: int, half: int, row: int) -> int:
-    """The second micro-batch of a window goes through the second part, the others through the first."""
+    """The second micro-batch of a window goes to the second part, the others to the first."""
     return int(micro == 1)
 
 
 def other_part_in_last_micro_batch(step: int, micro: int, half: int, row: int) -> int:
-    """Only the last micro-batch of a window reaches the second part, beside the first."""
+    """Only the last micro-batch of a window also uses the second part."""
     return row % 2 if micro == 2 else 0
 
 
 def one_part_in_second_step(step: int, micro: int, half: int, row: int) -> int:
-    """Both parts are used, save in the second step."""
+    """Both parts are used, except in the second step."""
     return 0 if step == 1 else row % 2
 
 
 def experts(step: int, micro: int, half: int, row: int) -> int:
-    """Three experts: both halves use the first, and each one of the others as the step decides."""
+    """Three experts: both halves use the first, and each half one of the others, which alternate with the step."""
     return row % 2 * (1 + (half + step) % 2)

@@ -1,4 +1,4 @@
-"""Loops of contracts with several models or optimizers, copies of a model, and optimizers in odd places."""
+"""Loops of contracts with several models or optimizers, copies of a model, and unusual uses of optimizers."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -29,7 +29,7 @@ def two_optimizers(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights decay, biases do not."""
+    """An optimizer with weight decay on weights, and none on biases."""
     weights = [p for p in model.parameters() if p.ndim > 1]
     biases = [p for p in model.parameters() if p.ndim <= 1]
     return torch.optim.AdamW(
@@ -38,14 +38,14 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def blocks_only(model: nn.Module) -> torch.optim.Optimizer:
-    """Most parameters have a gradient and no optimizer."""
+    """An optimizer of the blocks only; the other parameters have gradients and no optimizer."""
     return SGD(model.blocks.parameters(), lr=0.05, momentum=0.9)  # type: ignore[union-attr]
 
 
 def _prepared(
     driver: Driver, first: nn.Module, second: nn.Module, ours: Any, theirs: Any, *, apart: bool
 ) -> tuple[Any, ...]:
-    """Both models and their optimizers, prepared in one call or ``apart``."""
+    """Prepares both models and their optimizers, in one call or ``apart``."""
     if apart:
         first, ours = driver.prepare(first, ours)
         second, theirs = driver.prepare(second, theirs)
@@ -56,10 +56,11 @@ def _prepared(
 def adversaries(
     driver: Driver, generator: nn.Module, critic: nn.Module, *, freeze: bool = False, apart: bool = False
 ) -> tuple[nn.Module, ...]:
-    """Two models, each with a loss and an optimizer of its own.
+    """Two models, each with its own loss and optimizer (a GAN).
 
-    The generator's loss leaves gradients in the critic, which are set to zero before its next loss; with ``freeze``
-    there are none, because the critic is frozen meanwhile. With ``apart`` the models are prepared one after the other.
+    The generator's loss leaves gradients in the critic, which are cleared before the critic's next loss; with
+    ``freeze`` there are none, because the critic is frozen meanwhile. With ``apart`` the models are prepared one after
+    the other.
     """
     ours: Any = momentum(generator)
     theirs: Any = momentum(critic)
@@ -83,7 +84,7 @@ def adversaries(
 def one_loss_of_two(
     driver: Driver, encoder: nn.Module, decoder: nn.Module, *, apart: bool = False, second: bool = True
 ) -> tuple[nn.Module, ...]:
-    """Two models in a row under one weighted loss, with an optimizer each.
+    """Two consecutive models under one weighted loss, with an optimizer each.
 
     Without ``second`` the loop enters ``accumulate`` for the first of them only, though both are trained.
     """
@@ -101,7 +102,7 @@ def one_loss_of_two(
 
 
 def side_by_side(driver: Driver, first: nn.Module, second: nn.Module) -> tuple[nn.Module, ...]:
-    """Two models that have nothing to do with each other, in one loop."""
+    """Two independent models in one loop."""
     ours: Any = momentum(first)
     theirs: Any = momentum(second)
     first, second, ours, theirs = _prepared(driver, first, second, ours, theirs, apart=True)
@@ -115,7 +116,7 @@ def side_by_side(driver: Driver, first: nn.Module, second: nn.Module) -> tuple[n
 
 
 def distilled(driver: Driver, student: nn.Module, teacher: nn.Module, *, apart: bool = False) -> nn.Module:
-    """A frozen model makes the targets of another."""
+    """Distillation: a frozen model makes the targets of another."""
     teacher.requires_grad_(False)
     built: Any = momentum(student)
     if apart:
@@ -134,7 +135,7 @@ def distilled(driver: Driver, student: nn.Module, teacher: nn.Module, *, apart: 
 
 
 def _steps(driver: Driver, model: nn.Module, built: Any) -> Iterator[None]:
-    """Trains a prepared model on each micro-batch; yields after its step."""
+    """Trains a prepared model on each micro-batch; yields after each step."""
     for batch in driver.batches():
         with driver.accumulate(model):
             driver.backward(error(model, batch))
@@ -144,7 +145,7 @@ def _steps(driver: Driver, model: nn.Module, built: Any) -> Iterator[None]:
 
 
 def copied(driver: Driver, model: nn.Module) -> nn.Module:
-    """A running mean of the weights in a copy of the prepared model."""
+    """Exponential moving average of the weights in a copy of the prepared model."""
     built: Any = momentum(model)
     model, built = driver.prepare(model, built)
     mean = deepcopy(model).requires_grad_(False)
@@ -158,7 +159,7 @@ def copied(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def bare_copy(driver: Driver, model: nn.Module) -> nn.Module:
-    """A running mean of the weights on the main process, in a copy of the model as it was before."""
+    """Exponential moving average of the weights on the main process, in a copy of the unprepared model."""
     mean = deepcopy(model).requires_grad_(False)
     built: Any = momentum(model)
     model, built = driver.prepare(model, built)
@@ -174,7 +175,7 @@ def bare_copy(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def averaged(driver: Driver, model: nn.Module) -> nn.Module:
-    """torch's own average of the weights of the prepared model."""
+    """torch's ``AveragedModel`` of the prepared model."""
     built: Any = momentum(model)
     model, built = driver.prepare(model, built)
     mean = AveragedModel(model)
@@ -186,7 +187,7 @@ def averaged(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def unprepared_optimizer(driver: Driver, model: nn.Module) -> nn.Module:
-    """The model is prepared and its optimizer forgotten."""
+    """The model is prepared, its optimizer is not."""
     built = momentum(model)
     model = driver.prepare(model)
     for _ in _steps(driver, model, built):
@@ -195,7 +196,7 @@ def unprepared_optimizer(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def optimizer_of_prepared(driver: Driver, model: nn.Module) -> nn.Module:
-    """The optimizer is made of the prepared model, and prepared after it."""
+    """The optimizer is made from the prepared model, and prepared after it."""
     model = driver.prepare(model)
     built: Any = driver.prepare(momentum(model))
     for _ in _steps(driver, model, built):
@@ -204,7 +205,7 @@ def optimizer_of_prepared(driver: Driver, model: nn.Module) -> nn.Module:
 
 
 def raw_optimizer(driver: Driver, model: nn.Module) -> nn.Module:
-    """Both are prepared, and the optimizer that was given steps in place of the one that came back."""
+    """Both are prepared, but the original optimizer steps instead of the prepared one."""
     built = momentum(model)
     model, _ = driver.prepare(model, built)
     for _ in _steps(driver, model, built):

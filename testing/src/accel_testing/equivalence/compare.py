@@ -1,4 +1,4 @@
-"""Compares trees of tensors, and says which tensor differs, where, and by how much."""
+"""Comparison of nested tensors: which tensor differs, where, and by how much."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-#: Relative tolerance by dtype, about what a few hundred operations in another order change.
+#: Relative tolerance by dtype: about the rounding error of a few hundred reordered operations.
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10,
     torch.float32: 1e-5,
@@ -17,10 +17,10 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one leaf differs: ``reason`` where that cannot be measured, otherwise distances and the first index.
+    """Difference of one leaf: ``reason`` if it cannot be measured, otherwise distances and the first index.
 
-    ``relative`` is the largest absolute distance over the largest magnitude of the expected tensor, not elementwise:
-    an element near zero says nothing about the tensor.
+    ``relative`` is the largest absolute distance divided by the largest magnitude of the expected tensor, not
+    elementwise: an element near zero would dominate an elementwise ratio.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TensorDifference:
 
 
 def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and sequences with dotted names, in their own order; DTensors come whole."""
+    """Yields the leaves of nested mappings and sequences with dotted names, in order; DTensors as full tensors."""
     if isinstance(tree, torch.nn.Module):
         tree = tree.state_dict()
     if isinstance(tree, Mapping):
@@ -62,10 +62,10 @@ def compare_trees(
     atol: float = 0.0,
     scales: Mapping[str, float] | None = None,
 ) -> list[TensorDifference]:
-    """What differs beyond ``atol + rtol * max|expected|`` per tensor; ``rtol`` defaults to the dtype's ``TOLERANCE``.
+    """Differences beyond ``atol + rtol * max|expected|`` per tensor; ``rtol`` defaults to the dtype's ``TOLERANCE``.
 
-    Modules count as their state. Integers, booleans and all that is no tensor must be equal; NaN equals NaN. ``scales``
-    replaces ``max|expected|`` for the tensors that it names.
+    Modules are compared by their state. Integers, booleans and leaves that are not tensors must be equal; NaN equals
+    NaN. ``scales`` replaces ``max|expected|`` for the tensors that it names.
     """
     left, right = dict(named_leaves(actual)), dict(named_leaves(expected))
     found = [TensorDifference(name, "only in the first") for name in left if name not in right]
@@ -84,14 +84,14 @@ def assert_close_state(
 ) -> None:
     """Fails unless the trees have the same names, shapes, dtypes and, within the tolerance, values.
 
-    The message lists the tensors that differ, the worst first. ``names`` say what the two are.
+    The message lists the differing tensors, the worst first. ``names`` are the names of the two trees in it.
     """
     __tracebackhide__ = True
     _fail(compare_trees(actual, expected, rtol=rtol, atol=atol), names)
 
 
 def assert_equal_state(actual: Any, expected: Any, *, names: tuple[str, str] = ("", "")) -> None:
-    """Fails unless the trees are equal, bit for bit."""
+    """Fails unless the trees are bitwise equal."""
     __tracebackhide__ = True
     _fail(compare_trees(actual, expected, rtol=0.0), names)
 
@@ -135,7 +135,7 @@ def _compare_tensors(
     wide = torch.complex128 if actual.is_complex() else torch.float64
     a, b = actual.to(wide), expected.to(wide)
     distance = (a - b).abs()
-    # Equal infinities and NaN on both sides are no distance; one-sided ones are an infinite one.
+    # Equal infinities and NaN on both sides have distance 0; one-sided ones have infinite distance.
     distance = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, distance.nan_to_num(nan=float("inf")))
     scale = largest(b) if scale is None else scale
     tolerance = 0.0 if exact else atol + (TOLERANCE.get(actual.dtype, 0.0) if rtol is None else rtol) * scale

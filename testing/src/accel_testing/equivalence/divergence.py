@@ -1,4 +1,4 @@
-"""The departure of a layout's runs from those of one process: the first step, and all that differs there."""
+"""Divergence report: the first step at which a layout's runs leave those of one process, and all differences there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from typing import final
 from accel_testing.equivalence.compare import TensorDifference, compare_trees, largest
 from accel_testing.equivalence.training import TrainedStep
 
-# Losses and norms subtract nearly equal numbers, so their last digits go first.
+# Losses and norms subtract nearly equal numbers, so they lose precision first.
 _SCALAR_SLACK = 10.0
-# A loss or norm is measured by itself, down to this part of the largest in the run.
+# A loss or norm is measured relative to itself, but to no less than this fraction of the largest in the run.
 _PASSING = 1e-2
-# A tensor is measured by its largest element in the run, down to this part of the largest tensor's.
+# A tensor is measured relative to its largest element in the run, but to no less than this fraction of the largest
+# tensor's.
 _SMALL = 1e-3
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a layout left the reference: the step (from 0), and one sentence for each thing that is different there.
+    """Divergence of a layout from the reference: the step (from 0), and one sentence for each difference.
 
     ``tensors`` differ at that step, the farthest first.
     """
@@ -39,7 +40,7 @@ class Departure:
 def compare_runs(
     reference: Sequence[TrainedStep], runs: Sequence[Sequence[TrainedStep]], *, tolerance: float
 ) -> Departure | None:
-    """The first step at which the ranks' runs are not the reference's, or None; ``runs`` are by rank."""
+    """The first step at which the ranks' runs differ from the reference, or None; ``runs`` are by rank."""
     scales = _scales(reference)
     for position, expected in enumerate(reference):
         steps = [run[position] for run in runs if position < len(run)]
@@ -80,7 +81,8 @@ def _compare_losses(
     loss, was = sum(step.loss for step in steps) / weight, expected.loss / expected.weight
     if not abs(loss - was) <= slack * max(abs(was), scale):
         yield f"the loss is {loss:.10g} instead of {was:.10g}"
-    # Peers of tensor, context or pipeline parallelism see the same samples, so each is counted that many times.
+    # Ranks of one tensor, context or pipeline parallel group see the same samples, so each sample is counted that many
+    # times.
     peers = round(weight / expected.weight) or 1
     if abs(weight - expected.weight * peers) > 1e-9 * weight:
         yield f"the ranks saw samples of weight {weight:g} instead of {expected.weight:g}"
@@ -89,9 +91,10 @@ def _compare_losses(
 @final
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """What distances are measured by: how large things get in the whole reference.
+    """Scales relative to which distances are measured: magnitudes over the full reference run.
 
-    A bias that passes through zero says nothing about its precision at that step, and one that stays there is noise.
+    A bias that passes through zero at one step has no meaningful relative error there, and one that stays near zero is
+    noise.
     """
 
     loss: float
@@ -114,7 +117,7 @@ def _scales(reference: Sequence[TrainedStep]) -> _Scales:
 
 
 def _ratio(value: float, expected: float) -> str:
-    """A multiple that is nearly whole, or a whole part, is the trace of a wrong divisor."""
+    """Names a factor near an integer, or its inverse, because it indicates a wrong divisor."""
     if not value or not expected:
         return ""
     for whole in range(2, 65):
@@ -125,7 +128,7 @@ def _ratio(value: float, expected: float) -> str:
 
 
 def _disagreements(steps: Sequence[TrainedStep]) -> list[str]:
-    """Parameters that ranks other than 0 hold with other bits: replicas that have come apart."""
+    """Parameters whose bits on other ranks differ from those on rank 0: replicas that have diverged."""
     first = steps[0].digests
     found = []
     for rank, step in enumerate(steps[1:], 1):

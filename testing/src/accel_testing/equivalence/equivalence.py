@@ -1,4 +1,4 @@
-"""Equivalence of layouts: a program trains under each as in one process, or its first difference is reported."""
+"""Equivalence of layouts: a program trains under each layout as in one process, or its divergence is reported."""
 
 import sys
 import time
@@ -16,16 +16,16 @@ from accel_testing.errors import RankError
 from accel_testing.ranks.pool import RankPool, first_failure
 from accel_testing.ranks.wire import Call, ModuleSource, pack, source_of, unpack
 
-#: How far a tensor may be from the reference's, relative to its largest element, by precision.
+#: Largest distance of a tensor from the reference's, relative to its largest element, by precision.
 TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3, "fp8": 1e-1}
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one layout did: ``distance`` is the largest relative distance of any tensor after the last step.
+    """Result of one layout: ``distance`` is the largest relative distance of any tensor after the last step.
 
-    ``departure`` is None where it stayed within ``tolerance``; ``error`` says why it could not run at all.
+    ``departure`` is None if it stayed within ``tolerance``; ``error`` is the reason why it could not run.
     """
 
     layout: Layout
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran, and stayed with the reference."""
+        """Whether the layout ran and did not diverge."""
         return self.departure is None and not self.error
 
     def __str__(self) -> str:
@@ -47,18 +47,18 @@ class Result:
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How all layouts did."""
+    """Results of all layouts."""
 
     steps: int
     results: tuple[Result, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every layout stayed with the reference."""
+        """Whether no layout diverged or failed."""
         return all(result.ok for result in self.results)
 
     def __str__(self) -> str:
-        """A table of all layouts, then what went wrong."""
+        """A table of all layouts, then the failures."""
         width = max(len(str(result.layout)) for result in self.results)
         lines = [f"{self.steps} steps, compared with one process", f"{'layout':<{width}}  distance   allowed"]
         for result in self.results:
@@ -78,16 +78,16 @@ def assert_equivalent(
     perturb: bool = True,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Report:
-    """Fails unless ``program`` trains under every layout as it does in one process; the message is the report.
+    """Fails unless ``program`` trains under every layout as in one process; the message is the report.
 
     Args:
-        program: makes the :class:`Program`, on every rank and for every layout anew.
+        program: makes the :class:`Program`, anew on every rank and for every layout.
         layouts: as in ``["ddp:2", "ddp:4/acc=3"]``, see :class:`Layout`.
         precisions: those of layouts that name none.
         tolerances: by precision, instead of :data:`TOLERANCES`.
         pool: ranks to use (the ``rank_pool`` fixture); None starts some for this call.
-        perturb: start ranks other than 0 from other weights, which preparing must replace.
-        around: makes a context that training runs in, on the ranks of the layouts and not in the reference.
+        perturb: start ranks other than 0 from other weights, which ``prepare`` must replace.
+        around: makes a context manager around the training on the layouts' ranks, not around the reference.
     """
     __tracebackhide__ = True
     wanted = expand(layouts, precisions)
@@ -108,13 +108,13 @@ def run_check(
     pool: RankPool | None = None,
     cpu: bool = True,
 ) -> Report:
-    """Checks ``script.py:function``, where the function returns a :class:`Program`; what ``accel check`` runs.
+    """Checks ``script.py:function``, where the function returns a :class:`Program`; implements ``accel check``.
 
     The script is imported (not as ``__main__``) in rank processes, never in this one. With ``cpu=False`` layouts use
     this machine's accelerators; the reference stays on the CPU.
 
     Raises:
-        ValueError: the target or a layout cannot be read, or no backend has a layout's name.
+        ValueError: the target or a layout is invalid, or no backend has a layout's name.
         RankError: the reference itself cannot be trained.
     """
     path, _, name = target.rpartition(":")
@@ -129,7 +129,7 @@ def run_check(
 
 
 def _refuse_unknown(layouts: Iterable[Layout]) -> None:
-    """Refuses a backend that no package offers, before any rank starts."""
+    """Refuses a backend that no package provides, before any rank starts."""
     from difflib import get_close_matches
 
     from accel_backends import installed_backends
@@ -145,7 +145,7 @@ def _refuse_unknown(layouts: Iterable[Layout]) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class ScriptProgram:
-    """The program that a function of a script makes, found where it is called."""
+    """The program that a script's function makes, imported in the process that calls it."""
 
     file: str
     function: str
@@ -179,9 +179,9 @@ def _check(
     perturb: bool = True,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Report:
-    """Trains the references that are needed, once each, and every layout; compares."""
+    """Trains the needed references once each, and every layout; compares them."""
     if pool is None:
-        with RankPool(preload=["torch._dynamo"]) as own:  # which every optimizer imports
+        with RankPool(preload=["torch._dynamo"]) as own:  # imported by every optimizer
             return _check(
                 program, source, layouts, tolerances=tolerances, pool=own, cpu=cpu, perturb=perturb, around=around
             )
@@ -231,7 +231,7 @@ class _Ranks:
         return self._run(pool, work, ranks=layout.processes, backend=backend, variables=layout.variables)
 
     def _pool_with(self, variables: Mapping[str, str]) -> RankPool:
-        """Processes that know no other variables: what these decide, they decide once in a process's life."""
+        """The pool with these variables; other variables need other processes, which read them only once."""
         if not variables:
             return self._pool
         key = str(sorted(variables.items()))

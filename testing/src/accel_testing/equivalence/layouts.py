@@ -1,4 +1,4 @@
-"""Layouts: backend, processes, precision and accumulation, read from text such as ``ddp:2/bf16/acc=3``."""
+"""Layouts: backend, processes, precision and accumulation, parsed from text such as ``ddp:2/bf16/acc=3``."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,31 +7,31 @@ from difflib import get_close_matches
 from typing import final
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
-#: Sizes of the other axes of a mesh, as ``ParallelismConfig`` names them (without ``_size``).
+#: Sizes of the other mesh axes, as ``ParallelismConfig`` names them (without ``_size``).
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
 _FLAGS = ("weighted", "short")
 _ONE_PROCESS = ("xla",)
 _EXAMPLE = (
     "BACKEND[:PROCESSES][/PRECISION][/acc=N][/weighted][/short][/tp=N...][/OPTION=VALUE...], as in ddp:2/bf16/acc=3"
 )
-#: Sharding over the second number of ranks, in as many replicas as the first says: ``hsdp:2x2``.
+#: Hybrid sharding: shard degree after the ``x``, number of replicas before it: ``hsdp:2x2``.
 _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
-#: DeepSpeed's ZeRO at the stage that the number says: ``ds3:2``.
+#: DeepSpeed's ZeRO with its stage: ``ds3:2``.
 _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to spread a program.
+    """One way to train a program over ranks.
 
     Attributes:
         backend: name of the backend.
-        world_size: number of processes; of devices, where one process drives them all (XLA).
-        precision: ``fp64`` and ``fp32`` are the dtype of the whole program, the others mixed precision of a float32
-            one; empty where the caller of :func:`expand` decides.
+        world_size: number of processes; of devices if one process drives all of them (XLA).
+        precision: ``fp64`` and ``fp32`` are the dtype of the full program, the others mixed precision of a float32
+            one; empty if the caller of :func:`expand` decides.
         accumulate: micro-batches of one optimizer step.
-        weighted: micro-batches of different sizes, with their weights given to ``backward``.
+        weighted: micro-batches of different sizes, with their weights passed to ``backward``.
         short: the last accumulation window is one micro-batch short.
         degrees: sizes of mesh axes, by name.
         options: of the backend, by name, as in ``cpu_offload=true``.
@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Reads one layout; a word that means nothing is refused with the nearest that does."""
+        """Parses one layout; an unknown word is refused with the nearest known one."""
         head, *words = text.strip().split("/")
         if hybrid := _HYBRID.fullmatch(head):
             replicas, shards = map(int, hybrid.groups())
@@ -89,12 +89,12 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        """How many processes train it."""
+        """Number of processes that train it."""
         return 1 if self.backend in _ONE_PROCESS else self.world_size
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Environment variables that give a process its devices; they must be there before torch_xla is imported."""
+        """Environment variables that give a process its devices; must be set before torch_xla is imported."""
         if self.backend in _ONE_PROCESS:
             return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.world_size)}
         return {}
@@ -108,7 +108,7 @@ class Layout:
 
 
 def expand(layouts: str | Iterable[str | Layout], precisions: Iterable[str] = ("fp64", "fp32")) -> list[Layout]:
-    """The layouts, each that has no precision once in every one of ``precisions``; a string holds them with commas."""
+    """Expands layouts without a precision to one for each of ``precisions``; a string is split at commas."""
     words: Iterable[str | Layout] = layouts.split(",") if isinstance(layouts, str) else layouts
     parsed = [Layout.parse(one) if isinstance(one, str) else one for one in words if one]
     if not parsed:

@@ -1,4 +1,4 @@
-"""Tiny models and data for tests: the same weights and samples from the same seed, in float32 or float64."""
+"""Tiny models and data for tests: weights and samples are determined by the seed, in float32 or float64."""
 
 from collections.abc import Callable
 from typing import final
@@ -25,7 +25,7 @@ class TinyMLP(nn.Module):
 
 @final
 class TinyBlock(nn.Module):
-    """One pre-norm transformer block, the unit that is wrapped, compiled or checkpointed by itself."""
+    """One pre-norm transformer block, the unit that is wrapped, compiled or checkpointed."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class TinyBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> the same."""
+        """(batch, length, width) -> (batch, length, width)."""
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -47,7 +47,7 @@ class TinyBlock(nn.Module):
 
 @final
 class TinyTransformer(nn.Module):
-    """A causal language model of repeated :class:`TinyBlock` with the output tied to the embedding."""
+    """A causal language model of repeated :class:`TinyBlock` whose output layer is tied to the embedding."""
 
     def __init__(
         self, vocabulary: int = 32, width: int = 16, *, layers: int = 2, heads: int = 2, length: int = 16
@@ -71,7 +71,7 @@ class TinyTransformer(nn.Module):
 
 @final
 class WithBuffers(nn.Module):
-    """Batch norm and a counter of its own: running statistics that the ranks must agree on."""
+    """Batch norm and its own counter: buffers on which the ranks must agree."""
 
     calls: Tensor
 
@@ -91,7 +91,7 @@ class WithBuffers(nn.Module):
 
 @final
 class WithFrozen(nn.Module):
-    """A first layer that is not trained."""
+    """A model whose first layer is frozen."""
 
     def __init__(self, width: int = 8, hidden: int = 16, out: int = 4) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class WithFrozen(nn.Module):
 
 @final
 class WithUnused(nn.Module):
-    """A layer without part in the output, so without gradient; with ``alternate``, used on every other call instead."""
+    """Has a layer without effect on the output, so without gradient; ``alternate``: used in every other call."""
 
     def __init__(self, width: int = 8, out: int = 4, *, alternate: bool = False) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make_model(name: str = "mlp", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """One of ``MODELS`` with weights that depend on ``seed`` only; the global random state stays as it was.
+    """One of ``MODELS`` with weights that depend on ``seed`` only; the global random state is restored.
 
     Weights are drawn in float64 and rounded, so a float32 and a float64 model of one seed are the same model.
     """
@@ -173,7 +173,7 @@ class SyntheticData(Dataset[tuple[Tensor, Tensor]]):
 
 @final
 class SyntheticTokens(Dataset[Tensor]):
-    """Sequences of tokens (``length``,), int64, in which each token mostly follows from the one before."""
+    """Sequences of tokens (``length``,), int64, in which each token mostly determines the next one."""
 
     def __init__(self, size: int = 64, length: int = 16, vocabulary: int = 32, *, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Programs that are trained to compare layouts: a model, its loss, and the global batches."""
+"""Programs to train under different layouts: a model, its loss, and the global batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 
 def momentum_sgd(model: nn.Module) -> Optimizer:
-    """SGD with momentum: unlike Adam it does not hide a gradient of the wrong scale."""
+    """SGD with momentum, which unlike Adam does not hide a gradient of the wrong scale."""
     return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
@@ -20,15 +20,15 @@ class Program:
     """One training program, made anew on every rank by the user's function.
 
     Attributes:
-        model: with its first weights.
-        loss: of the model and a batch, its mean over the batch's samples; with ``weight``, its sum.
+        model: with its initial weights.
+        loss: function of the model and a batch: the mean over the batch's samples; with ``weight``, the sum.
         batches: global batches, one for each optimizer step: trees (dict, list, tuple) of tensors whose first
-            dimension counts samples, all batches of the same number.
-        optimizer: made of the model.
-        scheduler: made of the optimizer; None: the rate stays.
-        clip: the norm that gradients are clipped to; None: they are not.
-        weight: what a batch weighs, where losses are sums that are divided by more than the number of samples
-            (tokens, say).
+            dimension counts samples, the same number in all batches.
+        optimizer: made from the model.
+        scheduler: made from the optimizer; None: a constant learning rate.
+        clip: the norm to which gradients are clipped; None: not clipped.
+        weight: weight of a batch, if losses are sums to be divided by another number than that of samples (for example
+            tokens).
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Program:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with ``fn`` applied to its tensors; mappings, lists, tuples and named tuples keep their kind."""
+    """Applies ``fn`` to the tensors of a tree; mappings, lists, tuples and named tuples keep their type."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, Mapping):
@@ -68,14 +68,14 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in its order."""
+    """The tensors of a tree, in order."""
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
     return found
 
 
 def count_samples(batch: Any) -> int:
-    """The length of the first dimension, which all tensors of a batch share."""
+    """Length of the first dimension, equal for all tensors of a batch."""
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f"a batch's tensors must share a first dimension of samples; theirs are {sorted(sizes)}")
@@ -83,7 +83,7 @@ def count_samples(batch: Any) -> int:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """All samples of all batches as one batch."""
+    """Concatenates all batches into one."""
     columns = zip(*(tensors_of(batch) for batch in batches), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return map_tensors(lambda _: next(joined), batches[0])
@@ -95,12 +95,12 @@ def take_samples(batch: Any, rows: slice | Sequence[int]) -> Any:
 
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """The tree with its floating-point tensors in ``dtype``."""
+    """Casts the floating-point tensors of a tree to ``dtype``."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def uneven_sizes(total: int, parts: int, *, zeros: bool = False) -> list[int]:
-    """``total`` samples in ``parts`` of clearly different sizes, none empty unless ``zeros`` (then the second is)."""
+    """Splits ``total`` samples into ``parts`` of clearly different sizes, none empty; with ``zeros``, the second is."""
     if total < parts:
         raise ValueError(f"{total} samples cannot be spread over {parts} micro-batches; make the global batches larger")
     shares = [index % 3 + 1 for index in range(parts)]

@@ -1,4 +1,4 @@
-"""A small language model in training, which most tests of backends have in common, whole or in parts."""
+"""Training of a small language model, in full or in parts, shared by most tests of backends."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,18 +21,18 @@ STEPS, SAMPLES, VOCABULARY = 20, 24, 32
 def adamw(model: nn.Module) -> Optimizer:
     """AdamW for a model with attention.
 
-    The bias of the keys has no gradient but rounding errors, which a small eps would blow up to full steps.
+    The gradient of the keys' bias consists of rounding errors, which a small eps would amplify to full steps.
     """
     return AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean loss of guessing, for each token (batch, length), the one before it."""
+    """Mean loss of predicting, for each token (batch, length), the token before it."""
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
 def token_batches(length: int = 4, *, steps: int = STEPS) -> list[Tensor]:
-    """Global batches of tokens, (samples, length) each."""
+    """Global batches of tokens, each (samples, length)."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, VOCABULARY, (SAMPLES, length), generator=generator) for _ in range(steps)]
 
@@ -44,7 +44,7 @@ def language_program(
     scheduler: Callable[[Optimizer], Any] | None = None,
     steps: int = STEPS,
 ) -> Program:
-    """The program: a transformer of two blocks, so many clipped steps."""
+    """Program of a transformer with two blocks and ``steps`` steps with clipping."""
     model, batches = make_model("transformer"), token_batches(length, steps=steps)
     return Program(model, language_loss, batches, optimizer, scheduler=scheduler, clip=0.5)
 
@@ -55,7 +55,7 @@ adamw_program = partial(language_program, adamw)
 
 @final
 class Trained(dict[str, Tensor]):
-    """Full weights by name; ``losses`` (micro-batches,) are those on the way there, each the mean over the ranks."""
+    """Full weights by name; ``losses`` (micro-batches,) are those of the training so far, averaged over ranks."""
 
     losses: Tensor
 
@@ -72,20 +72,20 @@ def train_part(
 ) -> Trained:
     """Trains a part of one run on the ranks of a layout: its micro-batches from ``start`` to ``stop``.
 
-    A step has ``acc`` of them, so a part can end within a step. Parts of several layouts, each going on from the
-    checkpoint of the one before, make the run that one process makes.
+    A step has ``acc`` micro-batches, so a part can end within a step. Parts under several layouts, each resumed from
+    the checkpoint of the previous one, together make the run of one process.
 
     Args:
-        pool: where ranks come from; one of its own for XLA devices, which a process takes when it first computes.
-        layout: as :class:`Layout` reads it; ``fp64`` is the dtype of the model.
+        pool: source of the ranks; XLA devices need their own pool, because a process takes them when it first computes.
+        layout: as :class:`Layout` parses it; ``fp64`` is the dtype of the model.
         start: number of the first micro-batch.
-        stop: number of the first that is left.
-        load: folder of the checkpoint to go on from; empty: the first weights.
-        save: folder of the checkpoint to leave; empty: none.
-        optimizer: made of the model.
+        stop: one past the number of the last micro-batch.
+        load: folder of the checkpoint to resume from; empty: the initial weights.
+        save: folder of the checkpoint to write; empty: none.
+        optimizer: made from the model.
 
     Returns:
-        The full weights afterwards, and the losses on the way.
+        The full weights afterwards, and the losses of the part.
     """
     spread = Layout.parse(layout) if isinstance(layout, str) else layout
     trained: Trained = pool.run(

@@ -1,4 +1,4 @@
-"""Trains a program on a rank: plainly, as the reference, and through an Accelerator, under a layout."""
+"""Training of a program on a rank: in plain PyTorch as the reference, and through an Accelerator under a layout."""
 
 import math
 import zlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Maker = Callable[[], Program]
 DTYPES = {"fp64": torch.float64}
-# Options of a layout are text, and not every backend reads flags from that.
+# Options of a layout are text, which not every backend parses as a flag.
 _FLAGS: dict[str, str | bool] = {"true": True, "false": False}
 
 
@@ -35,9 +35,9 @@ _FLAGS: dict[str, str | bool] = {"true": True, "false": False}
 class TrainedStep:
     """One optimizer step on one rank.
 
-    ``loss`` is the sum over this rank's samples (or weights) and ``weight`` how many those were; ``norm`` the global
-    gradient norm before clipping, ``rates`` the learning rates of the step, ``tensors`` the state after it, on CPU, a
-    shared tensor once (empty on ranks other than 0), ``digests`` checksums of this rank's parameters.
+    ``loss`` is the sum over this rank's samples (or weights) and ``weight`` their number; ``norm`` the global gradient
+    norm before clipping, ``rates`` the learning rates of the step, ``tensors`` the state after it, on the CPU, tied
+    tensors once (empty on ranks other than 0), ``digests`` checksums of this rank's parameters.
     """
 
     loss: float
@@ -52,9 +52,9 @@ class TrainedStep:
 def train_reference(
     make: Maker, precision: str, *, last_samples: int | None = None, seed: int = 0
 ) -> list[TrainedStep]:
-    """Trains in one process, on whole global batches, with nothing but PyTorch.
+    """Trains in one process, on full global batches, in plain PyTorch.
 
-    ``last_samples`` cuts the last global batch.
+    ``last_samples`` truncates the last global batch.
     """
     program, model = _build(make, precision, seed)
     names = state_names(model)
@@ -90,10 +90,10 @@ def train_layout(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seed: int = 0,
 ) -> list[TrainedStep]:
-    """Trains on this rank as one of ``layout``'s, through an Accelerator.
+    """Trains on this rank of ``layout``, through an Accelerator.
 
-    ``perturb`` gives ranks other than 0 other first weights, which preparing must replace by those of rank 0;
-    ``around`` makes a context that all of it runs in.
+    ``perturb`` gives ranks other than 0 other initial weights, which ``prepare`` must replace by those of rank 0;
+    ``around`` makes a context manager around the training.
     """
     with around():
         accelerator = open_accelerator(layout, cpu=cpu)
@@ -124,7 +124,7 @@ def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
         gradient_accumulation_steps=layout.accumulate,
         strategy=strategy,
         parallelism_config=parallelism,
-        # Low enough for ordinary gradients: steps that a search for the scale skips are none of the reference's.
+        # Small enough for ordinary gradients: the reference has no steps that a search for the loss scale skips.
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
     )
 
@@ -184,7 +184,7 @@ def _record(
 
 
 def _loaded_micro_batches(accelerator: "Accelerator", program: Program, layout: Layout) -> Iterator[Any]:
-    """This rank's micro-batches as a prepared loader delivers them, the last window cut if the layout is ``short``."""
+    """This rank's micro-batches from a prepared loader; the last window is truncated if the layout is ``short``."""
     from torch.utils.data import DataLoader
 
     shards = accelerator.data_shard.count
@@ -197,7 +197,7 @@ def _loaded_micro_batches(accelerator: "Accelerator", program: Program, layout: 
 
 
 def _weighted_micro_batches(accelerator: "Accelerator", program: Program, layout: Layout) -> Iterator[Any]:
-    """This rank's micro-batches of different sizes, cut from the global batches by hand."""
+    """This rank's micro-batches of different sizes, split from the global batches by hand."""
     shard = accelerator.data_shard
     sizes = uneven_sizes(program.batch_size, layout.accumulate * shard.count, zeros=program.weight is not None)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -209,7 +209,7 @@ def _weighted_micro_batches(accelerator: "Accelerator", program: Program, layout
 
 
 def micro_batch_size(program: Program, layout: Layout, shards: int) -> int:
-    """Samples of one micro-batch of one shard; the global batch must divide."""
+    """Samples of one micro-batch of one shard; the global batch must be divisible."""
     parts = shards * layout.accumulate
     if program.batch_size % parts:
         raise ValueError(
@@ -254,7 +254,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def state_names(model: nn.Module) -> list[str]:
-    """Names of parameters and kept buffers; where several share a tensor the first, as in states."""
+    """Names of parameters and persistent buffers; of tied tensors the first name, as in state dicts."""
     seen: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):

@@ -1,1 +1,1 @@
-"""Faults, leaks and children of processes under test."""
+"""Faults, leak checks, and tracking of child processes of tests."""

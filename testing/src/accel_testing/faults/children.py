@@ -1,4 +1,4 @@
-"""Processes and files that the programs of a test leave behind, however deep they were started."""
+"""Tracking of processes and files that a test's programs leave behind, at any depth of descent."""
 
 import contextlib
 import os
@@ -8,19 +8,19 @@ from collections.abc import Collection
 from pathlib import Path
 
 VARIABLE = "ACCEL_TESTING_OFFSPRING"
-"""Says, in the environment of every program that a test starts, whose test that is and where its files belong."""
+"""Variable, in the environment of every program that a test starts, that names the test process and its folder."""
 
 _HELPERS = ("resource_tracker", "forkserver", "accel_testing.ranks.fork_server")
 
 
 def mark() -> None:
-    """Marks what this process starts from now on, and gives it a temporary folder of its own; twice is once.
+    """Marks the programs that this process starts from now on, and gives them their own temporary folder; idempotent.
 
-    Compilers keep their cache where it was: it is meant to last.
+    Compilers keep their cache where it was, because it is meant to persist.
     """
     if is_marking():
         return
-    usual = tempfile.gettempdir()  # asked for first, so that this process keeps it
+    usual = tempfile.gettempdir()  # called first, so that this process keeps its own folder
     folder = tempfile.mkdtemp(prefix="accel_testing_offspring_")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
     os.environ[VARIABLE] = f"{os.getpid()}:{folder}"
@@ -28,7 +28,7 @@ def mark() -> None:
 
 
 def unmark() -> None:
-    """Removes the folder; to be called by the process that called :func:`mark`."""
+    """Removes the folder; only in the process that called :func:`mark`."""
     folder = _folder()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,15 +40,15 @@ def is_marking() -> bool:
 
 
 def files() -> list[Path]:
-    """What lies in the temporary folder of the marked programs; nothing in any process but the one that marked."""
+    """Files in the temporary folder of the marked programs; empty in other processes than the marking one."""
     folder = _folder()
     return [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
 
 
 def sweep(before: Collection[Path]) -> None:
-    """Removes what has come since ``before``, as processes that are killed cannot do it themselves.
+    """Removes files created since ``before``, because killed processes cannot remove them themselves.
 
-    A folder with a socket that is listened at belongs to a living process.
+    A folder with a listening socket belongs to a running process and is kept.
     """
     new = [path for path in files() if path not in before]
     sockets = _read_text("/proc/net/unix") if new else ""
@@ -60,14 +60,14 @@ def sweep(before: Collection[Path]) -> None:
 
 
 def numbers() -> list[str]:
-    """The numbers of all processes of the machine (on Linux), in the process that marked; nothing in any other."""
+    """Ids of all processes of the machine (on Linux), in the marking process; empty in others."""
     if not is_marking() or not os.path.isdir("/proc"):
         return []
     return [entry for entry in os.listdir("/proc") if entry.isdecimal()]
 
 
 def command_of(pid: str) -> str | None:
-    """The command of a marked process; None for others, and for helpers that live as long as the one that marked."""
+    """Command of a marked process; None for others, and for helpers that live as long as the marking process."""
     wanted = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
     with contextlib.suppress(OSError):
         if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

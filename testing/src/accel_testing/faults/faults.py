@@ -1,7 +1,7 @@
 """Real faults at a chosen place: a process killed, stopped, delayed or failing inside a named function; broken files.
 
-Nothing here is pretended: the process does end by SIGKILL, the disk does refuse to grow the file. A place is a
-function, ``module:qualname``, so the code under test needs no hooks. For a script in a process of its own::
+No fault is simulated: the process is killed by SIGKILL, the file system refuses to grow the file. A place is a
+function, ``module:qualname``, so the code under test needs no hooks. For a script in its own process::
 
     python -m accel_testing.faults.faults 'kill at os:replace' script.py --its --arguments
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MS_RDONLY, _MS_REMOUNT, _MNT_DETACH = 1, 32, 2  # of Linux's mount(2) and umount2(2)
+_MS_RDONLY, _MS_REMOUNT, _MNT_DETACH = 1, 32, 2  # constants of Linux's mount(2) and umount2(2)
 _TEXT = re.compile(
     r"(?P<action>[a-z]+)(?:\((?P<value>[^)]*)\))?\s+(?P<when>at|before|after)\s+(?:call\s+(?P<call>\d+)\s+of\s+)?"
     r"(?P<place>[\w.]+:[\w.]+)(?:\s+on\s+rank\s+(?P<rank>\d+))?"
@@ -33,7 +33,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens (``action`` with its ``value``), in which function, at which call, on which rank.
+    """A fault: ``action`` with its ``value``, the function, the number of the call, and the rank.
 
     Actions: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``exit`` (value: status), ``delay`` (value: seconds), ``raise``
     (value: a name from ``errno``, default ENOSPC; raises that OSError). ``rank`` None means every rank.
@@ -54,7 +54,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Reads ``kill at os:replace`` or ``raise(EIO) after call 3 of os:fsync on rank 1``."""
+        """Parses ``kill at os:replace`` or ``raise(EIO) after call 3 of os:fsync on rank 1``."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ValueError(
@@ -73,7 +73,7 @@ class Fault:
 
 @contextmanager
 def injected(fault: Fault | str, *, rank: int | None = None) -> Iterator[None]:
-    """Has the fault happen inside: its function is wrapped for that long. ``rank`` is this process's."""
+    """Installs the fault within the block, by wrapping its function. ``rank`` is this process's."""
     fault = Fault.parse(fault) if isinstance(fault, str) else fault
     owner, name = _find(fault.place)
     original = getattr(owner, name)
@@ -150,9 +150,9 @@ _ACTIONS: dict[str, Callable[[str], None]] = {
 
 @contextmanager
 def limited_file_size(size: int) -> Iterator[None]:
-    """No file grows beyond ``size`` bytes inside: writing more fails with ``OSError`` (EFBIG), as on a full disk."""
+    """Limits files to ``size`` bytes within the block: further writes raise ``OSError`` (EFBIG), as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores SIGXFSZ, which the limit would otherwise kill the process with.
+    # Python ignores SIGXFSZ, by which the limit would otherwise kill the process.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
@@ -162,7 +162,7 @@ def limited_file_size(size: int) -> Iterator[None]:
 
 @contextmanager
 def many_open_files(count: int = 1100) -> Iterator[None]:
-    """``count`` files are open inside: new ones have numbers that ``select.select`` refuses (1024 and above)."""
+    """Keeps ``count`` files open within the block: ``select.select`` refuses new descriptors, from 1024 on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * count), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
@@ -176,10 +176,10 @@ def many_open_files(count: int = 1100) -> Iterator[None]:
 
 @contextmanager
 def small_file_system(folder: str | os.PathLike[str], *, size: int = 2**20) -> Iterator[None]:
-    """A file system of ``size`` bytes in memory at ``folder``, gone afterwards with all that is in it.
+    """Mounts a file system of ``size`` bytes in memory at ``folder``; unmounts it, with its contents, afterwards.
 
     Raises:
-        PermissionError: this process may not mount one; that takes root.
+        PermissionError: this process may not mount, which requires root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     place = os.fsencode(folder)
@@ -192,7 +192,7 @@ def small_file_system(folder: str | os.PathLike[str], *, size: int = 2**20) -> I
 
 
 def make_read_only(folder: str | os.PathLike[str]) -> None:
-    """Lets nothing be written any more to a ``small_file_system``: not even root may.
+    """Makes a ``small_file_system`` read-only, for root too.
 
     Raises:
         OSError: nothing is mounted there, or a file is open for writing.
@@ -204,7 +204,7 @@ def make_read_only(folder: str | os.PathLike[str]) -> None:
 
 
 def corrupt_file(path: str | os.PathLike[str], *, position: int | None = None, seed: int = 0) -> int:
-    """Flips one bit, keeping size and times; the byte's position, drawn by ``seed`` unless given."""
+    """Flips one bit, keeping size and times; returns the byte's position, drawn by ``seed`` unless it is given."""
     file = Path(path)
     data, status = bytearray(file.read_bytes()), file.stat()
     if not data:
@@ -217,7 +217,7 @@ def corrupt_file(path: str | os.PathLike[str], *, position: int | None = None, s
 
 
 def truncate_file(path: str | os.PathLike[str], *, keep: int | float = 0.5) -> int:
-    """Cuts a file to ``keep`` bytes, or to that fraction of its size; the new size."""
+    """Truncates a file to ``keep`` bytes, or to that fraction of its size; returns the new size."""
     size = Path(path).stat().st_size
     kept = int(size * keep) if isinstance(keep, float) else keep
     if not 0 <= kept <= size:

@@ -1,4 +1,4 @@
-"""Leaks of a test: variables, groups, threads, processes, ports, shared memory, files."""
+"""Leak checks of a test: variables, groups, threads, processes, ports, shared memory, files."""
 
 import contextlib
 import gc
@@ -20,11 +20,11 @@ from accel_testing.faults import children as offspring
 if TYPE_CHECKING:
     import pytest
 
-# What libraries start once and keep on purpose, so that the first test that needs it is not blamed.
+# Threads that libraries start once and keep on purpose, so that the first test that uses them is not blamed.
 _KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "fsspecIO", "QueueFeeder", "tqdm_monitor", "ThreadPoolExecutor-loky")
-_KEPT_FOLDERS = ("accel-ranks-",)  # the pool's, which the first test that needs it starts
-# multiprocessing's. Who reads with workers ends those that are not done with a signal, so they cannot remove theirs;
-# the folder of all programs, where it lies, goes with the session. torchrun's logs stay by design.
+_KEPT_FOLDERS = ("accel-ranks-",)  # the pool's folder, which the first test that needs the pool creates
+# multiprocessing's folders: the readers of a loader end unfinished workers by a signal, so the workers cannot remove
+# them; they are removed with the folder of all programs. torchrun keeps its logs by design.
 _KEPT_BY_PROGRAMS = ("pymp-", "torchelastic_")
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", "COV_CORE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "KMP_", "PYTEST_XDIST")
 _GRACE = 1.0
@@ -34,29 +34,29 @@ _MAY_END = ("thread ", "child process ", "process ", "port ", "shared memory ", 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSnapshot:
-    """What there was at one moment: for each check, the things by name and how they look."""
+    """Resources at one moment: for each check, their names and descriptions."""
 
     seen: Mapping[str, Mapping[str, str]]
 
 
 def snapshot(checks: Iterable[str] = ()) -> ProcessSnapshot:
-    """What there is now, for the named checks (see :data:`CHECKS`); cheap: no check takes a millisecond."""
+    """Takes a snapshot for the named checks (see :data:`CHECKS`); each takes less than a millisecond."""
     return ProcessSnapshot({name: CHECKS[name]() for name in checks})
 
 
 def differences(before: ProcessSnapshot, after: ProcessSnapshot, *, group_expected: bool = False) -> list[str]:
-    """One sentence for each thing that is in ``after`` and was not, or not so, in ``before``.
+    """One sentence for each resource in ``after`` that was not, or was different, in ``before``.
 
-    ``group_expected`` says that the default process group belongs to who runs the test.
+    ``group_expected``: the default process group belongs to the caller of the test.
     """
     found = [text for name in after.seen for text in _compare(name, before.seen[name], after.seen[name])]
     return [text for text in found if not (group_expected and text.startswith("the default process group"))]
 
 
 def settled_differences(before: ProcessSnapshot, *, group_expected: bool = False, grace: float = _GRACE) -> list[str]:
-    """The differences to now, after up to ``grace`` seconds in which threads and children may still end.
+    """Differences from ``before`` to now, after up to ``grace`` seconds in which threads and children may still end.
 
-    What belongs to objects that nobody can reach any more, such as those of a traceback, ends when they are collected.
+    Resources of unreachable objects, such as those of a traceback, are released by a garbage collection meanwhile.
     """
     begin, collected = time.monotonic(), False
     while True:
@@ -71,9 +71,9 @@ def settled_differences(before: ProcessSnapshot, *, group_expected: bool = False
 
 
 def leak_checks(item: "pytest.Item") -> tuple[str, ...]:
-    """The checks of a test: those of its marker ``leaks``, else those of the ini option ``accel_leaks``.
+    """Checks of a test: those of its marker ``leaks``, otherwise those of the ini option ``accel_leaks``.
 
-    What a process that is killed on purpose (marker ``fault``) leaves in temporary folders is nobody's mistake.
+    Temporary files of a process that is killed on purpose (marker ``fault``) are not leaks.
     """
     marker = item.get_closest_marker("leaks")
     checks = parse_checks((marker.args or ("all",)) if marker else item.config.getini("accel_leaks"))
@@ -81,7 +81,7 @@ def leak_checks(item: "pytest.Item") -> tuple[str, ...]:
 
 
 def parse_checks(words: Iterable[str]) -> tuple[str, ...]:
-    """Names of checks, ``all`` meaning every one; an unknown name is refused."""
+    """Parses names of checks, ``all`` meaning every check; an unknown name is refused."""
     wanted: list[str] = []
     for word in words:
         if word != "all" and word not in CHECKS:
@@ -108,7 +108,7 @@ def _environment() -> dict[str, str]:
 
 
 def _groups() -> dict[str, str]:
-    # A group cannot exist before torch.distributed was imported, and asking must not import it.
+    # No group exists before torch.distributed is imported, and this check must not import it.
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return {}
@@ -134,7 +134,7 @@ def _children() -> dict[str, str]:
 
 
 def _is_helper(pid: str) -> bool:
-    """multiprocessing keeps these two for the life of the process; the fork servers are this package's own."""
+    """Whether a child is a helper that multiprocessing keeps as long as the process, or a fork server."""
     command = _command(pid)
     return any(word in command for word in ("resource_tracker", "forkserver", "accel_testing.ranks.fork_server"))
 
@@ -151,12 +151,12 @@ def _read(path: Path) -> str:
 
 
 def _shared_memory() -> dict[str, str]:
-    """Segments of this process: torch puts its process id into the names, Python's are known while they are mapped."""
+    """Shared memory of this process: torch's names include its pid, Python's segments are known while mapped."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return {}
     names = sorted(os.listdir(folder))
-    # What is mapped is a long list where torch is loaded, so it is asked for only where it decides.
+    # /proc/self/maps is long once torch is loaded; it is read only if there is a candidate segment.
     mapped = _read(Path("/proc/self/maps")) if any(name.startswith("psm_") for name in names) else ""
     mark = f"_{os.getpid()}_"
     return {
@@ -173,14 +173,14 @@ def _temporary() -> dict[str, str]:
 
 
 def _processes() -> dict[str, str]:
-    """All processes: whose they are is asked of new ones only, as it takes longer."""
+    """All processes; only those that are new are checked for the mark, because that takes longer."""
     return dict.fromkeys(offspring.numbers(), "")
 
 
 def _ports() -> dict[str, str]:
-    """Ports on which this process listens. Those of programs are gone with them; those of ranks belong to the pool.
+    """Ports on which this process listens. Programs' ports close with them; ranks' ports belong to the pool.
 
-    Each socket is asked itself: the kernel's table of all connections takes many milliseconds to read.
+    Queries each socket, because the kernel's table of all connections takes many milliseconds to read.
     """
     if not offspring.is_marking() or not os.path.isdir("/proc/self/fd"):
         return {}
@@ -193,7 +193,7 @@ def _ports() -> dict[str, str]:
 
 
 def _port_of(descriptor: int) -> int | None:
-    """The port on which a socket listens; None for one that does not, or not on a port."""
+    """Port on which a socket listens; None for other sockets."""
     with socket.socket(fileno=os.dup(descriptor)) as same:
         if same.family not in (socket.AF_INET, socket.AF_INET6):
             return None
@@ -205,14 +205,14 @@ def _port_of(descriptor: int) -> int | None:
 
 @cache
 def _made_here() -> list[str]:
-    """What ``tempfile`` makes in this process from now on, in a list that grows; its folder is shared by everybody."""
+    """List to which ``tempfile``'s paths of this process are appended from now on; other processes share its folder."""
     made: list[str] = []
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
         if event not in ("tempfile.mkdtemp", "tempfile.mkstemp"):
             return
         path = str(arguments[0])
-        # What a library makes when it is imported lasts as long as the process, which then removes it.
+        # A library's files made during its import last as long as the process, which then removes them.
         if not os.path.basename(path).startswith(_KEPT_FOLDERS) and not _importing():
             made.append(path)
 
@@ -227,7 +227,7 @@ def _importing() -> bool:
     return frame is not None
 
 
-#: The checks by name. Each looks at this process, and at what it has started, only: tests may run side by side.
+#: Checks by name. Each considers only this process and its descendants, because tests may run concurrently.
 CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
     "environment": _environment,
     "groups": _groups,
@@ -239,7 +239,7 @@ CHECKS: Mapping[str, Callable[[], dict[str, str]]] = {
     "temporary": _temporary,
 }
 
-#: The checks of what outlives this process, or keeps others from what it holds.
+#: Checks of resources that outlive this process, or that block other processes.
 LASTING = ("processes", "ports", "shared_memory", "temporary")
 
 _SENTENCES: Mapping[str, str] = {

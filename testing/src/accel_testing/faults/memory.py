@@ -1,4 +1,4 @@
-"""Memory that a piece of work takes on this rank, by torch's own count of its allocations."""
+"""Memory that a function takes on this rank, by torch's own count of its allocations."""
 
 import gc
 import json
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-#: How the methods of process groups that send something begin.
+#: Prefixes of the methods of process groups that communicate.
 _COLLECTIVES = ("all", "_allgather", "broadcast", "reduce", "_reduce", "gather", "scatter")
 
 
 def peak_allocated(run: Callable[[], object]) -> int:
-    """Bytes that ``run`` held allocated at most beyond what there was before, on the CPU; what it returns is let go.
+    """Peak bytes that ``run`` had allocated on the CPU beyond those before; the result of ``run`` is dropped.
 
-    Tensors only, as torch's profiler saw them come and go: no interpreter, no files that are mapped into memory, no
-    buffers of the collectives. It is the same from run to run, which resident memory is not.
+    Tensors only, as torch's profiler records them: no interpreter, no memory-mapped files, no buffers of the
+    collectives. Unlike resident memory, the number is the same from run to run.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +31,7 @@ def peak_allocated(run: Callable[[], object]) -> int:
     changes = sorted((event for event in events if _is_allocation(event)), key=lambda event: float(event["ts"]))
     if not changes:
         return 0
-    # Totals and not sums of changes: what threads of the collectives let go of shows in the totals only.
+    # Totals instead of sums of changes, because memory freed by the collectives' threads appears in the totals only.
     before = int(changes[0]["args"]["Total Allocated"]) - int(changes[0]["args"]["Bytes"])
     return max(int(change["args"]["Total Allocated"]) for change in changes) - before
 
@@ -42,11 +42,11 @@ def _is_allocation(event: dict[str, Any]) -> bool:
 
 @contextmanager
 def settled(pause: float = 0.02) -> Iterator[None]:
-    """Within it, memory comes and goes in the same order in every run, to the byte; slowly, so not for timing.
+    """Makes the order of allocations within the block reproducible to the byte; slow, so not for timing.
 
-    Cycles are collected before, and not within. A collective is over when its call returns, and its threads, which hold
-    on to copies of what they send, have had so many seconds to let go of them; where that is too little, on a machine
-    that others use, more is held and never less.
+    Garbage is collected before the block, and not within it. Each collective waits for its completion and then
+    ``pause`` seconds, in which its threads release their copies of the sent tensors. If that is too short, on a busy
+    machine, the measured memory is larger, never smaller.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""The devices of this machine, and in words those that it lacks."""
+"""Devices of this machine, and reasons why a required device is missing."""
 
 
 def what_is_missing(kind: str, n: int = 2) -> str | None:
-    """Why a test marked ``kind`` (gpu, tpu, or multigpu with ``n`` devices) cannot run here; None when it can."""
+    """Reason why a test marked ``kind`` (gpu, tpu, or multigpu with ``n`` devices) cannot run here; None if it can."""
     if kind == "tpu":
         return _missing_tpu()
     import torch
@@ -26,6 +26,6 @@ def _missing_tpu() -> str | None:
         from torch_xla import runtime  # type: ignore[import-not-found,unused-ignore]
 
         kind = runtime.device_type()
-    except Exception as error:  # whatever torch_xla makes of a missing or busy device
+    except Exception as error:  # torch_xla's error for a missing or busy device may be of any type
         return f"needs a TPU; torch_xla cannot open one: {error}"
     return None if kind == "TPU" else f"needs a TPU; torch_xla runs on {kind}"

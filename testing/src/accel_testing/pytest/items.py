@@ -1,4 +1,4 @@
-"""A pytest test function as work for ranks, and their answers as the outcome of the test."""
+"""Pytest test functions as work for ranks, and the ranks' answers as the test's outcome."""
 
 import inspect
 from typing import Any, final
@@ -11,13 +11,13 @@ from accel_testing.pytest.reporting import attach
 from accel_testing.ranks.pool import RankPool, first_failure, name_ranks, rebuilt
 from accel_testing.ranks.wire import Answer, ModuleSource, TestCall, pack
 
-#: Arguments that each rank makes for itself, because their value belongs to one process.
+#: Arguments that each rank makes itself, because their values belong to one process.
 MADE_IN_RANK = ("rank", "world_size", "monkeypatch")
 
 
 @final
 class RankRunner:
-    """The pool of one pytest process (one xdist worker), and what its tests ask of it."""
+    """Runs tests on the pool of one pytest process (one xdist worker)."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class RankRunner:
         return self._pool
 
     def prepare(self) -> None:
-        """Starts what takes time."""
+        """Starts the slow parts of the pool in the background."""
         self._pool.prepare()
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class RankRunner:
         self._pool.close()
 
     def run(self, item: pytest.Function) -> None:
-        """Runs the test in its ranks; raises what they raised, skips or xfails as they did."""
+        """Runs the test on its ranks; raises their errors, skips and xfails."""
         __tracebackhide__ = True
         marker = item.get_closest_marker("ranks")
         assert marker is not None
@@ -94,14 +94,14 @@ def read_marker(
     backend: str = "gloo",
     env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of ``@pytest.mark.ranks``, checked."""
+    """Checked arguments of ``@pytest.mark.ranks``."""
     if not isinstance(n, int) or n < 1:
         raise pytest.UsageError(f"@pytest.mark.ranks({n!r}): the number of ranks is a whole number of at least 1")
     return {"n": n, "group": group, "timeout": timeout, "backend": backend, "env": env or {}}
 
 
 def _draws_at_random(function: Any) -> bool:
-    """Whether this is a test of hypothesis whose examples differ from process to process."""
+    """Whether this is a hypothesis test whose examples differ between processes."""
     if not getattr(function, "is_hypothesis_test", False):
         return False
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
@@ -125,14 +125,14 @@ def _pack_arguments(arguments: dict[str, Any]) -> bytes:
 
 
 def _conclude(answers: list[Answer], outputs: list[tuple[int, str]]) -> None:
-    """Makes of the answers of all ranks the one outcome of the test."""
+    """Combines the answers of all ranks into the outcome of the test."""
     __tracebackhide__ = True
     xfailed = [answer for answer in answers if answer.outcome == "xfailed"]
     failed = first_failure(answers)
     if failed is None:
         return
     answer, rank = failed
-    # Whoever gives up first leaves the others failing in their next collective, so the earliest counts.
+    # A rank that ends first makes the others fail in their next collective, so the earliest answer counts.
     if xfailed and min(xfailed, key=lambda one: one.at).at <= answer.at:
         pytest.xfail(xfailed[0].reason)
     if answer.outcome == "failed":

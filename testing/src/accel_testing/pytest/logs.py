@@ -1,4 +1,4 @@
-"""Log records of a rank, where pytest's own fixture does not reach."""
+"""Log records of a rank, where pytest's own fixture does not work."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def heard(name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
-    """The messages that the logger called ``name``, and those below it, are given meanwhile, from ``level`` up."""
+    """Collects the messages of the logger ``name`` and its children within the block, from ``level`` up."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

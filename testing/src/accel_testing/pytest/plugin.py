@@ -1,6 +1,6 @@
-"""The pytest plugin: tests that run in ranks, tests that need a device, tests that must leave nothing behind.
+"""Pytest plugin: tests on ranks, tests that need a device, tests that must not leak.
 
-Loaded in every pytest run of an environment that has accel-testing, so it imports neither torch nor accel.
+Loaded in every pytest run of an environment with accel-testing, so it imports neither torch nor accel.
 """
 
 import os
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "accel_leaks", "leak checks for every test: all, or names from accel_testing.faults.leaks", "args", []
     )
-    # Costs nothing where all ends at once.
+    # Free of cost if all of these end at once.
     parser.addini("accel_leaks_grace", "seconds that what a test started may still take to end", default="30")
     parser.addini("accel_preload", "modules that ranks import once, before they are forked", "args", [])
     parser.addini("accel_ranks_timeout", "seconds a test may take in its ranks", default="60")
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """The line that repeats the hash seeds of this run."""
+    """Report line with the hash seeds of this run, which repeats them."""
     run = os.environ.get(hash_seeds.VARIABLE)
     return [] if run is None else [f"hash seeds: derived from {run}; --hash-seed={run} repeats them"]
 
@@ -90,7 +90,7 @@ def world_size() -> int:
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> "RankPool":
-    """The ranks of tests marked ``ranks``, for tests that hand them functions: ``rank_pool.run(fn, *args)``."""
+    """Pool of the tests marked ``ranks``, for tests that pass functions to it: ``rank_pool.run(fn, *args)``."""
     return _runner(request.config).pool
 
 
@@ -98,7 +98,7 @@ _RUNNER = pytest.StashKey["RankRunner | None"]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts importing torch for the ranks while the tests before them run."""
+    """Starts importing torch for the ranks while earlier tests run."""
     if session.config.option.collectonly:
         return
     from accel_testing.faults import children as offspring
@@ -145,7 +145,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test marked ``ranks`` in its ranks."""
+    """Runs a test marked ``ranks`` on its ranks."""
     if not pyfuncitem.get_closest_marker("ranks"):
         return None
     __tracebackhide__ = True
@@ -157,7 +157,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: "pytest.CallInfo[None]"
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Shows a failure in a rank as if it had happened here, with what the ranks printed."""
+    """Reports a rank's failure as if it had happened here, with the output of the ranks."""
     report = yield
     if call.excinfo is not None and item.get_closest_marker("ranks"):
         from accel_testing.pytest.reporting import show_ranks
@@ -168,7 +168,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True, scope="session")
 def _accel_lasting_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Looks for what fixtures that serve many tests left behind, after the last test, where every test is checked."""
+    """Checks, after the last test, for leaks of fixtures that serve many tests, if every test is checked."""
     from accel_testing.faults import leaks
 
     wanted = leaks.parse_checks(request.config.getini("accel_leaks"))
@@ -177,7 +177,7 @@ def _accel_lasting_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _accel_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Looks for what the test and its fixtures left behind, where leaks are checked."""
+    """Checks for leaks of the test and its fixtures, if leak checks are on."""
     from accel_testing.faults import children as offspring
     from accel_testing.faults import leaks
 

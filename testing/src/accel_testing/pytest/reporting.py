@@ -1,4 +1,4 @@
-"""A failure in a rank, shown by pytest: its traceback, the others in a line, what all of them printed."""
+"""Reports of a failure on a rank: its traceback, the other failures in a line each, the output of all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def attach(
     first: tuple[int, Answer] | None = None,
     others: Sequence[tuple[int, Answer]] = (),
 ) -> BaseException:
-    """The same exception, with what :func:`show_ranks` needs to show it."""
+    """Returns the same exception with the data that :func:`show_ranks` needs."""
     if first is None:
         text, reason, place = str(error), str(error).partition("\n")[0], ("ranks", 0)
     else:

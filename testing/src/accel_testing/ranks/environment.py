@@ -1,9 +1,9 @@
-"""The environment variables of rank processes: those of the caller, without what would decide for the test."""
+"""Environment of rank processes: the caller's variables, without those that would affect the test."""
 
 import sys
 from collections.abc import Mapping
 
-# Launchers' variables say where *this* process sits; a rank that inherited them would believe them.
+# Launchers' variables describe the rank of *this* process; a child rank must not inherit them.
 _FOREIGN_PREFIXES = (
     "SLURM_",
     "OMPI_",
@@ -41,7 +41,7 @@ _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables a rank starts with: no launcher's, one thread, gloo on loopback, a hash seed of its own."""
+    """Variables of a new rank: no launcher's, one thread, gloo on loopback, its own hash seed."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -54,13 +54,13 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """What must be set (None: removed) to make ``now`` of ``before``: a fixture's variables, say."""
+    """Variables to set (None: to remove) to turn ``before`` into ``now``, for example those of a fixture."""
     changed: dict[str, str | None] = {name: value for name, value in now.items() if before.get(name) != value}
     return changed | dict.fromkeys(before.keys() - now.keys())
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables of one rank of this machine during one job, as torchrun sets them; they meet at ``port``."""
+    """Variables of one rank of this machine during one job, as torchrun sets them; its rendezvous is at ``port``."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

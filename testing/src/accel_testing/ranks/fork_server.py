@@ -1,9 +1,9 @@
-"""The server process of one rank: imports torch once and forks the rank, and its replacements, in milliseconds.
+"""Fork server of one rank: imports torch once and forks the rank, and its replacements, in milliseconds.
 
-Each rank of a pool has a server of its own, started by exec, so that ranks differ in what real processes differ in: the
-hash seed, the addresses of objects, what was imported before. A server is never forked from the test process and runs
-one thread only, because otherwise forking from it is unsafe. It ends with its rank when the test process ends, however
-that happens.
+Each rank of a pool has its own server, started by exec, so that ranks differ in what real processes differ in: the hash
+seed, the addresses of objects, and the modules imported before. A server is never forked from the test process and runs
+one thread only, because otherwise forking from it is unsafe. The server and its rank end when the test process ends,
+however that happens.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _PARENT_CHECK = 2.0
 
 
 def die_with_parent(parent: int) -> None:
-    """Kills this process, by the kernel, when the thread that started it ends (on Linux)."""
+    """Makes the kernel kill this process when the thread that started it ends (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -45,12 +45,12 @@ class _ForkServer:
 
     def run(self) -> None:
         self.send("ready")
-        selector = selectors.DefaultSelector()  # ``select`` itself refuses files from number 1024 on
+        selector = selectors.DefaultSelector()  # ``select`` itself refuses descriptors of 1024 and above
         selector.register(self.control, selectors.EVENT_READ)
         selector.register(self.wakeup, selectors.EVENT_READ)
         while True:
             readable = {key.fd for key, _ in selector.select(_PARENT_CHECK)}
-            # The connection stays open where a process forked from the test process outlives it.
+            # The connection stays open if a process forked from the test process outlives the test process.
             if os.getppid() != self.parent:
                 return
             if self.wakeup in readable:
@@ -88,7 +88,7 @@ class _ForkServer:
         self.send(f"forked {pid}")
 
     def become_rank(self, files: list[int], parent: int) -> None:
-        # A session of its own: the test process can end it with all the children it made.
+        # A session of its own lets the test process end it with all of its children.
         os.setsid()
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
@@ -103,7 +103,7 @@ class _ForkServer:
         for text in (sys.stdout, sys.stderr):
             text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable()
-        os.environ.pop("PYTHONHASHSEED", None)  # this process's own, and not that of programs that a test starts
+        os.environ.pop("PYTHONHASHSEED", None)  # for this process only, not for programs that a test starts
         self.serve(connection, stacks)
 
     def end_ranks(self) -> None:
@@ -113,13 +113,13 @@ class _ForkServer:
 
     def remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the last server removes the folder of all
+        with contextlib.suppress(OSError):  # the last server removes the common folder
             os.rmdir(os.path.dirname(self.folder))
 
 
 def main(control_file: int, folder: str, modules: list[str]) -> None:
-    """Imports what the rank needs, then forks it on request until the test process is gone."""
-    parent = os.getppid()  # before the imports, which take seconds in which it may end
+    """Imports the modules that the rank needs, then forks ranks on request until the test process ends."""
+    parent = os.getppid()  # read before the imports, which take seconds in which the parent may end
     control = socket.socket(fileno=control_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -133,7 +133,7 @@ def main(control_file: int, folder: str, modules: list[str]) -> None:
         server.run()
     finally:
         server.end_ranks()
-    server.remove_folder()  # not after an error, which the test process reads there
+    server.remove_folder()  # not after an error, whose message the test process reads there
 
 
 if __name__ == "__main__":

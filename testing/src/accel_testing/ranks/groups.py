@@ -1,4 +1,4 @@
-"""The process group of a job on a rank: opened, left, and dropped from what torch remembers of it."""
+"""Process group of a job on a rank: opened, closed, and removed from torch's caches."""
 
 import gc
 import sys
@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def enter_group(job: Job) -> "Session | None":
-    """Opens the default group that a job wants, if any, as a user's script does: by a session; collective.
+    """Opens the job's default group, if it has one, through a session, as a user's script does.
 
-    The ranks meet at a store of their own, and the hang watchdog is on. One rank alone needs no session for a group, so
-    torch opens it.
+    The ranks meet at the job's own store, and the watchdog is on. For one rank without a session, torch opens the
+    group.
+
+    Collective: every rank of the group must call this.
     """
     if job.backend is None:
         return None
-    # Longer than the test may take, because the pool reports a hang with stacks, a collective's timeout without.
+    # Longer than the test may take, because the pool reports a hang with stacks, and a collective's timeout does not.
     timeout = timedelta(seconds=2 * job.timeout + 60)
     if job.world_size == 1:
         import torch.distributed as dist
@@ -35,10 +37,10 @@ def enter_group(job: Job) -> "Session | None":
 
 
 def leave_group(*, patience: float | None = None) -> None:
-    """Closes all sessions of this process, as the end of a script does, and any group that is open without one.
+    """Closes all sessions of this process, as the end of a script does, and any group that is open without a session.
 
-    The watchdogs of the other ranks see that this rank has left, so that none waits for it. ``patience`` is how many
-    seconds closing may wait for the other ranks (None: as long as it takes).
+    The watchdogs of the other ranks see that this rank has left, so that no rank waits for it. ``patience``: seconds
+    that closing may wait for the other ranks (None: without limit).
     """
     import torch.distributed as dist
 
@@ -51,15 +53,15 @@ def leave_group(*, patience: float | None = None) -> None:
 
 
 def forget_groups() -> None:
-    """Drops groups that were left, which live on as long as anything refers to them.
+    """Drops groups that were left, which stay alive as long as they are referenced.
 
-    Each gloo group has a thread that wakes a hundred times a second, so a machine with a hundred of them does little
-    else. torch caches sharding decisions and redistribution plans of DTensors under their meshes, which hold groups.
+    Each gloo group has a thread that wakes a hundred times a second, so a hundred groups load a machine fully. torch
+    caches sharding decisions and redistribution plans of DTensors by their meshes, which reference groups.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-        # Names within torch change between versions: a missing one leaves some threads behind and breaks nothing.
+        # Private names of torch change between versions: a missing name only leaves some threads running.
         for owner, name in (
             (debug, "_clear_sharding_prop_cache"),
             (_redistribute, "clear_redistribute_planner_cache"),

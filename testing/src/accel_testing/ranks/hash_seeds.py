@@ -1,6 +1,6 @@
-"""Hash seeds of a run's processes: drawn by Python itself, or derived from one number so that a run can be repeated.
+"""Hash seeds of a run's processes: random, or derived from one number so that a run can be repeated.
 
-Orders of sets depend on the hash seed, which differs between the ranks of real launchers. A run that was given a number
+The order of sets depends on the hash seed, which differs between the ranks of real launchers. A run with a number
 (``pytest --hash-seed=7``, or the variable below) gives rank r the seed 7 + 1 + r and a launcher the seed 7, in every
 process that is started through this package.
 """
@@ -16,7 +16,7 @@ _LARGEST = 2**32
 
 
 def choose(value: str) -> int:
-    """The number of a run: the option's value itself, or one drawn at random for ``random``.
+    """Number of a run: the option's value, or a random one for ``random``.
 
     Raises:
         ValueError: the value is neither.
@@ -29,13 +29,13 @@ def choose(value: str) -> int:
 
 
 def of_rank(rank: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give the process of ``rank`` its hash seed; none where the run was given no number."""
+    """Variables that set the hash seed of ``rank``'s process; none if the run has no number."""
     run = environment.get(VARIABLE)
     return {} if run is None else {"PYTHONHASHSEED": str((int(run) + 1 + rank) % _LARGEST)}
 
 
 def of_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give each Python program, and the ranks that it starts, their hash seeds."""
+    """Variables that set the hash seeds of Python programs and of the ranks that they start."""
     if VARIABLE not in environment:
         return {}
     return {"PYTHONPATH": os.pathsep.join([str(_SEEDING), *filter(None, [environment.get("PYTHONPATH")])])}

@@ -1,4 +1,4 @@
-"""The program of a rank that a launcher has started: connects to the test process and serves it."""
+"""Main program of a rank that a launcher has started: connects to the test process and serves it."""
 
 import os
 import shutil
@@ -16,18 +16,19 @@ _PARENT_CHECK = 2.0
 
 
 def main(address: str, test_process: int, modules: list[str]) -> None:
-    """Serves the test process, which listens at ``address``, after importing ``modules``; never returns."""
+    """Imports ``modules``, then serves the test process, which listens at ``address``; never returns."""
     from accel_testing.ranks.rank import serve, warm
 
-    with suppress(PermissionError):  # torchrun and accel launch give each rank a session of its own
+    # not permitted if the launcher gave the rank its own session, as torchrun and accel launch do
+    with suppress(PermissionError):
         os.setsid()
     folder, pid = Path(address).parent, os.getpid()
     threading.Thread(target=_end_with, args=(test_process, folder), daemon=True).start()
-    # Each job has a store of its own, at the port that the job names, instead of the launcher's for the whole run.
+    # Each job has its own store, at the job's port, instead of the launcher's store of the full run.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     warm(modules)
     connection = Client(address, "AF_UNIX")
-    # Only now, so that the launcher's log has the error of a rank that could not start.
+    # Redirected only now, so that the launcher's log has the error of a rank that could not start.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     output, stacks = (os.open(folder / f"{name}-{pid}.txt", flags, 0o600) for name in ("output", "stacks"))
     for stream in (1, 2):
@@ -37,7 +38,7 @@ def main(address: str, test_process: int, modules: list[str]) -> None:
 
 
 def _end_with(test_process: int, folder: Path) -> None:
-    """Kills this rank and its children once the test process has ended, also in the middle of a job."""
+    """Kills this rank and its children when the test process ends, also during a job."""
     while lives(test_process):
         time.sleep(_PARENT_CHECK)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts, as it starts a user's script."""
+"""Ranks started by a launcher, in the same way as a user's script."""
 
 import os
 import shutil
@@ -37,11 +37,11 @@ class LaunchedRanks:
         self._teams: dict[int, _Team] = {}
 
     def prepare(self, size: int) -> Mapping[str, str]:
-        """Nothing is started ahead: a launcher has to know the number of ranks."""
+        """Starts nothing ahead, because a launcher needs the number of ranks."""
         return self._environment
 
     def team(self, size: int) -> list[Rank]:
-        """The ranks of the launcher for this size, which is started anew when one of them is gone."""
+        """Ranks of the launcher of this size; the launcher is restarted if one of its ranks is gone."""
         team = self._teams.get(size)
         if team is not None and any(rank.is_gone() for rank in team.ranks):
             self._teams.pop(size).close()
@@ -62,7 +62,7 @@ class LaunchedRanks:
 
 @final
 class _Team:
-    """One launcher and the ranks that it has started."""
+    """One launcher and its ranks."""
 
     def __init__(self, launcher: str, size: int, environment: Mapping[str, str], preload: Sequence[str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="accel-ranks-"))
@@ -92,7 +92,7 @@ class _Team:
             raise RankError(f"{launcher!r} started {len(self.ranks)} of {size} ranks:\n{printed[-4000:]}")
 
     def _accept(self, listener: Listener, size: int) -> list[Rank]:
-        """The ranks that connect before the launcher ends and in time, in order."""
+        """Accepts the connections of ``size`` ranks before the launcher ends or a timeout, in rank order."""
         ranks: dict[int, Rank] = {}
         listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
         deadline = time.monotonic() + _START_TIMEOUT
@@ -116,7 +116,7 @@ class _Team:
 
 
 def _wait_for_end(pid: int, timeout: float) -> int | None:
-    """Waits for a process that is no child of this one; its status, which only its launcher knows, is given as 1."""
+    """Waits for a process that is not a child of this one; returns 1 as its status, which only its parent can read."""
     deadline = time.monotonic() + timeout
     while lives(pid):
         if time.monotonic() >= deadline:

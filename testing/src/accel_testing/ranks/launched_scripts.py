@@ -1,4 +1,4 @@
-"""Runs scripts in processes of their own, as a launcher does, with a time limit, and finds what stays behind."""
+"""Runs scripts in their own processes, as a launcher does, with a time limit, and finds processes left behind."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ from accel_testing.ranks.environment import rank_environment, rank_variables
 from accel_testing.ranks.processes import lives
 from accel_testing.ranks.stacks import describe_exit
 
-# Every descendant inherits it, whatever session or group it moves to, so it finds orphans.
+# Variable that every descendant inherits, whatever session or group it moves to; used to find orphans.
 _MARK = "ACCEL_TESTING_RUN"
 _FIRST_PORT = 10_000
-_FIRST_GIVEN_PORT = 32_768  # on Linux (ip_local_port_range); elsewhere it is higher
+_FIRST_GIVEN_PORT = 32_768  # on Linux (ip_local_port_range); higher on other systems
 
 
-#: Launchers by name: the arguments of Python that start so many ranks of this machine, which meet at a port.
+#: Launchers by name: arguments of Python that start a number of ranks on this machine, with a rendezvous port.
 LAUNCHERS: Mapping[str, Callable[[int, int], list[str]]] = {
     "accel": lambda ranks, port: [
         *("-m", "accel", "launch", "--cpu", "--num_processes", str(ranks), "--main_process_port", str(port))
@@ -40,9 +40,9 @@ LAUNCHERS: Mapping[str, Callable[[int, int], list[str]]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a run ended: exit status and output of each process, and the processes that were still there afterwards.
+    """Result of a run: exit status and output of each process, and processes that were still running afterwards.
 
-    ``statuses`` are negative for signals, as in ``subprocess``; ``timed_out`` says that the run was killed.
+    ``statuses`` are negative for signals, as in ``subprocess``; ``timed_out``: the run was killed.
     """
 
     command: tuple[str, ...]
@@ -54,16 +54,16 @@ class Finished:
 
     @property
     def status(self) -> int:
-        """The exit status of the run: the first that is not 0, by rank."""
+        """Exit status of the run: the first that is not 0, by rank."""
         return next((status for status in self.statuses if status), 0)
 
     @property
     def output(self) -> str:
-        """What all processes printed (stdout and stderr as they came), by rank."""
+        """Output of all processes (stdout and stderr interleaved), by rank."""
         return "".join(self.outputs)
 
     def check(self) -> "Finished":
-        """This run, if every process ended with 0 in time and none stayed behind; otherwise AssertionError."""
+        """Returns self if every process exited with 0 in time and left no process behind; otherwise AssertionError."""
         __tracebackhide__ = True
         complaints = [
             f"rank {rank} {describe_exit(status)}" if len(self.statuses) > 1 else f"it {describe_exit(status)}"
@@ -77,7 +77,7 @@ class Finished:
         return self
 
     def check_failed(self) -> "Finished":
-        """This run, if it failed by itself, in time, and left no process behind; otherwise AssertionError."""
+        """Returns self if the run failed on its own, in time, and left no process behind; otherwise AssertionError."""
         __tracebackhide__ = True
         complaints = [] if self.status else ["it ended with exit status 0, where a failure was expected"]
         if self.timed_out:
@@ -107,10 +107,10 @@ def run_command(
     interrupt_after: float | None = None,
     interrupt: int = signal.SIGINT,
 ) -> Finished:
-    """Runs a command to its end, or for ``timeout`` seconds; then ends whatever is left of it.
+    """Runs a command until it exits, or for ``timeout`` seconds; then ends all of its remaining processes.
 
-    ``env`` is added to this process's variables, less those of a launcher; of several, each is for a process of its
-    own, which run side by side. After ``interrupt_after`` seconds the signal ``interrupt`` is sent to the first.
+    ``env`` is added to this process's variables without those of a launcher; several mappings start several processes
+    concurrently, one for each. After ``interrupt_after`` seconds the signal ``interrupt`` is sent to the first.
     """
     seats = [env or {}] if env is None or isinstance(env, Mapping) else env
     return _run(
@@ -164,7 +164,7 @@ def launch_by(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, below those that the system itself gives to connections and listeners.
+    """Returns a free port below the range that the system assigns to connections and listeners.
 
     So it stays free unless another program binds this very number, which is drawn at random.
     """
@@ -219,7 +219,7 @@ def _run(
 
 
 def _ignored() -> list[signal.Signals]:
-    """The interrupts that this process ignores, as what a shell starts with ``&`` does; its children inherit that."""
+    """Interrupts that this process ignores, as a shell's background jobs do; its children inherit that."""
     return [number for number in (signal.SIGINT, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
 
 
@@ -231,7 +231,7 @@ def _reset_interrupts() -> None:
 def _wait(
     processes: list["subprocess.Popen[bytes]"], deadline: float, *, interruption: tuple[float, int] | None
 ) -> bool:
-    """Waits for all; True when the deadline came first."""
+    """Waits for all; returns True if the deadline passed first."""
     if interruption is not None:
         after, number = interruption
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -254,7 +254,7 @@ def _settled_orphans(mark: str, grace: float = 2.0) -> tuple[str, ...]:
 
 
 def find_marked(mark: str) -> dict[int, str]:
-    """The living processes that were started under a mark, with their commands (Linux; elsewhere always none)."""
+    """Running processes that were started under a mark, with their commands (Linux; empty on other systems)."""
     wanted = f"{_MARK}={mark}".encode()
     found = {}
     for entry in sorted(Path("/proc").glob("[0-9]*")):

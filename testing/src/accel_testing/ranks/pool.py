@@ -1,4 +1,4 @@
-"""A pool of rank processes: started once, used for many tests, replaced when one of them hangs or dies."""
+"""Pool of rank processes: started once, used for many tests, replaced when one of them hangs or dies."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ from accel_testing.ranks.sources import ForkedRanks, Ranks
 from accel_testing.ranks.stacks import describe_exit, describe_place
 from accel_testing.ranks.wire import Answer, Call, Close, Job, ModuleSource, TestCall, pack, source_of, unpack
 
-#: Seconds that work may take on the ranks before it counts as hanging.
+#: Seconds that work may take on the ranks before it counts as hung.
 DEFAULT_TIMEOUT = 60.0
-# Seconds that ranks have to answer once another has failed or died: the hang watchdog ends their waiting, after it has
-# looked for what is known of the others.
+# Seconds that ranks have to answer once another has failed or died: the watchdog ends their wait, after it has looked
+# up what is known of the others.
 _GRACE = 15.0
 
 
@@ -28,8 +28,8 @@ _GRACE = 15.0
 class RankPool:
     """Ranks of a gloo group on this machine, as many as a call needs, kept between calls.
 
-    Nothing is started before the first call. Each call has a process group of its own, opened by an
-    :class:`accel_state.Session` at a free port, with its hang watchdog. Not to be shared between threads.
+    Nothing is started before the first call. Each call has its own process group, opened by an
+    :class:`accel_state.Session` at a free port, with its watchdog. Not thread-safe.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class RankPool:
         preload: Sequence[str] = (),
         launcher: str | None = None,
     ) -> None:
-        """``size`` ranks and ``timeout`` seconds unless a call says otherwise.
+        """``size`` ranks and ``timeout`` seconds are the defaults of calls.
 
-        ``preload`` names modules to import once, before the first job, beside torch: what takes long to import and
-        starts no threads. ``launcher`` starts the ranks by ``accel`` or ``torchrun``; None forks each from a server of
-        its own, which takes milliseconds instead of seconds where a rank is replaced.
+        ``preload`` names modules to import once, before the first job, beside torch: modules whose import is slow and
+        starts no threads. ``launcher`` starts the ranks by ``accel`` or ``torchrun``; None forks each rank from its own
+        server, which replaces a rank in milliseconds instead of seconds.
         """
         if size < 1:
             raise ValueError(f"a pool of {size} ranks; at least 1 is needed")
@@ -67,12 +67,12 @@ class RankPool:
         variables: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls ``fn(*args, **kwargs)`` on every rank; what it returned, by rank.
+        """Calls ``fn(*args, **kwargs)`` on every rank; returns the results, by rank.
 
         ``fn`` may be a closure or lambda. ``group`` is the backend of the default process group opened around it, None
-        for none; ``variables`` are set meanwhile. Raises what the first failing rank raised, with the traceback of that
-        rank as its cause; :class:`RankHung` after ``timeout`` seconds, :class:`RankDied` when a process ended,
-        :class:`LeakError` when one of ``checks`` (see ``accel_testing.faults.leaks``) found something left behind.
+        for no group; ``variables`` are set meanwhile. Raises the error of the first failing rank, with the traceback of
+        that rank as its cause; :class:`RankHung` after ``timeout`` seconds, :class:`RankDied` if a process ended,
+        :class:`LeakError` if one of ``checks`` (see ``accel_testing.faults.leaks``) found a leak.
         """
         size = self.size if ranks is None else ranks
         call = Call(pack((fn, args, kwargs)))
@@ -124,23 +124,23 @@ class RankPool:
             answers = self._collect(team, timeout)
             left = self._settle(team)
         except BaseException:
-            # Interrupted, hung or dead: what the ranks would do next is unknown, so they do nothing more.
+            # After an interrupt, hang or death the state of the ranks is unknown, so they are discarded.
             self._ranks.discard()
             raise
         _raise_leaks(answers, left)
         return answers
 
     def prepare(self) -> None:
-        """Starts importing torch beside the caller, so that the first call need not wait for it."""
+        """Starts importing torch in the background, so that the first call need not wait for it."""
         self._ranks.prepare(self.size)
 
     def output(self, rank: int, *, limit: int = 20_000) -> str:
-        """The end of what a rank printed in the last call (stdout and stderr as they came), at most ``limit`` bytes."""
+        """Last ``limit`` bytes of a rank's output in the last call (stdout and stderr interleaved)."""
         return self._team[rank].output(limit) if rank < len(self._team) else ""
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes of the last call's ranks, by rank; empty before the first call."""
+        """Process ids of the last call's ranks, by rank; empty before the first call."""
         return tuple(rank.pid for rank in self._team)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class RankPool:
         self.close()
 
     def _collect(self, team: list[Rank], timeout: float) -> list[Answer]:
-        """Every rank's answer, or the error that says which rank did not give one."""
+        """Every rank's answer, or the error that names the ranks without one."""
         answers: dict[int, Answer] = {}
         dead: dict[int, str] = {}
         began = time.monotonic()
@@ -181,7 +181,7 @@ class RankPool:
         return [answers[rank] for rank in range(len(team))]
 
     def _settle(self, team: list[Rank]) -> list[tuple[str, ...]]:
-        """Makes all ranks leave the group, which none needs any more; what each left behind."""
+        """Makes all ranks leave the group; returns the leaks of each."""
         for process in team:
             process.send(Close())
         left: list[tuple[str, ...]] = []
@@ -197,13 +197,13 @@ class RankPool:
 
 
 def first_failure(answers: Sequence[Answer]) -> tuple[Answer, int] | None:
-    """The answer, and its rank, that did not pass: a failure before a skip, the earlier before the later."""
+    """The answer that determines the failure, with its rank: a failure before a skip, an earlier before a later one."""
     bad = [(answer, rank) for rank, answer in enumerate(answers) if answer.outcome != "passed"]
     return min(bad, key=lambda pair: (pair[0].outcome != "failed", pair[0].at), default=None)
 
 
 def rebuilt(answer: Answer, rank: int) -> BaseException:
-    """The exception of a rank, of its own type where that can be rebuilt, with the rank's traceback as its cause."""
+    """Exception of a rank, of its own type if that can be rebuilt, with the rank's traceback as its cause."""
     if answer.outcome in ("skipped", "xfailed"):
         import pytest
 
@@ -235,7 +235,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _unanswered(team: list[Rank], answers: dict[int, Answer], dead: dict[int, str], *, seconds: float) -> RankError:
-    """The error for ranks that died or did not answer, with everybody's stacks and what the others said."""
+    """Error for ranks that died or did not answer, with the stacks of all and the answers of the others."""
     missing = [rank for rank in range(len(team)) if rank not in answers and rank not in dead]
     conditions = {rank: team[rank].condition() for rank in missing}
     for rank in missing:

@@ -1,4 +1,4 @@
-"""Rank processes and the server each is forked from, as the test process sees them."""
+"""Rank processes and their fork servers, as seen from the test process."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _START_TIMEOUT = 120.0
 
 @final
 class ForkServer:
-    """The process that one rank is forked from; it starts beside the caller."""
+    """The process that one rank is forked from; it starts in the background."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class ForkServer:
         return not self._gone and self._process.poll() is None
 
     def fork(self) -> "Rank":
-        """A new rank process."""
+        """Forks a new rank process."""
         mine, theirs = Pipe(duplex=True)
         number = self._forked
         self._forked += 1
@@ -72,7 +72,7 @@ class ForkServer:
         return Rank(pid, mine, output=output, stacks=stacks, wait=partial(self.exit_status, pid))
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
-        """How a rank ended (negative: by a signal), waiting up to ``timeout`` seconds for it; None while it lives."""
+        """Exit status of a rank (negative: a signal), after up to ``timeout`` seconds; None while it runs."""
         deadline = time.monotonic() + timeout
         while pid not in self._ended:
             if not self._take_lines(max(0.0, deadline - time.monotonic())):
@@ -101,7 +101,7 @@ class ForkServer:
                 raise RankError(f"the process that forks a rank {what}:\n{log[-4000:]}")
 
     def _take_lines(self, timeout: float) -> bool:
-        """Reads what the server sends within ``timeout`` seconds; False for nothing, or a server that is gone."""
+        """Reads lines of the server for up to ``timeout`` seconds; False if there are none or the server is gone."""
         self._socket.settimeout(timeout or 1e-6)
         try:
             data = self._socket.recv(4096)
@@ -124,7 +124,7 @@ class ForkServer:
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Path, owner: int) -> None:
-    """Closes the connection, which ends the server; a process forked from the owner must not do it."""
+    """Closes the connection, which ends the server; not in a process that was forked from the owner."""
     control.close()
     if os.getpid() != owner:
         return
@@ -138,14 +138,14 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, folder: Pat
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state on Linux (``S`` sleeps, ``T`` stopped, ``Z`` ended); empty without one."""
+    """State letter of a process on Linux (``S`` sleeping, ``T`` stopped, ``Z`` ended); empty if there is none."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended (Linux)."""
+    """Whether the process exists and has not ended (Linux)."""
     return state_of(pid) not in ("", "Z")
 
 
@@ -156,7 +156,7 @@ class Rank:
     def __init__(
         self, pid: int, connection: Connection, *, output: Path, stacks: Path, wait: Callable[[float], int | None]
     ) -> None:
-        """``wait`` waits up to so many seconds for the process to end and returns its status, None while it lives."""
+        """``wait`` waits up to a number of seconds for the process and returns its exit status, None while it runs."""
         self.pid = pid
         self.connection = connection
         self._wait = wait
@@ -164,18 +164,18 @@ class Rank:
         self._stacks = stacks
 
     def send(self, message: Any) -> None:
-        """Sends a message; a rank that is gone is found when its answer is read."""
+        """Sends a message; a rank that is gone is detected when its answer is read."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def receive(self) -> Answer | None:
-        """The answer that is there to be read; None when the rank is gone."""
+        """Reads an available answer; None if the rank is gone."""
         message = self._receive()
         assert message is None or isinstance(message, Answer)
         return message
 
     def receive_closed(self, timeout: float) -> Closed | None:
-        """Waits until the rank has left its group; None where it does not."""
+        """Waits until the rank has left its group; None if it does not."""
         if not self.connection.poll(timeout):
             return None
         message = self._receive()
@@ -188,22 +188,22 @@ class Rank:
             return None
 
     def is_gone(self) -> bool:
-        """Whether it has ended between two jobs: its connection, on which it says nothing then, is closed first."""
+        """Whether the rank has ended between two jobs: its connection, which is silent then, is closed first."""
         return self.connection.poll() or self.exit_status(0.0) is not None
 
     def exit_status(self, timeout: float) -> int | None:
-        """How the process ended, None while it lives."""
+        """Exit status of the process, None while it runs."""
         return self._wait(timeout)
 
     def output(self, limit: int) -> str:
-        """The last ``limit`` bytes that it printed."""
+        """Last ``limit`` bytes of the rank's output."""
         with contextlib.suppress(OSError), self._output.open("rb") as file:
             file.seek(max(0, self._output.stat().st_size - limit))
             return file.read().decode(errors="replace")
         return ""
 
     def condition(self) -> str:
-        """A remark in parentheses where a signal has stopped it (Linux), otherwise nothing."""
+        """A remark in parentheses if a signal has stopped the process (Linux), otherwise empty."""
         stopped = state_of(self.pid) in ("T", "t")
         return " (the process is stopped, by SIGSTOP or a debugger)" if stopped else ""
 
@@ -213,7 +213,7 @@ class Rank:
             os.kill(self.pid, DUMP_STACKS)
 
     def stacks(self, timeout: float = 2.0) -> str:
-        """What it wrote, once that is complete; a stopped process is continued for it."""
+        """The written stacks, once complete; a stopped process is continued for that."""
         if self.condition():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
@@ -227,12 +227,12 @@ class Rank:
             time.sleep(0.05)
 
     def place(self) -> str:
-        """Where it stands now, in words."""
+        """Describes the rank's current position in the code."""
         self.request_stacks()
         return describe_place(self.stacks())
 
     def kill(self) -> None:
-        """Ends the process and all it has started."""
+        """Kills the process and its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._wait(5.0)

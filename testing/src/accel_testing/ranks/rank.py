@@ -1,4 +1,4 @@
-"""The loop of a rank process: takes a job, opens its group, runs the work, answers, closes, waits for the next."""
+"""Main loop of a rank process: receives a job, opens its group, runs the work, answers, closes, and repeats."""
 
 import faulthandler
 import gc
@@ -31,7 +31,7 @@ _PATIENCE = 5.0
 
 
 def warm(modules: Iterable[str] = ()) -> None:
-    """Imports, before the first job, what every job needs, and ``modules``."""
+    """Imports the modules that every job needs, and ``modules``, before the first job."""
     import torch
     import torch.distributed
 
@@ -42,14 +42,14 @@ def warm(modules: Iterable[str] = ()) -> None:
 
 
 def serve(connection_file: int, stacks_file: int) -> None:
-    """Runs jobs until the other side closes the connection; never returns."""
+    """Runs jobs until the test process closes the connection; never returns."""
     connection = Connection(connection_file)
     stacks: TextIO = os.fdopen(stacks_file, "w")
     stacks.write(f"{threading.get_ident():#018x}\n")
     stacks.flush()
     faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True, chain=False)
     _serve(connection)
-    # No destructors: threads of a group that a test left open must not keep the process, nor crash it.
+    # Skips destructors: threads of a group that a test left open must neither keep nor crash the process.
     os._exit(0)
 
 
@@ -76,21 +76,21 @@ def _serve(connection: Connection) -> None:
         _flush()
         connection.send(Closed(tuple(found)))
         forget_groups()
-        # What lives now (modules, mostly) is not walked again by the next collection.
+        # Excludes the objects that exist now (mostly modules) from the next garbage collections.
         gc.freeze()
 
 
 @final
 class _RankWork:
-    """One job on this rank, with the group that is open for it."""
+    """One job on this rank, with its open group."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._session: Session | None = None  # held here, because nothing else keeps an open session alive
+        self._session: Session | None = None  # referenced here, because an open session is otherwise not kept alive
         self._before = leaks.snapshot(job.checks)
 
     def answer(self) -> Answer:
-        """Opens the group, runs the work, and returns how it ended."""
+        """Opens the group, runs the work, and returns the answer."""
         try:
             return self._run()
         finally:
@@ -98,11 +98,11 @@ class _RankWork:
             _flush()
 
     def leaks(self) -> list[str]:
-        """What the work left behind; the group and its watchdog are the harness's."""
+        """Leaks of the work; the group and its watchdog belong to the harness."""
         return leaks.settled_differences(self._before, group_expected=self._job.backend is not None)
 
     def leave(self, *, patience: float | None = None) -> None:
-        """Leaves the group, waiting at most ``patience`` seconds (None: as long as it takes)."""
+        """Leaves the group, waiting at most ``patience`` seconds (None: without limit)."""
         leave_group(patience=patience)
         self._session = None
 
@@ -122,7 +122,7 @@ class _RankWork:
         except BaseException as error:
             answer = judge(error) or report_failure(error, style=style, start=start)
             if job.backend is not None:
-                # The others may wait for this rank in a collective, which fails once its connections are closed.
+                # Other ranks may wait for this rank in a collective, which fails once its connections are closed.
                 self.leave(patience=_PATIENCE)
             del error
             return answer
@@ -175,7 +175,7 @@ def _call_xunit(method: Any, function: Any) -> None:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Starts every job from the same state, and undoes its changes: variables, folder, torch's modes."""
+    """Restores the process after every job: variables, working directory, torch's modes."""
     import torch
 
     environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
@@ -194,7 +194,7 @@ def _restored_process() -> Iterator[None]:
         sys.path[:] = path
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
-        if torch.are_deterministic_algorithms_enabled() != determinism:  # importing what this needs takes a second
+        if torch.are_deterministic_algorithms_enabled() != determinism:  # the import that this needs takes a second
             torch.use_deterministic_algorithms(determinism)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
@@ -209,7 +209,7 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 def _empty_output() -> None:
-    """Forgets what the last job printed; the file is in append mode, so writing goes on at its start."""
+    """Truncates the output of the last job; the file is in append mode, so writing continues at its start."""
     _flush()
     os.ftruncate(1, 0)
 

@@ -1,4 +1,4 @@
-"""Outcomes of work on a rank, in a form that can be sent to the test process."""
+"""Results of work on a rank, in a form that can be sent to the test process."""
 
 import traceback
 from pathlib import Path
@@ -8,7 +8,7 @@ from accel_testing.ranks.wire import Answer, Outcome, TestCall, pack, unpack
 
 
 def judge(error: BaseException) -> Answer | None:
-    """The answer for pytest's own outcomes, skip and xfail; None for any other exception."""
+    """Answer for pytest's own outcomes, skip and xfail; None for any other exception."""
     import pytest
 
     outcomes: tuple[tuple[type[BaseException], Outcome], ...] = (
@@ -22,7 +22,7 @@ def judge(error: BaseException) -> Answer | None:
 
 
 def report_failure(error: BaseException, *, style: TestCall | None, start: str | None) -> Answer:
-    """The answer for an exception: the traceback from ``start``'s file on, in pytest's form where a test is meant."""
+    """Answer for an exception: the traceback from ``start``'s file on, in pytest's format for a test."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = (last[0].filename, last[0].lineno or 0) if last else ("", 0)
     reason, report = _one_line(error), _report(error, style=style, start=start)
@@ -46,12 +46,12 @@ def _report(error: BaseException, *, style: TestCall | None, start: str | None) 
     form: Any = {"auto": "long", "no": "line"}.get(style.style, style.style)
     try:
         return str(info.getrepr(style=form, showlocals=style.show_locals, chain=True))
-    except Exception:  # a repr that raises must not hide the failure
+    except Exception:  # a failing repr must not hide the failure
         return "".join(traceback.format_exception(error))
 
 
 def _pack_exception(error: BaseException) -> bytes:
-    """Without traceback; empty when the exception cannot be rebuilt on the other side."""
+    """Pickles an exception without its traceback; empty if it cannot be rebuilt in the test process."""
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     try:

@@ -1,4 +1,4 @@
-"""Test modules imported in ranks as pytest imports them: a failing assert shows its values there too."""
+"""Import of test modules on ranks with pytest's assertion rewriting, so that failing asserts show their values."""
 
 import importlib
 import importlib.util
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @final
 class RewritingConfig:
-    """A pytest configuration that exists only to rewrite and to explain asserts; nothing is collected with it."""
+    """Pytest configuration that only rewrites and explains asserts; nothing is collected with it."""
 
     def __init__(self, config: "pytest.Config") -> None:
         self._config = config
 
     def mark(self, name: str) -> None:
-        """Has the module of this name rewritten when it is imported, whatever its file is called."""
+        """Marks the module of this name for rewriting at its import, whatever its file is called."""
         import pytest
 
         pytest.register_assert_rewrite(name)
 
     @contextmanager
     def explained_comparisons(self) -> Iterator[None]:
-        """Has ``assert a == b`` say how the two differ."""
+        """Makes ``assert a == b`` explain the difference, within the block."""
         from _pytest.assertion import util
 
         before = util._reprcompare
@@ -50,7 +50,7 @@ class RewritingConfig:
         return None
 
     def filter_warnings(self, filters: Iterable[str]) -> None:
-        """Applies filters as the ``filterwarnings`` option and mark write them; the last one wins."""
+        """Applies filters in the syntax of the ``filterwarnings`` option and mark; the last one takes precedence."""
         from _pytest.config import parse_warning_filter
 
         for text in filters:
@@ -59,7 +59,7 @@ class RewritingConfig:
 
 @cache
 def rewriting_config() -> RewritingConfig:
-    """The one of this process, made on first use: before ranks are forked, so that they share it."""
+    """Configuration of this process, made on first use: before ranks are forked, so that they share it."""
     from _pytest import config as pytest_config
     from _pytest.assertion import install_importhook
 
@@ -72,12 +72,12 @@ def rewriting_config() -> RewritingConfig:
 
 
 def import_source(source: ModuleSource) -> ModuleType:
-    """The module of this file under this name, imported once in this process."""
+    """Imports the module of this file under this name, once in this process."""
     known = sys.modules.get(source.name)
     if known is not None and getattr(known, "__file__", None) == source.file:
         return known
     rewriting_config().mark(source.name)
-    # Where the name is importable that is what it means (a test inside a package has relative imports).
+    # An importable name refers to that module, because a test inside a package has relative imports.
     if _is_importable(source):
         return importlib.import_module(source.name)
     return _import_file(source)

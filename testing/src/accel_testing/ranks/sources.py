@@ -16,21 +16,21 @@ class Ranks(Protocol):
     """Processes that serve as ranks, kept between jobs and replaced when one of them is gone."""
 
     def prepare(self, size: int) -> Mapping[str, str]:
-        """Starts what ``size`` ranks need beside the caller; the variables that they start with."""
+        """Prepares ``size`` ranks in the background; returns the variables that they start with."""
 
     def team(self, size: int) -> list[Rank]:
-        """``size`` living ranks, in order."""
+        """``size`` running ranks, in order."""
 
     def discard(self) -> None:
         """Ends the ranks; :meth:`team` starts others."""
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all processes."""
 
 
 @final
 class ForkedRanks:
-    """Ranks of one machine, each forked from a server of its own."""
+    """Ranks of one machine, each forked from its own server."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """``preload`` names modules that each server imports before it forks."""
@@ -41,7 +41,7 @@ class ForkedRanks:
         self._ranks: list[Rank] = []
 
     def prepare(self, size: int) -> Mapping[str, str]:
-        """Starts the servers of ``size`` ranks, which import torch beside the caller."""
+        """Starts the servers of ``size`` ranks, which import torch in the background."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="accel-ranks-"))
             self._environment = rank_environment(os.environ)
@@ -51,7 +51,7 @@ class ForkedRanks:
         return self._environment
 
     def team(self, size: int) -> list[Rank]:
-        """The first ``size`` ranks; all are replaced when one of them, or its server, is gone."""
+        """The first ``size`` ranks; all are replaced if one of them, or its server, is gone."""
         if not all(server.alive for server in self._servers):
             self.close()
         self.prepare(size)
@@ -61,7 +61,7 @@ class ForkedRanks:
         return self._ranks[:size]
 
     def discard(self) -> None:
-        """Ends the ranks; their servers stay."""
+        """Ends the ranks, and keeps their servers."""
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()

@@ -1,4 +1,4 @@
-"""Stacks of a hanging rank: the signal that makes it write them, and the line of the user's code in them."""
+"""Stacks of a hung rank: the signal that makes it write them, and the user's line in them."""
 
 import re
 import signal
@@ -14,7 +14,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -42,7 +42,7 @@ def main_thread(dump: str) -> list[Frame]:
 
 
 def user_frame(frames: list[Frame]) -> Frame | None:
-    """The innermost frame that is neither Python's, nor an installed package's, nor this harness's."""
+    """The innermost frame outside of Python, installed packages and this harness."""
     return next((frame for frame in frames if not _is_library(frame.file)), None)
 
 
@@ -58,7 +58,7 @@ def _library_folders() -> Iterator[str]:
 
 
 def describe_place(dump: str) -> str:
-    """Where the main thread of a rank stands: the user's line, and what that line is waiting in."""
+    """Position of a rank's main thread: the user's line, and the function in which it waits."""
     frames = main_thread(dump)
     if not frames:
         return "at an unknown place (no stack could be read)"
@@ -69,12 +69,12 @@ def describe_place(dump: str) -> str:
     return f"at {mine}{inside}"
 
 
-# Not SIGUSR1: tests of preemption use it.
+# Not SIGUSR1, which tests of preemption use.
 DUMP_STACKS: int = signal.SIGRTMIN + 9 if sys.platform == "linux" else signal.SIGUSR2
 
 
 def describe_exit(status: int | None) -> str:
-    """What an exit status in Python's convention (negative: a signal) says."""
+    """Describes an exit status in Python's convention (negative: a signal)."""
     if status is None:
         return "ended in an unknown way"
     if status >= 0:

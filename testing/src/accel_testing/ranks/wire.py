@@ -1,4 +1,4 @@
-"""Messages between the test process and its ranks: values, pickled by the connection between them."""
+"""Messages between the test process and its ranks, pickled by the connection between them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ Outcome = Literal["passed", "failed", "skipped", "xfailed"]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSource:
-    """A module by its name and file: names that only pytest knows cannot be imported by name elsewhere."""
+    """A module by name and file, because names that only pytest knows cannot be imported in other processes."""
 
     name: str
     file: str
@@ -25,9 +25,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TestCall:
-    """A test function by its place in its module; ``payload`` holds its pickled keyword arguments.
+    """A test function by its name in its module; ``payload`` holds its pickled keyword arguments.
 
-    ``made_in_rank`` names the arguments that every rank makes for itself (``rank``, ``world_size``, ``monkeypatch``).
+    ``made_in_rank`` names the arguments that every rank makes itself (``rank``, ``world_size``, ``monkeypatch``).
     """
 
     __test__ = False
@@ -42,11 +42,11 @@ class TestCall:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One piece of work for one rank.
+    """One unit of work for one rank.
 
     ``backend`` is the backend of the default process group to open first, or None for no group; its ranks meet at
-    ``port`` of this machine; ``timeout`` is in seconds; ``variables`` are environment variables for its length (None:
-    removed), ``folder`` its working directory; ``checks`` are the leaks to look for afterwards.
+    ``port`` of this machine; ``timeout`` is in seconds; ``variables`` are environment variables during the job (None:
+    removed), ``folder`` its working directory; ``checks`` are the leak checks afterwards.
     """
 
     work: Call | TestCall
@@ -64,10 +64,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How the work ended on one rank.
+    """Result of the work on one rank.
 
-    ``value`` is the pickled result or exception (empty where it cannot be pickled), ``at`` the machine's monotonic time
-    when it ended: the first to fail is the cause, the others often only miss it.
+    ``value`` is the pickled result or exception (empty if it cannot be pickled), ``at`` the machine's monotonic time of
+    its
+    end: the rank that fails first is the culprit, and the others often fail only because it is gone.
     """
 
     outcome: Outcome
@@ -80,18 +81,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The request to leave the process group, sent once every rank has answered."""
+    """Request to leave the process group, sent once every rank has answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A rank is ready for the next job; what the last one left behind on it."""
+    """A rank is ready for the next job; holds the leaks of the last one."""
 
     leaks: tuple[str, ...]
 
 
 def pack(value: Any) -> bytes:
-    """Pickles by value what cannot be imported elsewhere: closures, lambdas, everything of ``__main__``."""
+    """Pickles by value what other processes cannot import: closures, lambdas, everything of ``__main__``."""
     from cloudpickle import dumps
 
     data: bytes = dumps(value)
@@ -99,14 +100,14 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Only for bytes that a process of the same test made."""
+    """Unpickles; only for bytes that a process of the same test made."""
     from cloudpickle import loads
 
     return loads(data)
 
 
 def source_of(fn: Callable[..., Any]) -> ModuleSource | None:
-    """Where a rank finds the module of ``fn``; None where the function travels by value."""
+    """Module in which a rank finds ``fn``; None if the function is pickled by value."""
     import sys
 
     name = getattr(fn, "__module__", None)

@@ -1,8 +1,8 @@
-"""The ``accel`` command. Nothing here imports torch before a command needs it."""
+"""The ``accel`` command. Importing this package does not import torch."""
 
 
 def main() -> None:
-    """Entry point of the ``accel`` script: runs the command line and ends the process with its status."""
+    """Entry point of the ``accel`` script: runs the command line and exits with its status."""
     import sys
 
     from accel_launch.cli.app import run
@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def _leave(status: int) -> None:
-    """Ends at once: a launcher has closed all it had, and torch takes a second to take itself apart."""
+    """Exits without interpreter shutdown: a launcher has closed its resources, and torch's teardown takes a second."""
     import os
     import sys
 

@@ -1,4 +1,4 @@
-"""The ``accel`` command: finds the command that was asked for and turns errors into messages."""
+"""The ``accel`` command group: finds commands, and turns errors into messages."""
 
 import os
 import sys
@@ -26,10 +26,10 @@ COMMANDS = {
     "to-fsdp2": ("accel_launch.cli.to_fsdp2:to_fsdp2", "Convert a file of Accelerate from FSDP1 to FSDP2."),
     "completion": ("accel_launch.cli.completion:completion", "Print a script that completes commands in a shell."),
 }
-"""Our own commands: where each is, and the line about it in the list."""
+"""Commands of this package: import path, and line in the list of commands."""
 
 ENTRY_POINTS = "accel.commands"
-"""Entry-point group by which other packages add commands: a name, and the ``click.Command`` it stands for."""
+"""Entry-point group in which other packages add commands: a name, and its ``click.Command``."""
 
 _ELSEWHERE = {
     "plan": ("accel", "Predict memory and speed of every strategy for a model."),
@@ -39,17 +39,17 @@ _ELSEWHERE = {
     "check": ("accel-testing", "Compare a program under a layout with plain training."),
     "test": ("accel-testing", "Train on this machine's devices in every way; a table of what works."),
 }
-"""Commands of packages that belong to this one: the package, and the line about it."""
+"""Commands of other accel packages: the package, and the line in the list of commands."""
 
 _SYNONYMS = {"--strategy": "--backend", "--distributed_type": "--backend"}
-"""Names that other launchers have for an option."""
+"""Names of an option in other launchers."""
 
-_BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell shows SIGINT
+_BAD_USAGE, _INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 
 
 @final
 class ListedCommand(click.RichCommand):
-    """What the list of commands knows about one: its name, a line about it, and how to get the command itself."""
+    """Entry of the list of commands: name, one-line help, and function that loads the command."""
 
     def __init__(self, name: str, summary: str, load: Callable[[], click.Command]) -> None:
         super().__init__(name=name, help=summary)
@@ -58,7 +58,7 @@ class ListedCommand(click.RichCommand):
 
 @final
 class CommandLine(click.RichGroup):
-    """All commands by name. Listing them imports none; other packages are asked only for names that are not ours."""
+    """Group of all commands. Listing imports none of them; entry points are read only for names that are not ours."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Our commands in our order, then those of other packages."""
@@ -72,7 +72,7 @@ class CommandLine(click.RichGroup):
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The listed command of that name."""
+        """Returns the listed command of that name."""
         if cmd_name not in self.commands:
             self.list_commands(ctx)
         return self.commands.get(cmd_name)
@@ -80,13 +80,13 @@ class CommandLine(click.RichGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command itself, imported now."""
+        """Returns the command itself, imported now."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, ListedCommand) else command, rest
 
 
 def command_line() -> CommandLine:
-    """The ``accel`` command."""
+    """Builds the ``accel`` command."""
     group = CommandLine(
         name="accel",
         help="One object around your PyTorch training loop: from one CPU to a cluster.",
@@ -104,7 +104,7 @@ def command_line() -> CommandLine:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command line (without the program's name) and gives its exit status."""
+    """Runs one command line (without the program's name) and returns its exit status."""
     try:
         if "_ACCEL_COMPLETE" in os.environ:
             from accel_launch.cli.completion import answer
@@ -121,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
-    """An unknown word as it was typed, and the nearest that there is; other mistakes as click explains them."""
+    """Explains a usage error: names an unknown word and the nearest known one; other errors as click does."""
     if isinstance(error, NoSuchOption):
         typed = (word.partition("=")[0] for word in argv)
         name = next((word for word in typed if _normalized(word) == _normalized(error.option_name)), error.option_name)
@@ -143,7 +143,7 @@ def _hint(near: Sequence[str] | None, prefix: str) -> str:
 
 
 def _normalized(token: str) -> str:
-    """Both spellings of every option: ``--num_processes`` and ``--num-processes``."""
+    """Normalizes the spelling of options: ``--num-processes`` and ``--num_processes`` are equivalent."""
     return token.replace("-", "_")
 
 

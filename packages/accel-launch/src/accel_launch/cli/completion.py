@@ -1,4 +1,4 @@
-"""``accel completion``, and the answers to a shell that uses its script."""
+"""``accel completion``, and the completions that its shell script requests."""
 
 import os
 
@@ -6,19 +6,19 @@ import rich_click as click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 VARIABLE = "_ACCEL_COMPLETE"
-"""Environment variable that a shell sets, as to ``bash_complete``, to have a command line completed."""
+"""Environment variable that a shell sets, for example to ``bash_complete``, to request completions."""
 
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "fish", "zsh"]))
 def completion(shell: str) -> int:
-    """Prints the script that makes SHELL complete commands, options, their values and files. To keep it:
+    """Prints the script that makes SHELL complete commands, options, their values and files. To install it:
 
     accel completion bash > ~/.accel-complete.bash, and load that file in ~/.bashrc; for fish, write it to
     ~/.config/fish/completions/accel.fish.
     """
     made = _shell(shell)
-    # click's check of bash's version is left out: the script itself is the same.
+    # Skips click's check of bash's version, which does not change the script.
     print(made.source_template % made.source_vars())
     return 0
 
@@ -36,7 +36,7 @@ def _shell(name: str) -> ShellComplete:
     assert kind is not None
 
     class Spelled(kind):  # type: ignore[valid-type,misc]
-        """Both spellings of options, and files where nothing else is known."""
+        """Completes both spellings of options, and files where no other completion is known."""
 
         def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
             dashed = incomplete.startswith("--") and "-" in incomplete[2:] and "=" not in incomplete

@@ -1,4 +1,4 @@
-"""``accel config``: its questions, and ``show``, ``validate``, ``default``, ``update`` and ``schema``."""
+"""``accel config``: questionnaire, and ``show``, ``validate``, ``default``, ``update`` and ``schema``."""
 
 import os
 import re
@@ -54,9 +54,9 @@ def config(context: click.Context, config_file: str) -> int:
 @click.option("--given", "given_only", is_flag=True, help="Leave out what has its default.")
 @as_json
 def show(config_file: str | None, *, given_only: bool, as_json: bool, **flags: str | bool | None) -> int:
-    """Shows what a launch with the same options would use, and where each value came from.
+    """Shows the settings of a launch with the same options, and the origin of each value.
 
-    A flag wins over a variable, a variable over the file, the file over the default.
+    A flag overrides a variable, a variable the file, the file the default.
     """
     config = config_from(flags, config_file)
     if as_json:
@@ -75,13 +75,13 @@ def show(config_file: str | None, *, given_only: bool, as_json: bool, **flags: s
 @config.command()
 @click.argument("file")
 def validate(file: str) -> int:
-    """Checks every key and value of a YAML or JSON file; each mistake is named with its line."""
+    """Checks every key and value of a YAML or JSON file; each mistake is reported with its line."""
     from accel_launch.launch.checks import check_settings
 
     mistakes = mistakes_in(Path(file))
     if len(mistakes) > 1:
         raise ConfigError("\n  ".join([f"{file}: {len(mistakes)} mistakes", *mistakes]))
-    # The file alone, so that no flag or variable hides a wrong value in it.
+    # Resolves the file alone, so that no flag or variable hides a wrong value in it.
     config = resolve_config({}, {}, file)
     check_settings(config)
     count = sum(row.origin.source == "file" for row in config.explain())
@@ -136,10 +136,10 @@ def print_schema() -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a whole file at once: a reader sees the old one or the new one.
+    """Replaces a file atomically: readers see the old text or the new one.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -151,7 +151,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def file_text(config: AccelConfig) -> str:
-    """A YAML file of the settings that ``config`` was given, by subject."""
+    """Formats the given settings of ``config`` as a YAML file, grouped by subject."""
     lines = ["# Settings of accel; 'accel config show --config_file FILE' explains them."]
     group = ""
     for row in settings().values():
@@ -166,7 +166,7 @@ def file_text(config: AccelConfig) -> str:
 
 
 def quoted(value: object) -> str:
-    """A value as a file holds it: a text that YAML would read as something else, or not at all, in quotes."""
+    """Formats a value for a YAML file; text that YAML would read as another type, or not at all, is quoted."""
     import json
 
     text = shown(value)
@@ -180,7 +180,7 @@ _WORDS = ("", "yes", "no", "on", "off", "true", "false", "null", "y", "n", "~")
 
 
 def shown(value: object) -> str:
-    """A value as a reader of a terminal or a file writes it."""
+    """Formats a value for a terminal or a file."""
     if isinstance(value, timedelta):
         return f"{value.total_seconds():g}s"
     if isinstance(value, bool):
@@ -189,7 +189,7 @@ def shown(value: object) -> str:
 
 
 def rows_as_json(config: AccelConfig) -> list[dict[str, object]]:
-    """Every setting as plain data: name, value, source and which one of it."""
+    """Every setting as plain data: name, value, source and detail of its origin."""
     return [
         {
             "name": row.name,
@@ -202,7 +202,7 @@ def rows_as_json(config: AccelConfig) -> list[dict[str, object]]:
 
 
 def default_text(given: AccelConfig | None = None) -> str:
-    """A configuration file in which every setting stands, explained and commented out at its default or as given."""
+    """Configuration file that lists every setting with its description, commented out at its default or as given."""
     lines = ["# Settings of accel. What is commented out has the value shown; flags and variables win over this file."]
     group = ""
     for row in settings().values():

@@ -47,7 +47,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 @config_file
 @as_json
 def env(config_file: str | None, *, as_json: bool) -> int:
-    """Prints versions, devices, variables and changed settings: what a bug report needs."""
+    """Prints versions, devices, variables and changed settings for a bug report."""
     found = environment(config_file)
     if as_json:
         print_json(found)
@@ -65,7 +65,7 @@ def env(config_file: str | None, *, as_json: bool) -> int:
 
 
 def environment(config_file: str | None = None) -> dict[str, object]:
-    """Everything that a bug report needs, as plain data. Devices are listed and none is initialised."""
+    """Facts for a bug report, as plain data. Devices are listed without being initialised."""
     changed = [row for row in rows_as_json(config_from({}, config_file)) if row["source"] != "default"]
     return {
         "platform": platform.platform(),
@@ -93,7 +93,7 @@ _TOOLS = ("nvidia-smi", "rocm-smi", "sbatch", "srun", "mpirun", "ssh", "gcc", "n
 
 
 def _torch_facts() -> dict[str, object]:
-    """What this build of torch can do."""
+    """Features of this build of torch."""
     import torch
     from torch import distributed
 
@@ -109,7 +109,7 @@ def _torch_facts() -> dict[str, object]:
 
 
 def _topology() -> str:
-    """Where this process is in a job, as an Accelerator would read it."""
+    """Topology of this process, as an Accelerator would read it."""
     from accel_state import Topology
     from accel_state.errors import AccelError
 
@@ -120,7 +120,7 @@ def _topology() -> str:
     return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
 
 
-# Libraries without which a backend is listed but cannot be used.
+# Libraries that a listed backend additionally needs.
 _LIBRARIES = {"deepspeed": "deepspeed", "xla": "torch_xla"}
 
 
@@ -137,7 +137,7 @@ def _with_library(backend: str) -> str:
 
 
 def _limits() -> dict[str, object]:
-    """What often stops a job that worked elsewhere: open files, shared memory, room for temporary files."""
+    """Resource limits that often break a job on another machine: open files, shared memory, temporary space."""
     found: dict[str, object] = {}
     try:
         import resource

@@ -19,11 +19,11 @@ from accel_launch.cli.printing import print_json
 def launch(
     program: tuple[str, ...], config_file: str | None, *, dry_run: bool, as_json: bool, **flags: str | bool | None
 ) -> int:
-    """Starts SCRIPT on as many processes as this machine has accelerators, or as many as are asked for. Everything
-    after SCRIPT belongs to it.
+    """Starts SCRIPT on one process for each accelerator of this machine, or on as many processes as requested.
+    Arguments after SCRIPT are passed to SCRIPT.
 
-    Every --flag_name may be written --flag-name. A setting also comes from the variable ACCEL_FLAG_NAME or from a
-    configuration file; a flag wins over both, and --no_flag_name turns off a switch that was turned on there.
+    Every --flag_name may be written --flag-name. A setting can also be given by the variable ACCEL_FLAG_NAME or in a
+    configuration file; a flag overrides both, and --no_flag_name turns off a switch that was turned on there.
     """
     from accel_launch.launch.dispatch import prepare
 
@@ -39,7 +39,7 @@ def launch(
     return 0
 
 
-# Flags that a script of its own hardly ever has, unlike --cpu or --mixed_precision.
+# Launcher flags that scripts hardly ever define themselves, unlike --cpu or --mixed_precision.
 _LAUNCHERS_OWN = frozenset(
     [
         *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "nnodes"),
@@ -49,7 +49,7 @@ _LAUNCHERS_OWN = frozenset(
 
 
 def misplaced(program: Sequence[str]) -> Iterator[str]:
-    """A note for each flag of the launcher that stands after the script, to which it is given."""
+    """Yields a note for each launcher flag after the script's name, because the script receives that flag."""
     for word in program[1:]:
         name = word.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in _LAUNCHERS_OWN:

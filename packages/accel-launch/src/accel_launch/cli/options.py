@@ -1,4 +1,4 @@
-"""Options that several commands share, those of the table of settings among them."""
+"""Options that several commands share, including those of the settings table."""
 
 import os
 from collections.abc import Callable
@@ -18,24 +18,24 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def setting_options(fn: Fn) -> Fn:
-    """Adds one option for each setting, all of them None where they are not given."""
+    """Decorates a command with one option for each setting; options that are not given are None."""
     for row in reversed(list(settings().values())):
         fn = _option(row)(fn)
     return fn
 
 
 def config_from(flags: dict[str, Any], file: str | None) -> AccelConfig:
-    """The configuration that the flags, the environment and the named file give.
+    """Resolves the configuration of flags, environment and the named file.
 
-    A launcher's document in the environment is left out, and so are the variables that it wrote: this command may run
-    inside a process that another launcher started, and that one's number of processes is not meant for it.
+    Ignores the document and the variables that a launcher wrote into the environment: this command may run inside a
+    process of another launcher, whose number of processes does not apply here.
     """
     return resolve_config({}, without_launcher(os.environ), file, flags=flags)
 
 
 def _option(row: Setting) -> Callable[[Fn], Fn]:
     choices = f" One of: {', '.join(row.facts.choices)}." if row.facts.choices else ""
-    # --no_no_python would help nobody.
+    # --no_no_python would be useless.
     off = f"/--no_{row.name}" if row.is_switch and not row.name.startswith("no_") else ""
     return click.option(
         *filter(None, (row.facts.short, f"--{row.name}{off}")),
@@ -45,7 +45,7 @@ def _option(row: Setting) -> Callable[[Fn], Fn]:
         help=row.facts.help + choices,
         metavar=metavar(row) or None,
         is_flag=row.is_switch,
-        # Values are read with those of other sources, which may be stronger or weaker.
+        # Values are parsed together with those of other sources, which may have a higher or lower precedence.
         type=click.BOOL if row.is_switch else click.UNPROCESSED,
         default=None,
         shell_complete=lambda ctx, param, begun: [c for c in row.facts.choices if c.startswith(begun)],

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def print_json(value: object) -> None:
-    """Prints plain data as JSON; numbers that JSON lacks (NaN, infinity) as text."""
+    """Prints plain data as JSON; numbers that JSON lacks (NaN, infinity) become text."""
     json.dump(_finite(value), sys.stdout, indent=2, allow_nan=False)
     print()
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dimmed: Sequence[bool] = ()) -> None:
-    """Prints rows under headings; a heading that ends in ``>`` has its column set to the right.
+    """Prints rows under headings; a column whose heading ends in ``>`` is right-aligned.
 
-    ``dimmed`` says of each row whether it matters less.
+    ``dimmed`` marks the rows that matter less.
     """
     from rich.console import Console
     from rich.table import Table
@@ -31,7 +31,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dim
 
 
 def outlined(name: str, value: object, indent: str = "") -> list[str]:
-    """Plain data as lines: mappings as a name and what belongs to it below, further in; everything else in one line."""
+    """Formats plain data as indented lines: mappings as a name with its entries below, other values in one line."""
     if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
         return [f"{indent}{name}: {', '.join(map(str, value)) or 'none'}"]
     if not isinstance(value, Mapping) or not value:

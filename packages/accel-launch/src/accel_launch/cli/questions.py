@@ -1,4 +1,4 @@
-"""The questions of ``accel config``: those that follow from the answers, and the dialogue in a terminal."""
+"""Questionnaire of ``accel config``: the questions that depend on earlier answers, and the terminal dialogue."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +15,8 @@ _WAYS = {
     "FSDP, which shards parameters, gradients and optimizer states": "use_fsdp",
     "DeepSpeed": "use_deepspeed",
 }
-_NOT_OFFERED = {"use_megatron_lm": False}  # there is no such backend yet, and a file of Accelerate's may ask for it
-_FOUND = "accelerators of this machine"  # beside the answers, and no setting
+_NOT_OFFERED = {"use_megatron_lm": False}  # there is no such backend yet, but a file of Accelerate's may request it
+_FOUND = "accelerators of this machine"  # key among the answers that is not a setting
 _WHERE = {"accelerators, where there are any": None, "the CPU, whatever there is": "cpu", "TPUs": "tpu"}
 
 
@@ -86,7 +86,7 @@ QUESTIONS = (
     Question("max_restarts", "How often may all processes be started again after a failure?"),
     Question("debug", "Check every collective on all ranks before it runs?"),
 )
-"""All of them, in order."""
+"""All questions, in order."""
 
 
 def _asks_zero(answers: Answers) -> bool:
@@ -94,22 +94,22 @@ def _asks_zero(answers: Answers) -> bool:
 
 
 class Asker(Protocol):
-    """Where answers come from; each method gives None when the user has left."""
+    """Source of answers; each method returns None when the user has quit."""
 
     def choose(self, text: str, choices: list[str], default: str) -> str | None:
-        """One of ``choices``."""
+        """Asks for one of ``choices``."""
         ...
 
     def enter(self, text: str, default: str, complaint: Callable[[str], str | None]) -> str | None:
-        """A text about which ``complaint`` has nothing to say."""
+        """Asks for a text for which ``complaint`` returns no objection."""
         ...
 
 
 def ask_all(asker: Asker, start: Answers, *, num_accelerators: int = 0) -> dict[str, object] | None:
-    """The settings that the user wants, those at their defaults left out; None when the user has left.
+    """Asks all questions; returns the settings that differ from their defaults, or None when the user has quit.
 
-    ``start`` holds what is offered instead of the defaults; ``num_accelerators`` are those of this machine, of which
-    some can be chosen where there are several.
+    ``start`` holds the values offered instead of the defaults; ``num_accelerators`` is the number of this machine,
+    which makes a choice among several accelerators possible.
     """
     answers: dict[str, object] = {**start, _FOUND: num_accelerators}
     for question in QUESTIONS:
@@ -188,12 +188,12 @@ class TerminalAsker:
         self._library: Any = questionary
 
     def choose(self, text: str, choices: list[str], default: str) -> str | None:
-        """One of ``choices``, by arrow keys."""
+        """Asks for one of ``choices``, selected with arrow keys."""
         answer: str | None = self._library.select(text, choices=choices, default=default, qmark="").ask()
         return answer
 
     def enter(self, text: str, default: str, complaint: Callable[[str], str | None]) -> str | None:
-        """A line of text; what is wrong with it is said below."""
+        """Asks for a line of text; objections are shown below it."""
 
         def check(entered: str) -> bool | str:
             return complaint(entered) or True
@@ -203,7 +203,7 @@ class TerminalAsker:
 
 
 def shown_answers(answers: Answers) -> Iterator[tuple[str, object]]:
-    """The answers in the order of the table."""
+    """Answers in the order of the settings table."""
     for name in settings():
         if name in answers:
             yield name, answers[name]

@@ -39,8 +39,8 @@ _SECTION, _VERSION, _STRATEGY, _RESHARDING = (
 @click.option("--overwrite", is_flag=True, help="Write the result over the file (or over --output_file).")
 @click.option("--output_file", metavar="PATH", help="Where to write the result.")
 def to_fsdp2(config_file: str, *, overwrite: bool, output_file: str | None) -> int:
-    """Converts the fsdp_config of one of Accelerate's files, or our own settings of FSDP, from version 1 to version 2.
-    What version 2 has no option for is left out, and said.
+    """Converts the fsdp_config of one of Accelerate's files, or accel's own FSDP settings, from version 1 to version 2.
+    Options that version 2 does not have are left out and reported.
     """
     import yaml
 
@@ -68,14 +68,14 @@ def to_fsdp2(config_file: str, *, overwrite: bool, output_file: str | None) -> i
 
 
 def convert(data: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The settings for FSDP2 and remarks on what has changed; the data as they are where nothing is to do.
+    """Converts settings to FSDP2; returns them with remarks on the changes, or unchanged data if none is needed.
 
     Raises:
-        ConfigError: a strategy that does not exist.
+        ConfigError: a sharding strategy that does not exist.
     """
     section = data.get(_SECTION)
     if isinstance(section, Mapping) and section:
-        # Old files leave the prefix out.
+        # Old files omit the prefix.
         named = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
         converted, notes = _convert(named)
         return {**data, _SECTION: converted}, notes

@@ -1,4 +1,4 @@
-"""``accel tpu-config``: commands for all machines of a TPU pod."""
+"""``accel tpu-config``: runs commands on all machines of a TPU pod."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ def tpu_config(
 ) -> int:
     """Runs commands on all machines of a TPU pod, through gcloud.
 
-    What is not given comes from the configuration: tpu_name, tpu_zone, command_file, commands.
+    Options that are not given come from the configuration: tpu_name, tpu_zone, command_file, commands.
     """
     from accel_launch.launch.remote.tpu import pod_commands, run_gcloud, ssh_argv
 
     config = config_from({"tpu_name": tpu_name, "tpu_zone": tpu_zone, "command_file": command_file}, config_file)
     if words:
-        # What was typed is meant instead of what a file says.
+        # Commands on the command line override those in the configuration file.
         config = replace(config, commands=None, command_file=command_file)
     elif command_file is not None:
         config = replace(config, commands=None)

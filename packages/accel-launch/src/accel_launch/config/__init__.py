@@ -1,6 +1,6 @@
-"""One resolved configuration that knows where every value came from.
+"""Resolved configuration with the origin of every value.
 
-Names are imported on first use; nothing here imports torch.
+Names are imported on first use; no module here imports torch.
 """
 
 from accel_state.lazy import attach_stub

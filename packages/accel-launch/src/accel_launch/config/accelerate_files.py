@@ -1,7 +1,7 @@
-"""Accelerate's own configuration files, of every generation, as settings.
+"""Accelerate's own configuration files, of every version, translated to settings.
 
-Their keys are public names; what each means here stands in one table. A key that only steers the questionnaire or
-another machine's tools is either taken at its harmless value or refused by name.
+Their keys are public names; one table holds the meaning of each. A key that only steers the questionnaire or tools of
+another machine is ignored at its harmless value and otherwise refused by name.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ SECTIONS = (
     "mpirun_config",
     "parallelism_config",
 )
-"""Mappings of those files whose keys are settings; an entry of one may be written without the section's prefix."""
+"""Mappings of those files whose keys are settings; a key may omit the section's prefix."""
 
 KIND = "distributed_type"
 _ON_ACCELERATORS = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU")
@@ -30,7 +30,7 @@ DISTRIBUTED_TYPES: Mapping[str, str | None] = MappingProxyType(
     | dict.fromkeys(_ON_ACCELERATORS, "multi_gpu")
     | _STRATEGIES
 )
-"""What ``distributed_type`` turns on."""
+"""Setting that each ``distributed_type`` turns on."""
 
 UNLESS_ON = MappingProxyType(
     {
@@ -43,16 +43,16 @@ UNLESS_ON = MappingProxyType(
         "bf16": "",
     }
 )
-"""Keys that are taken where they are off; why they are refused where they are on."""
+"""Keys that are accepted if they are off, and the reason why they are refused if they are on."""
 
 _IGNORED_WHERE_CCL = ("mpirun_config.mpirun_ccl",)
 
 
 def special(section: str, key: str, value: object, place: str) -> dict[str, object] | None:
-    """The settings that an entry gives whose key is no setting's name, or None where the key is unknown.
+    """Settings of an entry whose key is not a setting's name; None if the key is unknown.
 
     Raises:
-        ConfigError: it asks for something that does not exist here, naming ``place`` and what comes nearest.
+        ConfigError: the entry requests a missing feature; names ``place`` and the nearest alternative.
     """
     name = f"{section}.{key}" if section else key
     text = str(value).strip().lower() if value is not None else None
@@ -65,7 +65,7 @@ def special(section: str, key: str, value: object, place: str) -> dict[str, obje
     if name == "tp_config.tp_size":
         return {"parallelism_config_tp_size": value}
     if name in UNLESS_ON:
-        # Accelerate always writes 1 for the number of oneCCL's workers.
+        # Accelerate always writes 1 as the number of oneCCL workers.
         if text in _OFF or (name in _IGNORED_WHERE_CCL and text == "1"):
             return {}
         raise ConfigError(f"{place}: {name} is {value!r}: {UNLESS_ON[name]}")
@@ -95,7 +95,7 @@ def _distributed_type(value: object, place: str) -> dict[str, object]:
         close = nearest(kind, DISTRIBUTED_TYPES)
         hint = f"did you mean {close}?" if close else f"known: {', '.join(DISTRIBUTED_TYPES)}"
         raise ConfigError(f"{place}: distributed_type is {value!r}; {hint}")
-    # Saying one strategy says that it is none of the others, whose sections may well be in the file.
+    # Selecting one strategy turns off the others, whose sections may well be in the file.
     switches: dict[str, object] = dict.fromkeys(_STRATEGIES.values(), "false")
     chosen = DISTRIBUTED_TYPES[kind]
     return switches if chosen is None else switches | {chosen: "true"}

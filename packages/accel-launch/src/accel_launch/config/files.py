@@ -1,4 +1,4 @@
-"""The settings of a configuration file, each with the line it stands on."""
+"""Entries of a configuration file, each with its line."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _WRITTEN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "in
 @final
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One key of a file as written, its value, and the line (from 1) that holds it.
+    """One key of a file as written, its value, and its line (from 1).
 
-    A single value is the text that stands in the file: YAML would turn ``no`` into false and ``1:30`` into 5400, and
-    the setting knows better what is meant. Lists and mappings hold plain values. An entry of a mapping that was read
-    as a section carries its name.
+    A scalar value is the text in the file: YAML would turn ``no`` into false and ``1:30`` into 5400, but the setting's
+    type decides how to parse it. Lists and mappings hold plain values. An entry of a mapping that was read as a section
+    carries the section's name.
     """
 
     key: str
@@ -30,12 +30,12 @@ class FileEntry:
 
 
 def read_entries(path: Path, sections: Collection[str] = ()) -> tuple[FileEntry, ...]:
-    """The entries of a YAML or JSON file, in its order: the top-level ones, and those of mappings named ``sections``.
+    """Reads the entries of a YAML or JSON file in order: the top-level ones, and those of mappings named ``sections``.
 
-    JSON goes through the YAML reader too, which also knows its lines. Nothing but plain values is ever constructed.
+    JSON is parsed by the YAML reader too, which records lines. Only plain values are constructed.
 
     Raises:
-        ConfigError: for a missing or unreadable file, a syntax error (with its line) or a key given twice.
+        ConfigError: the file is missing or unreadable, has a syntax error (with its line), or gives a key twice.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""The table of settings: one resolved configuration that knows where every value came from."""
+"""The settings table: one resolved configuration with the origin of every value."""
 
 import json
 from collections.abc import Mapping
@@ -20,19 +20,19 @@ from accel_state.errors import ConfigError
 Source = Literal["call", "flag", "env", "file", "default"]
 
 PRECEDENCE: tuple[Source, ...] = ("call", "flag", "env", "file", "default")
-"""Who wins, strongest first."""
+"""Sources in order of precedence, strongest first."""
 
 DOCUMENT_VARIABLE = "ACCEL_CONFIG"
-"""The one variable in which the launcher hands a configuration, with its origins, to the processes it starts."""
+"""Variable in which the launcher passes the configuration, with its origins, to the processes that it starts."""
 
 FILE_VARIABLE = "ACCEL_CONFIG_FILE"
-"""Names a configuration file where no ``--config_file`` does. A file that nobody named is never read."""
+"""Variable that names a configuration file if ``--config_file`` does not. No other file is ever read."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from: the kind of source, and which one (a flag, a variable, ``path:line``)."""
+    """Origin of a value: kind of source, and detail (a flag, a variable, ``path:line``)."""
 
     source: Source
     detail: str = ""
@@ -67,20 +67,20 @@ class AccelConfig(
     MegatronSettings,
     TPUSettings,
 ):
-    """One resolved configuration. Made by ``resolve_config``; built directly, every value counts as a default.
+    """Resolved configuration, made by ``resolve_config``. If constructed directly, every value counts as a default.
 
-    Each field is one row of the table from which resolving, flags, their help and ``accel config show`` derive; they
-    stand in ``accel_launch.config.sections``, whose classes are shown in the order in which they are named here.
-    Fields marked ``launch_only`` steer ``accel launch`` and mean nothing to the training script.
+    Each field is one row of the table from which resolution, flags, their help and ``accel config show`` derive. The
+    rows are in ``accel_launch.config.sections``, whose classes are shown in the order of the bases below. Fields marked
+    ``launch_only`` affect ``accel launch`` and have no meaning for the training script.
     """
 
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
 
     def origin(self, name: str) -> Origin:
-        """Where the value of ``name`` came from.
+        """Origin of the value of ``name``.
 
         Raises:
-            ConfigError: for a name that is no setting, with the nearest that is.
+            ConfigError: ``name`` is not a setting; the message names the nearest one.
         """
         known_setting(name, "asked for its origin")
         return self.origins.get(name, Origin("default"))
@@ -93,11 +93,11 @@ class AccelConfig(
         )
 
     def is_given(self, name: str) -> bool:
-        """Whether somebody has given ``name`` a value."""
+        """Whether ``name`` was given a value by any source but the default."""
         return self.origin(name).source != "default"
 
     def is_on(self, needed: str) -> bool:
-        """Whether ``needed``, a name or ``name=value`` as in ``Facts.needs``, holds, and all that it needs itself."""
+        """Whether ``needed``, a name or ``name=value`` as in ``Facts.needs``, holds, and all settings that it needs."""
         name, equals, value = needed.partition("=")
         row = known_setting(name, "needed by another setting")
         mine = getattr(self, name)
@@ -105,9 +105,10 @@ class AccelConfig(
         return holds and (not row.facts.needs or self.is_on(row.facts.needs))
 
     def variables(self) -> dict[str, str]:
-        """The variables by which other code reads what was given: ``FSDP_VERSION``, ``ACCELERATE_MIXED_PRECISION``, ...
+        """Variables from which other code reads given settings: ``FSDP_VERSION``, ``ACCELERATE_MIXED_PRECISION``, ...
 
-        Our own settings travel in one document; plugins of a script, and libraries that know Accelerate, read these.
+        Our own settings are passed in one document; a script's plugins, and libraries that support Accelerate,
+        read these.
         """
         given = (row for row in settings().values() if row.facts.env and self.is_given(row.name))
         made = {row.facts.env[0]: row.text(getattr(self, row.name)) for row in given if self._means_something(row)}
@@ -117,7 +118,7 @@ class AccelConfig(
         return getattr(self, row.name) is not None and (not row.facts.needs or self.is_on(row.facts.needs))
 
     def to_document(self) -> str:
-        """The values that are not defaults, with their origins, as JSON: what travels in ``ACCEL_CONFIG``."""
+        """Formats the values that are not defaults, with their origins, as JSON: the contents of ``ACCEL_CONFIG``."""
         rows = settings()
         chosen = {name: origin for name, origin in self.origins.items() if origin.source != "default"}
         values = {name: rows[name].dump(getattr(self, name)) for name in chosen}
@@ -129,7 +130,7 @@ _OVERRIDES = "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"
 
 
 def spread(variables: dict[str, str]) -> dict[str, str]:
-    """The same variables in the form that their readers expect: the three parts of one of them apart."""
+    """Returns the variables in the form that their readers expect: one of them is split into its three parts."""
     if _OVERRIDES not in variables:
         return variables
     values = variables[_OVERRIDES].split(",")
@@ -139,17 +140,17 @@ def spread(variables: dict[str, str]) -> dict[str, str]:
 
 @cache
 def settings() -> Mapping[str, Setting]:
-    """The table itself: every setting by name."""
+    """The settings table: every setting by name."""
     return MappingProxyType(
         {name: row for section in AccelConfig.__bases__ for name, row in settings_of(section).items()}
     )
 
 
 def known_setting(name: str, where: str) -> Setting:
-    """The setting called ``name``.
+    """Returns the setting called ``name``.
 
     Raises:
-        ConfigError: naming what was given, ``where`` it stands and the nearest known name.
+        ConfigError: there is none; names what was given, ``where`` it stands and the nearest known name.
     """
     if name in settings():
         return settings()[name]

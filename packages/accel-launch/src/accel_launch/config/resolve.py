@@ -1,4 +1,4 @@
-"""The value of every setting: call over flag over environment over file over default."""
+"""Resolution of every setting: call over flag over environment over file over default."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 @final
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """One value that somebody gave a setting, and who."""
+    """One given value of a setting, and its origin."""
 
     name: str
     value: object
@@ -43,16 +43,15 @@ def resolve_config(
     *,
     flags: Mapping[str, object] = _NOTHING,
 ) -> AccelConfig:
-    """The configuration that ``call``, ``flags``, ``env`` and ``file`` give together, strongest first.
+    """Resolves the configuration of ``call``, ``flags``, ``env`` and ``file``, strongest first.
 
-    ``call`` holds constructor arguments and ``flags`` what was typed on the command line, both by setting name; None
-    means not given. ``env`` may hold the document of a launcher (``ACCEL_CONFIG``): its values keep the origins they
-    had there, so that a flag given to the launcher beats a variable here. ``file`` is YAML or JSON; without one
-    ``ACCEL_CONFIG_FILE`` may name it, and no other file is ever read.
+    ``call`` holds constructor arguments and ``flags`` command-line options, both by setting name; None means not given.
+    ``env`` may hold the document of a launcher (``ACCEL_CONFIG``), whose values keep their origins, so that a flag of
+    the launcher overrides a variable of this process. ``file`` is YAML or JSON; without it, ``ACCEL_CONFIG_FILE`` may
+    name a file, and no other file is ever read.
 
     Raises:
-        ConfigError: for an unknown name or a value that does not fit, naming the place, what was expected and what
-            comes nearest.
+        ConfigError: an unknown name or an invalid value; names the place, what was expected and the nearest that works.
     """
     path = file or env.get(FILE_VARIABLE) or None
     candidates = [
@@ -72,19 +71,19 @@ def resolve_config(
     }
     origins = {name: chosen[name].origin if name in chosen else Origin("default") for name in settings()}
     _give_way(values, origins)
-    # The table decides the types of the values, which a type checker cannot follow through a mapping.
+    # The table determines the types of the values, which a type checker cannot follow through a mapping.
     return AccelConfig(**values, origins=origins)  # type: ignore[arg-type]
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what ``accel launch`` has put there for the process that this is."""
+    """Returns ``env`` without the variables that ``accel launch`` wrote for this process."""
     document = env.get(DOCUMENT_VARIABLE)
     if not document:
         return dict(env)
     try:
         written = resolve_config({}, {DOCUMENT_VARIABLE: document}).variables()
     except ConfigError:
-        written = {}  # of a newer launcher, or of none
+        written = {}  # written by a newer launcher, or by none
     return {name: value for name, value in env.items() if name != DOCUMENT_VARIABLE and written.get(name) != value}
 
 
@@ -92,9 +91,9 @@ _EXCLUSIVE = (("cpu", "multi_gpu", "tpu"), ("use_fsdp", "use_deepspeed", "use_me
 
 
 def _give_way(values: dict[str, object], origins: dict[str, Origin]) -> None:
-    """Turns off what a stronger source has decided otherwise: ``--cpu`` over a file's ``distributed_type: MULTI_GPU``.
+    """Turns off settings that a stronger source excludes: ``--cpu`` over a file's ``distributed_type: MULTI_GPU``.
 
-    Where one source says both, both stay, for the launcher to refuse.
+    If one source turns on both, both stay on, and the launcher refuses them.
     """
     for group in _EXCLUSIVE:
         on = [name for name in group if values.get(name) is True]
@@ -107,9 +106,9 @@ def _give_way(values: dict[str, object], origins: dict[str, Origin]) -> None:
 
 
 def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables of ``env`` that look like a misspelt setting, each with the name that was probably meant.
+    """Variables of ``env`` that look like misspelt settings, each with the probable name.
 
-    They are reported, not refused: a foreign program may own a variable that starts with ``ACCEL_``.
+    They are reported, not refused: another program may own a variable that starts with ``ACCEL_``.
     """
     known = {row.name.upper() for row in settings().values()}
     others = (DOCUMENT_VARIABLE, FILE_VARIABLE)
@@ -131,7 +130,7 @@ def _from_mapping(given: Mapping[str, object], source: Source) -> Iterator[Setti
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[SettingValue]:
     for row in settings().values():
-        # An empty variable counts as not set, as shells and schedulers leave them.
+        # An empty variable counts as not set, because shells and schedulers leave empty variables.
         for variable in row.variables:
             if env.get(variable):
                 yield SettingValue(row.name, env[variable], Origin("env", variable))
@@ -139,10 +138,10 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[SettingValue]:
 
 
 def mistakes_in(path: Path) -> list[str]:
-    """Every key and value of a file that is wrong by itself, each with its line.
+    """Errors of single keys and values of a file, each with its line.
 
     Raises:
-        ConfigError: the file cannot be read as lines of keys and values at all.
+        ConfigError: the file cannot be read as keys and values at all.
     """
     found = []
     for entry in read_entries(path, _SECTIONS):
@@ -169,7 +168,7 @@ def _from_file(path: Path) -> Iterator[SettingValue]:
             if name in found and name not in implied and entry.key != accelerate_files.KIND:
                 first = found[name].origin.detail.rpartition(":")[2]
                 raise ConfigError(f"{place}: {name} is given twice, first on line {first}")
-            # distributed_type says the same as a switch of its own, which those files write as false beside it.
+            # distributed_type implies a switch, which those files also write, as false.
             if name not in found or _is_true(value):
                 found[name] = new
             if entry.key == accelerate_files.KIND:
@@ -184,17 +183,17 @@ def _is_true(value: object) -> bool:
 
 
 def _meaning(entry: FileEntry, place: str) -> Mapping[str, object]:
-    """The settings that an entry of a file gives, ours or one of Accelerate's.
+    """Settings of a file's entry, ours or one of Accelerate's.
 
     Raises:
-        ConfigError: an unknown key, with the nearest known one of the same section.
+        ConfigError: an unknown key; names the nearest known one of the same section.
     """
     key = entry.key.replace("-", "_")
     names = keys_of(entry.section)
     if key in names:
         return {names[key]: entry.value}
     if not entry.section and key in accelerate_files.SECTIONS and entry.value in (None, {}, []):
-        return {}  # a section without anything in it
+        return {}  # an empty section
     translated = accelerate_files.special(entry.section, key, entry.value, place)
     if translated is not None:
         return translated
@@ -206,7 +205,7 @@ def _meaning(entry: FileEntry, place: str) -> Mapping[str, object]:
 
 
 def keys_of(section: str) -> dict[str, str]:
-    """The keys of a section of a file ("" is the top), each with the setting that it gives."""
+    """Keys of a section of a file ("" is the top level), each with its setting."""
     rows = settings().values()
     if not section:
         return {key: row.name for row in rows for key in row.keys}
@@ -225,6 +224,6 @@ def _from_document(text: str) -> Iterator[SettingValue]:
             f"{DOCUMENT_VARIABLE} holds {text[:80]!r}, which accel launch did not write; unset it"
         ) from error
     for candidate in found:
-        # A newer launcher may know settings that this version does not.
+        # A newer launcher may have settings that this version lacks.
         if candidate.name in settings() and candidate.origin.source in PRECEDENCE:
             yield candidate

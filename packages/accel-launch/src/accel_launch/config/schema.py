@@ -1,4 +1,4 @@
-"""The JSON schema of configuration files, made of the table of settings."""
+"""JSON schema of configuration files, derived from the settings table."""
 
 from datetime import timedelta
 
@@ -11,10 +11,10 @@ _TEXTS = {"type": ["string", "number", "boolean", "null"]}
 
 
 def schema() -> dict[str, object]:
-    """What a configuration file may hold: our settings, and the sections and keys of Accelerate's files.
+    """JSON schema of a configuration file: our settings, and the sections and keys of Accelerate's files.
 
-    Editors complete and check with it (yaml-language-server: ``# yaml-language-server: $schema=PATH``). It is no
-    stricter than ``accel config validate``, which also knows what belongs together.
+    Editors complete and check files with it (yaml-language-server: ``# yaml-language-server: $schema=PATH``). It is no
+    stricter than ``accel config validate``, which also checks combinations of settings.
     """
     properties: dict[str, object] = {}
     for row in settings().values():
@@ -49,7 +49,7 @@ def _same(row: Setting) -> dict[str, object]:
 
 
 def _of(row: Setting) -> dict[str, object]:
-    """One setting: everything that the file reader takes, of which texts in place of numbers are part."""
+    """Schema of one setting: all values that the file reader accepts, including texts in place of numbers."""
     low, high = row.facts.minimum, row.facts.maximum
     limits = {"minimum": low, "maximum": high}
     described: dict[str, object] = {"description": row.facts.help}
@@ -60,7 +60,7 @@ def _of(row: Setting) -> dict[str, object]:
         folded = {choice.lower(): choice for choice in row.facts.choices}
         values: list[object] = [*dict.fromkeys([*row.facts.choices, *folded, *map(str.upper, folded)])]
         values += [word == "true" for word in folded if word in ("true", "false")]
-        values += [False] if "no" in folded else []  # what YAML makes of a bare no
+        values += [False] if "no" in folded else []  # YAML reads a bare no as False
         return described | {"enum": [*values, None]}
     if row.type is bool:
         return described | {"$ref": "#/$defs/switch"}

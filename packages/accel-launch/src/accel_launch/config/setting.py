@@ -1,4 +1,4 @@
-"""One setting: its type, names and accepted values, read from the field that declares it."""
+"""One setting: type, names and accepted values, read from the field that declares it."""
 
 import dataclasses
 import difflib
@@ -19,17 +19,17 @@ _DURATION = r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What a field of the configuration says about itself beyond its name, type and default.
+    """Metadata of a configuration field beyond its name, type and default.
 
-    ``env`` and ``aliases`` are spellings other than the field's own name: foreign variables and foreign file keys. The
-    first of ``env`` is also what a launcher writes for its processes, where others read it. Beside its ``choices`` a
-    value may match ``pattern``, where another package understands more than can be listed; texts that are ``folded``
-    are read in small letters. ``listed`` texts may be lists in a file, and become one text with a ``separator``; with
-    another than a comma, a text is taken as it is.
+    ``env`` and ``aliases`` are further spellings of the field's name: other programs' variables and file keys. The
+    launcher also writes the first of ``env`` for its processes, where other programs read it. A value may match
+    ``pattern`` instead of one of the ``choices``, if another package accepts more than can be listed; texts that are
+    ``folded`` are converted to lower case. ``listed`` texts may be lists in a file, and become one text joined by
+    ``separator``; with a separator other than a comma, a text is taken unchanged.
 
     ``section`` is the mapping of Accelerate's files that holds the setting, there also without ``prefix``. ``needs``
-    names the setting that must be on (or have a value, ``name=value``) for this one to mean anything. A ``valued``
-    truth value is given on the command line as true or false instead of being a switch.
+    names the setting that must be on (or have a value, ``name=value``) for this one to have an effect. A ``valued``
+    boolean is given on the command line as true or false instead of as a switch.
     """
 
     help: str
@@ -62,7 +62,7 @@ def setting(default: Any, facts: Facts) -> Any:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the table from which resolving, the command line, its help and ``accel config show`` derive."""
+    """One row of the table from which resolution, the command line, its help and ``accel config show`` derive."""
 
     name: str
     type: type
@@ -72,17 +72,17 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Environment variables that give this setting, the first one found wins."""
+        """Environment variables of this setting, in order of precedence."""
         return (f"ACCEL_{self.name.upper()}", *self.facts.env)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that give this setting in a file."""
+        """Keys of this setting in a file."""
         return (self.name, *self.facts.aliases)
 
     @property
     def section_keys(self) -> tuple[str, ...]:
-        """Keys that give this setting inside of its section of Accelerate's files; none where it has no section."""
+        """Keys of this setting inside its section of Accelerate's files; none without a section."""
         if not self.facts.section:
             return ()
         return tuple(dict.fromkeys((*self.keys, self.name.removeprefix(self.facts.prefix))))
@@ -93,12 +93,12 @@ class Setting:
         return self.type is bool and not self.facts.valued
 
     def is_on(self, value: object) -> bool:
-        """Whether ``value`` turns on what other settings need this one for."""
+        """Whether ``value`` satisfies the settings that need this one."""
         return value not in (None, False, self.default)
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words, for help texts and errors."""
+        """Describes valid values, for help texts and errors."""
         if self.facts.choices:
             return f"one of {', '.join(self.facts.choices)}"
         words = _KINDS[self.type].words
@@ -108,10 +108,10 @@ class Setting:
         return f"{words} of at least {low}" if low is not None else words
 
     def parse(self, value: object, where: str) -> object:
-        """``value`` as this setting's type, whether it came as text or as an object.
+        """Converts ``value``, given as text or as an object, to this setting's type.
 
         Raises:
-            ConfigError: naming the setting, ``where`` the value stands, what was expected and what comes nearest.
+            ConfigError: names the setting, the origin ``where``, what was expected and the nearest value that works.
         """
         if value is None and self.optional:
             return None
@@ -126,11 +126,11 @@ class Setting:
         return parsed
 
     def dump(self, value: object) -> object:
-        """``value`` as JSON can hold it; ``parse`` reads it back."""
+        """Converts ``value`` to JSON; ``parse`` is the inverse."""
         return value.total_seconds() if isinstance(value, timedelta) else value
 
     def text(self, value: object) -> str:
-        """``value`` as a variable or a command line gives it."""
+        """Formats ``value`` for a variable or a command line."""
         return str(self.dump(value)).lower() if isinstance(value, bool) else str(self.dump(value))
 
     def _joined(self, value: object) -> object:
@@ -141,7 +141,7 @@ class Setting:
         return separator.join(str(part).strip() for part in parts if str(part).strip())
 
     def _normal(self, value: object) -> object:
-        """A text in the case in which it is known, where it is known in one."""
+        """Returns the canonical spelling of a ``value`` that matches a choice case-insensitively; others unchanged."""
         if not isinstance(value, str):
             return value
         if self.facts.folded:
@@ -180,7 +180,7 @@ class Setting:
 
 
 def settings_of(table: type) -> dict[str, Setting]:
-    """The settings that the dataclass ``table`` declares, in its order; fields without facts are not settings."""
+    """Settings that the dataclass ``table`` declares, in order; fields without ``Facts`` are not settings."""
     return {
         field.name: Setting(field.name, *_split_optional(field.type), field.default, field.metadata[_METADATA_KEY])
         for field in dataclasses.fields(table)
@@ -189,7 +189,7 @@ def settings_of(table: type) -> dict[str, Setting]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None where nothing resembles it."""
+    """The known name most similar to ``name``; None if none is similar."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -260,7 +260,7 @@ _KINDS: dict[type, _Kind] = {
 
 
 def metavar(row: Setting) -> str:
-    """What stands for the value in help: a kind of value in capitals; empty for a switch."""
+    """Placeholder of the value in help texts: a type in capitals; empty for a switch."""
     if row.is_switch:
         return ""
     return "NAME" if row.facts.choices else _KINDS[row.type].metavar

@@ -1,6 +1,6 @@
-"""Starting the processes of a job: a plan that can be printed, and the runner that carries it out.
+"""Start of a job's processes: a plan that can be printed, and its execution.
 
-Names are imported on first use; torch is imported only where several machines have to find each other.
+Names are imported on first use; torch is imported only for a rendezvous of several machines.
 """
 
 from accel_state.lazy import attach_stub

@@ -1,4 +1,4 @@
-"""Refusals of settings that contradict each other, or that this version cannot satisfy."""
+"""Checks of settings that contradict each other, or that this version cannot satisfy."""
 
 from importlib.util import find_spec
 
@@ -16,8 +16,8 @@ def check_settings(config: AccelConfig) -> None:
     """Refuses settings that contradict each other on any machine.
 
     Raises:
-        LaunchError: naming both values and what would work.
-        ConfigError: degrees of parallelism are insisted on where none is given.
+        LaunchError: settings contradict each other; names both values and what would work.
+        ConfigError: degrees of parallelism are required and none is given.
     """
     if config.module and config.no_python:
         raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
@@ -35,7 +35,7 @@ def check_settings(config: AccelConfig) -> None:
 
 
 def machine_range(config: AccelConfig) -> tuple[int, int]:
-    """How few and how many machines form the job."""
+    """Minimum and maximum number of machines of the job."""
     if config.nnodes is None:
         return config.num_machines, config.num_machines
     few, _, many = config.nnodes.partition(":")
@@ -43,7 +43,7 @@ def machine_range(config: AccelConfig) -> tuple[int, int]:
 
 
 def is_elastic(config: AccelConfig) -> bool:
-    """Whether machines may come and go, or at least get their ranks as they come."""
+    """Whether nodes may join and leave, or at least receive their ranks from the rendezvous."""
     few, many = machine_range(config)
     return few < many or config.rdzv_backend == "c10d"
 
@@ -55,14 +55,14 @@ def _check_alone(config: AccelConfig, names: tuple[str, ...]) -> None:
 
 
 def _check_needs(config: AccelConfig) -> None:
-    """An option without effect is refused, unless it was given below the one that turns it off."""
+    """Refuses an option without effect, unless its source is weaker than the one that turns it off."""
     for row in settings().values():
         needed = row.facts.needs
         if not needed or not config.is_given(row.name) or config.is_on(needed):
             continue
         origin, name = config.origin(row.name), needed.partition("=")[0]
         switch = config.origin(name)
-        # What is only in the environment may be meant for a plugin that the script makes.
+        # A variable may be meant for a plugin that the script makes.
         if origin.source == "env" or getattr(config, row.name) == row.default:
             continue
         weaker = PRECEDENCE.index(origin.source) > PRECEDENCE.index(switch.source)
@@ -73,7 +73,7 @@ def _check_needs(config: AccelConfig) -> None:
 
 
 def _check_strategy(config: AccelConfig) -> None:
-    """A strategy that no installed package has, or that contradicts ``backend``."""
+    """Refuses a strategy that no installed package has, or that contradicts ``backend``."""
     if config.backend not in (None, "auto"):
         from importlib.metadata import entry_points
 
@@ -102,7 +102,7 @@ def _check_strategy(config: AccelConfig) -> None:
 
 
 def _check_tpu(config: AccelConfig) -> None:
-    """On TPUs one process drives all cores of a machine, so there is nothing to count or to choose."""
+    """Refuses numbers of processes and choices of devices on TPUs, where one process drives all cores of a machine."""
     few, many = machine_range(config)
     if config.tpu_cluster and (config.is_given("num_machines") or config.nnodes is not None):
         raise LaunchError("tpu_cluster: each machine of a pod knows how many they are; drop num_machines and nnodes")
@@ -129,7 +129,7 @@ def _check_machines(config: AccelConfig) -> None:
         raise LaunchError(f"nnodes is {config.nnodes}: the first number is how few machines, the second how many")
     if config.rdzv_conf is not None and not is_elastic(config):
         raise LaunchError("rdzv_conf means nothing to machines with given ranks; add --rdzv_backend c10d, or drop it")
-    # A hostfile of DeepSpeed says how many machines there are; the plan made of it is checked again.
+    # DeepSpeed's hostfile determines the number of machines; the plan made from it is checked again.
     if not is_elastic(config) and config.deepspeed_hostfile is None and config.machine_rank >= many:
         raise LaunchError(f"machine_rank is {config.machine_rank} of num_machines {many}; expected 0 to {many - 1}")
     started_from_here = any(config.is_on(name) for name in _STARTERS)

@@ -1,11 +1,11 @@
-"""The main module of each process that a launcher supervises: ends with its launcher, leaves its error in a file.
+"""Main module of each process that a launcher supervises: ends with its launcher, and records its error in a file.
 
     python -P -m accel_launch.launch.child_main {script|module|command} TARGET [ARGS]...
 
-The program runs as the main module, as if Python had started it. An exception that nobody catches is written to the
-file that the launcher named (the format is torch elastic's, so its own tools read it too) and not printed here, so
-that the launcher can print the first one once instead of all of them at the same time. A ``sys.exit`` is written there
-too, as the other ranks may be waiting for this one.
+The program runs as the main module, as if Python had started it. An uncaught exception is written to the launcher's
+error file (in torch elastic's format, so its own tools read it too) and not printed here, so that the launcher prints
+the first one once instead of all of them at the same time. ``sys.exit`` is recorded there too, because other ranks may
+be waiting for this one.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
 WORKER_MODULE, COMMAND = "accel_launch.launch.child_main", "command"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-# Parts of torch's errors on a rank whose peer is gone; such an error does not explain why the peer is gone.
+# Fragments of torch's errors on a rank whose peer is gone; such an error does not explain why the peer ended.
 _LOST_PEER = (
     "by peer",
     "broken pipe",
@@ -63,15 +63,15 @@ def main(argv: list[str]) -> None:
 
 
 def end_with_launcher() -> None:
-    """Has the kernel kill this process when its launcher is gone."""
+    """Makes the kernel kill this process when its launcher ends."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     end_with_parent(None if launcher is None else int(launcher))
 
 
 def end_with_parent(launcher: int | None) -> None:
-    """Has the kernel kill this process when its parent is gone, however that ended (Linux, prctl(2)).
+    """Makes the kernel kill this process when its parent ends for any reason (Linux, prctl(2)).
 
-    The parent is process ``launcher``, if that is known; exits if it has ended already.
+    The parent is process ``launcher``, if that is given; exits if the parent has ended already.
     """
     if sys.platform != "linux":
         return
@@ -85,12 +85,12 @@ def end_with_parent(launcher: int | None) -> None:
 def record_exception(
     process: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Writes an exception that ends ``process`` to the launcher's file; prints it where that cannot be done.
+    """Writes an exception that ends ``process`` to the launcher's error file; prints it if that fails.
 
-    A forked child inherits this hook; its end is not that of the rank, so it prints its errors as ever.
+    A forked child inherits this hook; its exit is not that of the rank, so it prints its errors as usual.
     """
     if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher, which passed the interrupt on, says so once
+        return  # the launcher, which forwarded the interrupt, reports it once
     error.__traceback__ = _program_part(trace)
     text = "".join(traceback.format_exception(error))
     path = os.environ.get(ERROR_FILE_VARIABLE)
@@ -103,10 +103,10 @@ def record_exception(
 
 
 def is_relayed(error: BaseException | None) -> bool:
-    """Whether ``error``, or one of its causes, only follows from the end of another rank."""
+    """Whether ``error``, or one of its causes, only follows from another rank's exit."""
     from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
 
-    seen: set[int] = set()  # as an error can be its own cause
+    seen: set[int] = set()  # guards against an error that is its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, AccelError):
@@ -120,7 +120,7 @@ def is_relayed(error: BaseException | None) -> bool:
 
 
 def _record_exit(error: SystemExit | None) -> None:
-    """Records where the program ended by itself, which is a failure only by its status or because of other ranks."""
+    """Records the exit of a program that called ``sys.exit``: a failure only due to its status or other ranks."""
     summary, status = "after the last line of the program", 0
     if error is not None:
         status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
@@ -132,7 +132,7 @@ def _record_exit(error: SystemExit | None) -> None:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last line of the program itself that a traceback passes, as `` at FILE:LINE``."""
+    """Last line of the program itself in a traceback, as `` at FILE:LINE``."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     place = ""
     while trace is not None:
@@ -144,13 +144,13 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    """The first line of the message with the type before it, without what a SyntaxError or a note adds."""
+    """First line of the message with its type, without the additions of a SyntaxError or of notes."""
     lines = traceback.format_exception_only(error)
     return next(line for line in lines if not line.startswith(" ")).strip().splitlines()[0]
 
 
 def _write_whole_lines(stream: object) -> None:
-    """Buffers by line: a crash loses no line, and lines of several ranks do not mix, even under PYTHONUNBUFFERED."""
+    """Makes the stream line-buffered: a crash loses no line, and ranks' lines do not mix, despite PYTHONUNBUFFERED."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(line_buffering=True, write_through=False)
 
@@ -181,7 +181,7 @@ def _run_script(path: str) -> None:
     path = os.path.abspath(path)
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
-    # The module stays in place until the interpreter ends: exit handlers and pickling look for it.
+    # The module stays in place until the interpreter exits, because exit handlers and pickling look it up.
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")

@@ -1,4 +1,4 @@
-"""Starters of processes: this launcher, a scheduler, mpirun, or launchers on other machines."""
+"""Selection of the launch method: this launcher, a scheduler, mpirun, or launchers on other machines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from accel_state.errors import LaunchError
 
 
 class Plan(Protocol):
-    """What will be started, to be read before it is: as text, and as plain data."""
+    """Interface of a plan of processes to start, as text and as plain data."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Text for people."""
         ...
 
     def to_json(self) -> dict[str, object]:
-        """For programs."""
+        """Plain data for programs."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LaunchMethod:
-    """A plan, and how it is carried out: ``run`` gives the exit status."""
+    """A plan, and ``run``, which executes it and returns the exit status."""
 
     plan: Plan
     run: Callable[[], int]
 
 
 def prepare(config: AccelConfig, program: Sequence[str], env: Mapping[str, str]) -> LaunchMethod:
-    """The plan that the settings ask for; looks at the machine and at hostfiles, and starts nothing.
+    """Returns the launch method that the settings select; inspects the machine and hostfiles, and starts no process.
 
     Raises:
-        LaunchError: the settings contradict each other, or something that they name is not there.
+        LaunchError: the settings contradict each other, or something that they name does not exist.
     """
     from accel_launch.launch.host import check_program
 
@@ -126,7 +126,7 @@ def _ssh(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mappin
 
 
 def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> LaunchMethod:
-    """DeepSpeed's names for the ways above; ``standard`` and ``nossh`` start what is this machine's."""
+    """Maps DeepSpeed's launcher names to the methods above; ``standard`` and ``nossh`` start this machine's part."""
     how = config.deepspeed_multinode_launcher or "pdsh"
     if how == "openmpi":
         return _mpi(config, program, hostfile, env)

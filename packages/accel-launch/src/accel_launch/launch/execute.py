@@ -1,4 +1,4 @@
-"""Carrying out a plan."""
+"""Execution of a plan."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from accel_state.errors import LaunchError
 
 
 def run(plan: LaunchPlan) -> int:
-    """Starts what ``plan`` says and returns the exit status; a direct plan replaces this process and never returns.
+    """Starts the processes of ``plan`` and returns the exit status; a direct plan replaces this process instead.
 
     Raises:
-        LaunchError: where the machine refuses: a port, a command, a folder for logs.
+        LaunchError: the system refuses a port, a command or a folder for logs.
     """
     if plan.direct:
         _become(plan)
@@ -31,7 +31,7 @@ def run(plan: LaunchPlan) -> int:
 
 def _become(plan: LaunchPlan) -> None:
     (process,) = plan.processes
-    # The reservation ends here: the one process may open a group on the port, or never use it.
+    # The reservation ends here: the process may open a process group on the port, or never use it.
     with reserved_port(plan.main_port) as port:
         env = {**process.environment(os.environ), "MASTER_PORT": str(port)}
     sys.stdout.flush()

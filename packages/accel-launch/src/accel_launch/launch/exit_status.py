@@ -1,7 +1,7 @@
-"""Exit status of a preempted process, and the mark of a failed one, which launcher and training process share."""
+"""Exit status of a preempted process, and marker file of a failed attempt, shared by launcher and training process."""
 
 PREEMPTED_STATUS = 75
-"""The exit status of a run that was preempted and has saved (``EX_TEMPFAIL`` of sysexits.h: try again)."""
+"""Exit status of a run that was preempted and has saved (``EX_TEMPFAIL`` of sysexits.h: try again)."""
 
 FAILED_MARK = "failed"
-"""A file beside the launcher's error files: this attempt has failed, and being told to end is no preemption."""
+"""File beside the launcher's error files: the attempt has failed, so SIGTERM is not a preemption."""

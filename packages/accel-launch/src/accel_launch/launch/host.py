@@ -20,9 +20,9 @@ _ACCELERATOR_NODES = ("nvidia", "dxg", "kfd", "dri", "accel", "vfio", "hl", "mti
 @final
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What the plan needs to know of a machine. ``accelerator`` is torch's device type, None where there is none.
+    """Facts about a machine that the plan needs. ``accelerator`` is torch's device type, None if there is none.
 
-    ``interface`` is that of the network which this machine shares with the others, where that is known.
+    ``interface`` is the network interface that reaches the other machines, if it is known.
     """
 
     python: str
@@ -33,11 +33,11 @@ class HostFacts:
 
 
 def read_host(config: AccelConfig) -> HostFacts:
-    """Looks at this machine, no closer than ``config`` needs.
+    """Inspects this machine, only as far as ``config`` needs.
 
-    Accelerators are counted through torch, whose import takes longer than all the rest of a launch. So torch is asked
-    only where the count can change the plan (not for ``cpu`` or ``tpu``, nor for one process that was asked for) and
-    where the machine may have any.
+    Accelerators are counted through torch, whose import takes longer than the rest of a launch. So torch is imported
+    only if the count can change the plan (not for ``cpu`` or ``tpu``, nor for one requested process) and the machine
+    may have accelerators.
     """
     one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
     kind, count = (None, 0) if config.cpu or config.tpu or one_process else _accelerators()
@@ -45,21 +45,22 @@ def read_host(config: AccelConfig) -> HostFacts:
 
 
 def count_accelerators() -> int:
-    """Accelerators of this machine; torch is imported only where there may be any."""
+    """Number of accelerators of this machine; torch is imported only if there may be any."""
     return _accelerators()[1]
 
 
 def check_program(config: AccelConfig, program: Sequence[str]) -> None:
-    """Refuses a program that is not there, before any process starts.
+    """Refuses a program that does not exist, before any process starts.
 
     Raises:
-        LaunchError: naming the program as given and the nearest one that exists.
+        LaunchError: names the program as given and the nearest one that exists.
     """
     if not program:
         raise LaunchError("no program to launch: give a script, or -m and a module, after the flags")
     target = program[0]
     if config.no_python or config.tpu_cluster:
-        return  # the shell's own search for commands decides, in the process itself; or it is there, on the pod
+        # the process itself searches for a command as a shell does; on a pod, the program is on the pod's machines
+        return
     if config.module:
         _check_module(target)
     elif not Path(target).exists():
@@ -74,7 +75,7 @@ def _check_module(name: str) -> None:
     top, _, rest = name.partition(".")
     if rest == "py":
         raise LaunchError(f"-m takes the name of a module, {name!r} is a file; drop -m, or name the module {top}")
-    # Only the top level is looked up: finding a submodule would run its parents here.
+    # Only the top-level package is looked up: finding a submodule would import its parents here.
     if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
         raise LaunchError(f"there is no module {top!r} for -m {name}; looked in {Path.cwd()} and the environment")
 
@@ -105,12 +106,12 @@ def _accelerators() -> tuple[str | None, int]:
 
 
 def _has_accelerator_node() -> bool:
-    """Whether /dev holds a node that an accelerator known to torch itself would have (not: whether one works)."""
+    """Whether /dev has a node of an accelerator that torch itself supports (not whether the accelerator works)."""
     return any(name.startswith(_ACCELERATOR_NODES) for name in os.listdir("/dev"))
 
 
 def _has_foreign_backend() -> bool:
-    """Whether a package adds a device type to torch, whose nodes we cannot know."""
+    """Whether a package adds a device type to torch, whose device nodes are unknown here."""
     from importlib.metadata import entry_points
 
     return bool(entry_points(group="torch.backends"))

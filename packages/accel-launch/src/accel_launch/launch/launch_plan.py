@@ -1,4 +1,4 @@
-"""The processes that a launch starts on this machine: argv and environment of each, before anything runs."""
+"""Plan of the processes of this machine: argv and environment of each, before any process starts."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ _WORKER = "accel_launch.launch.child_main"
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: what it executes, and what its environment has beyond the launcher's own.
+    """One process: its command, and the variables that are added to the launcher's environment.
 
-    ``unset`` are variables that an outer launcher wrote for the launcher, and that are not meant for this process.
+    ``unset`` are variables that an outer launcher wrote for this launcher, and that do not apply to the process.
     """
 
     rank: int
@@ -39,16 +39,16 @@ class ProcessPlan:
     unset: tuple[str, ...] = ()
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment, on top of the launcher's."""
+        """The full environment, based on the launcher's."""
         return {name: value for name, value in base.items() if name not in self.unset} | dict(self.env)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that will be started on this machine. ``direct`` means that the process replaces the launcher.
+    """All processes to start on this machine. ``direct``: the process replaces the launcher.
 
-    ``main_port`` 0 is a free port, chosen anew for each attempt and then added as ``MASTER_PORT``.
+    ``main_port`` 0 stands for a free port, which is chosen for each attempt and then added as ``MASTER_PORT``.
     """
 
     config: AccelConfig = field(repr=False)
@@ -86,12 +86,12 @@ class LaunchPlan:
 
 
 def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: Mapping[str, str]) -> LaunchPlan:
-    """The plan for ``program`` (its name and arguments) on one machine; decides only, and looks at nothing else.
+    """Plans the processes of ``program`` (its name and arguments) on one machine; a pure function of its arguments.
 
-    ``env`` is the launcher's environment: what the user set there is kept (``OMP_NUM_THREADS``).
+    ``env`` is the launcher's environment; variables that the user set there are kept (``OMP_NUM_THREADS``).
 
     Raises:
-        LaunchError: where the settings contradict each other or the machine cannot hold them.
+        LaunchError: the settings contradict each other, or the machine does not suffice for them.
     """
     check_settings(config)
     few, many = machine_range(config)
@@ -126,7 +126,7 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
             "ROLE_WORLD_SIZE": str(total),
             "MASTER_ADDR": address,
         }
-        # Machines agree on a port of their own for each attempt; the given one is where the launchers meet.
+        # Several nodes agree on another port for each attempt; the given port is that of the launchers' rendezvous.
         if port and many == 1:
             place["MASTER_PORT"] = str(port)
         processes.append(ProcessPlan(rank, local_rank, argv, place | shared, unset))
@@ -153,7 +153,7 @@ def _processes_here(config: AccelConfig, host: HostFacts) -> int:
 
 
 def _named(variables: str | None) -> dict[str, str]:
-    """``A=1,B=2`` by name."""
+    """Parses ``A=1,B=2`` into a mapping."""
     items = [item.strip() for item in (variables or "").split(",") if item.strip()]
     for item in items:
         if not item.partition("=")[0].isidentifier() or "=" not in item:
@@ -178,23 +178,23 @@ def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mappin
     if config.tpu:
         shared |= {"PJRT_DEVICE": env.get("PJRT_DEVICE") or "TPU", **_named(config.env)}
     if config.log_level is not None:
-        # Loggers are made before, and without, any Accelerator that would read the document.
+        # Loggers may be made before any Accelerator reads the document, or without an Accelerator.
         shared["ACCEL_LOG_LEVEL"] = config.log_level
     threads = config.num_cpu_threads_per_process
     if threads is None and local > 1 and not env.get("OMP_NUM_THREADS"):
-        # Each process would otherwise take every core for itself.
+        # By default each process would use one thread for every core of the machine.
         threads = max(1, host.num_cores // local)
     if threads is not None:
         shared["OMP_NUM_THREADS"] = str(threads)
     if host.interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
-        # gloo would take the one that the host's own name stands for, which is often the loopback.
+        # gloo's default is the interface of the host's own name, which is often the loopback interface.
         shared["GLOO_SOCKET_IFNAME"] = host.interface
     ids = _gpu_ids(config, host)
     if ids is not None and host.accelerator is not None:
         variable = _VISIBLE_DEVICES.get(host.accelerator)
         if variable is None:
             raise LaunchError(f"gpu_ids is {config.gpu_ids!r}, but {host.accelerator} devices cannot be chosen so")
-        # The indices count what the launcher itself may see.
+        # The indices refer to the devices visible to the launcher.
         visible = [part.strip() for part in env.get(variable, "").split(",") if part.strip()]
         shared[variable] = ",".join(visible[int(index)] if visible else index for index in ids)
     return shared
@@ -208,5 +208,5 @@ def _direct_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -
 
 def _worker_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -> tuple[str, ...]:
     kind = "command" if config.no_python else "module" if config.module else "script"
-    # -P: nothing in the current folder can stand in for the modules of the worker.
+    # -P: modules in the current folder cannot shadow those of the child's main module.
     return (host.python, "-P", "-m", _WORKER, kind, *program)

@@ -1,4 +1,4 @@
-"""The degrees of parallelism that a configuration asks for."""
+"""Degrees of parallelism of a configuration."""
 
 from accel_launch.config.model import AccelConfig, settings
 from accel_state.errors import ConfigError
@@ -7,9 +7,9 @@ _PREFIX = "parallelism_config_"
 
 
 def degrees(config: AccelConfig) -> dict[str, object]:
-    """The degrees that somebody gave, and the options of their axes, without their common prefix.
+    """Given degrees, and options of their axes, without their common prefix.
 
-    ``use_parallelism_config`` turned off leaves none of them; turned on, it insists on one.
+    Returns no degrees if ``use_parallelism_config`` is off; if it is on, a degree above 1 is required.
 
     Raises:
         ConfigError: it is on, and no degree is above 1.

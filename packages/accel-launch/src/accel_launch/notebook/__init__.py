@@ -1,1 +1,1 @@
-"""Functions of a notebook's cells on many processes: starting them, sending the call, returning results."""
+"""Notebook support: runs a cell's function on many processes and returns the results."""

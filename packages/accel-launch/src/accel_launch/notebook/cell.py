@@ -1,4 +1,4 @@
-"""A launcher run from a cell: its output appears in the cell, an interrupt of the cell ends it."""
+"""A launcher run from a cell: its output appears in the cell, and an interrupt of the cell ends it."""
 
 import codecs
 import contextlib
@@ -17,9 +17,9 @@ _PATIENCE = 30.0
 
 @final
 class Copier:
-    """Copies bytes of a process to a text stream as they come, progress bars included.
+    """Copies the output of a process to a text stream as it arrives, including progress bars.
 
-    Lines from the first on that begins with ``last_words`` are kept back in ``kept``, for the error to say.
+    Lines from the first that begins with ``last_words`` are kept in ``kept`` instead, for the error message.
     """
 
     def __init__(self, source: IO[bytes], sink: TextIO, last_words: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Copier:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for the rest."""
+        """Waits for the rest of the output."""
         self._thread.join(_PATIENCE)
 
     def _copy(self) -> None:
@@ -57,10 +57,10 @@ class Copier:
 
 
 def run_in_cell(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
-    """Runs a launcher to its end; its exit status, and what it said about the failure instead of printing it.
+    """Runs a launcher until it exits; returns its exit status, and its failure report, which is not printed.
 
-    The launcher's standard input is a pipe from here, by whose end it knows that this process has ended. An interrupt
-    (Ctrl-C, or a notebook's button) ends the launcher with all of its processes, and is raised here then.
+    The launcher's standard input is a pipe of this process, whose end ends the launcher with this process. An interrupt
+    (Ctrl-C, or a notebook's button) ends the launcher with all of its processes, and is then raised here.
     """
     process = subprocess.Popen(
         command,

@@ -15,7 +15,7 @@ from accel_launch.notebook.serialized_call import pack_result, unpack_call
 
 @final
 class Prefixed:
-    """A text stream that writes something before each line."""
+    """Text stream that writes a prefix before each line."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class Prefixed:
 
 
 def prefix_of(template: str, env: Mapping[str, str]) -> str:
-    """``template`` with the rank's place filled in, as torchrun's ``log_line_prefix_template`` is."""
+    """Fills the rank into ``template``, as torchrun does with ``log_line_prefix_template``."""
     place = {
         "rank": env["RANK"],
         "local_rank": env["LOCAL_RANK"],
@@ -43,7 +43,7 @@ def prefix_of(template: str, env: Mapping[str, str]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the call in the folder, and leaves its result there."""
+    """Runs the call of the folder, and writes its result there."""
     folder, *template = arguments
     if template:
         prefix = prefix_of(template[0], os.environ)

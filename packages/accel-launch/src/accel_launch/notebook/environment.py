@@ -1,4 +1,4 @@
-"""The kind of notebook that an interpreter belongs to, and whether one process drives the whole machine."""
+"""Kind of notebook that an interpreter belongs to, and whether one process drives all devices of the machine."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -7,9 +7,9 @@ from accel_state.environment import parse_flag
 
 
 def place_of(env: Mapping[str, str], loaded: Collection[str]) -> str:
-    """``Colab``, ``Kaggle``, ``Jupyter`` or ``Python``, by variables of a service and the modules that are loaded.
+    """Returns ``Colab``, ``Kaggle``, ``Jupyter`` or ``Python``, by a service's variables and the loaded modules.
 
-    A token for Kaggle's own tools (``KAGGLE_KEY``) may stand in anybody's environment and says nothing.
+    A token for Kaggle's own tools (``KAGGLE_KEY``) may be set in any environment and is ignored.
     """
     if "google.colab" in loaded or env.get("COLAB_RELEASE_TAG"):
         return "Colab"
@@ -19,17 +19,17 @@ def place_of(env: Mapping[str, str], loaded: Collection[str]) -> str:
 
 
 def has_tpu(env: Mapping[str, str]) -> bool:
-    """Whether the machine was set up for a TPU: ``TPU_NAME``, or ``PJRT_DEVICE=TPU``; and no CPU is asked for."""
+    """Whether the machine is set up for a TPU: ``TPU_NAME``, or ``PJRT_DEVICE=TPU``, and the CPU is not requested."""
     if parse_flag(env, "ACCELERATE_USE_CPU"):
         return False
     return bool(env.get("TPU_NAME")) or env.get("PJRT_DEVICE", "").upper() == "TPU"
 
 
 def processes_for(wanted: int | None, place: str, count_accelerators: Callable[[], int]) -> int:
-    """How many processes a call from ``place`` gets that asks for ``wanted`` of them.
+    """Number of processes for a call from ``place`` that requests ``wanted``.
 
-    Colab's notebooks ask for as many as somebody's machine had; without a second GPU there they train in the one
-    process that is there, as they do with Accelerate.
+    Colab's notebooks often request the number of their author's machine; without a second GPU they train in this
+    process, as they do with Accelerate.
     """
     if wanted is not None and place != "Colab":
         return wanted
@@ -38,7 +38,7 @@ def processes_for(wanted: int | None, place: str, count_accelerators: Callable[[
 
 
 def _has_kernel(loaded: Collection[str]) -> bool:
-    """Whether this is the process of a kernel, and not one that merely has Jupyter's packages."""
+    """Whether this is a kernel's process, rather than one that merely has Jupyter's packages loaded."""
     if "ipykernel" not in loaded or "IPython" not in loaded:
         return False
     shell = sys.modules["IPython"].get_ipython()

@@ -1,7 +1,7 @@
-"""A function with its arguments on the way to other processes, and their results on the way back.
+"""Serialization of a function call for other processes, and of their results.
 
-Functions and classes of a cell are sent whole (cloudpickle); what can be imported is sent by name. Parcels live in a
-temporary folder of one call, between processes that this one started; nothing is ever kept.
+Functions and classes of a cell are pickled by value (cloudpickle); importable ones by name. The files are in a
+temporary folder of one call, between processes that this one started; they are never kept.
 """
 
 import json
@@ -20,10 +20,10 @@ _PATHS, _SOURCES, _CALL = "paths.json", "sources.json", "call.pkl"
 
 
 def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Puts a call into ``folder``.
+    """Serializes a call into ``folder``.
 
     Raises:
-        LaunchError: cloudpickle is not installed, or the function holds something that cannot be sent.
+        LaunchError: cloudpickle is not installed, or the function refers to an object that cannot be pickled.
     """
     cloudpickle = _cloudpickle()
     (folder / _PATHS).write_text(json.dumps(sys.path))
@@ -43,7 +43,7 @@ def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -
 
 
 def unpack_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Takes the call out, in a process that was started for it; modules are found where its sender found them."""
+    """Deserializes the call, in a process that was started for it; adds the sender's import paths."""
     paths = json.loads((folder / _PATHS).read_text())
     sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
     for name, lines in json.loads((folder / _SOURCES).read_text()).items():
@@ -53,10 +53,10 @@ def unpack_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def pack_result(folder: Path, rank: int, result: Any) -> None:
-    """Puts what a rank returned into ``folder``, tensors on the CPU.
+    """Serializes a rank's result into ``folder``, with tensors on the CPU.
 
     Raises:
-        LaunchError: it cannot be sent.
+        LaunchError: the result cannot be pickled.
     """
     from accel_state.pytree.operations import send_to_device
 
@@ -73,13 +73,13 @@ def pack_result(folder: Path, rank: int, result: Any) -> None:
 
 
 def unpack_results(folder: Path, ranks: Sequence[int]) -> list[Any]:
-    """What these ranks returned, in their order."""
+    """Results of these ranks, in order."""
     loads = _cloudpickle().loads
     return [loads((folder / f"result_{rank}.pkl").read_bytes()) for rank in ranks]
 
 
 def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) -> tuple[str, Exception] | None:
-    """Names the first variable of a call, or of a function that it uses, that cannot be sent, with the error."""
+    """First variable of a call, or of a function that it uses, that cannot be pickled, with the error."""
     held = {f"argument {position}": value for position, value in enumerate(args)}
     seen: set[int] = set()
     waiting = [("", name, value) for name, value in {**held, **_variables(function)}.items()]
@@ -99,12 +99,12 @@ def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) ->
 
 
 def _variables(function: object) -> Mapping[str, Any]:
-    """The variables that a function uses, by name: globals, variables of enclosing functions, defaults."""
+    """Variables that a function uses, by name: globals, variables of enclosing functions, defaults."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # not the empty ones
+    around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # skips empty cells
     used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
     positional = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = function.__defaults__ or ()
@@ -138,7 +138,7 @@ def _cloudpickle() -> Any:
 
 @contextmanager
 def _whole(cloudpickle: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the function's module is sent whole where the other processes could not import it by its name."""
+    """Within the block, the function's module is pickled by value if other processes could not import it by name."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or _importable(module):
         yield
@@ -160,7 +160,7 @@ def _importable(module: ModuleType) -> bool:
         return False
     if spec is None or not spec.origin:
         return spec is not None and bool(spec.submodule_search_locations)
-    # A module that pytest or runpy loaded under a name has a spec, and yet nobody else would find it.
+    # A module that pytest or runpy loaded has a spec under its name, but other processes cannot import it by that name.
     return _found_on_path(module.__name__)
 
 

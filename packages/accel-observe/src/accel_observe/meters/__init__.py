@@ -1,4 +1,4 @@
-"""Meters of a run: its time by phase, its speed, and its health."""
+"""Meters of a run: time by phase, throughput, and health of the loss."""
 
 from accel_state.lazy import attach_stub
 

@@ -1,9 +1,10 @@
-"""Floating-point operations of a model, and the rate that a device could reach."""
+"""Floating-point operations of a model, and the peak rate of a device."""
 
 from collections.abc import Callable
 from typing import Any
 
-# Dense bf16, multiply and add counted as two: the vendors' data sheets. First match of the device's name counts.
+# Dense bf16 FLOP/s of the vendors' data sheets (a multiply-add counts as two). The first match of the device's name
+# counts.
 _PEAKS = (
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
@@ -22,10 +23,10 @@ _PEAKS = (
 
 
 def count_flops(forward: Callable[[], Any], *, backward: bool = True) -> int:
-    """Floating-point operations of ``forward()``, which gives a loss, and of its backward; as torch counts them.
+    """Floating-point operations of ``forward()``, which returns a loss, and of its backward; as torch counts them.
 
-    It runs once, for real, and leaves no gradients behind where there were none: matrix products, convolutions and
-    attention count, two for each multiplication with its addition; elementwise operations do not.
+    Runs both once, for real, so the backward accumulates into the parameters' gradients. Matrix products, convolutions
+    and attention count, with two operations for each multiply-add; elementwise operations do not.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,7 +38,7 @@ def count_flops(forward: Callable[[], Any], *, backward: bool = True) -> int:
 
 
 def peak_flops(device_type: str) -> float | None:
-    """What one device of this process could do at most, in bf16 operations a second; None where nobody told us."""
+    """Peak bf16 FLOP/s of one device of this process; None for a device that is not in the table."""
     import torch
 
     if device_type != "cuda":

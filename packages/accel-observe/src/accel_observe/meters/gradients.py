@@ -1,4 +1,4 @@
-"""The gradients of the step that was taken last, examined only if something was wrong with it."""
+"""Gradients of the most recent step, examined only after an anomaly of the loss."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, final
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @final
 class StepGradients:
-    """Keeps the gradients that an optimizer steps with until the step is over, to compare their norms with others.
+    """References to the gradients of an optimizer step, kept until the step is over, to compare their norms.
 
-    Loops and engines clear gradients before anybody has looked at the loss. Nothing is computed or copied when a step
-    is taken: the tensors are kept until the step has been examined or the next one is taken.
+    Loops and engines clear gradients before the loss has been checked. Nothing is computed or copied at the step: the
+    tensors are kept until they have been examined or the next step is taken.
 
-    Where each rank holds other parts (``spread``), what is found out is summed over ranks, who then look together.
+    If gradients are sharded (``spread``), results are summed over ranks, and all ranks must examine together.
 
     Args:
-        backend: which says what this rank steps with.
-        session: of the ranks.
-        names: the parameters that are looked at, by name.
-        optimizers: those of torch's kind tell when they step.
+        backend: provides the gradients that this rank steps with.
+        session: session of the ranks.
+        names: the parameters to examine, by name.
+        optimizers: those that are torch optimizers are observed when they step.
     """
 
     def __init__(
@@ -48,16 +48,19 @@ class StepGradients:
         ]
 
     def forget(self) -> None:
-        """The step is over."""
+        """Drops the gradients at the end of a step."""
         self._held.clear()
 
     def note(self) -> None:
-        """What there is now is usual; nothing waits for a device, and no rank for another."""
+        """Records the current gradient norms as usual. Does not wait for a device, and is not a collective."""
         squares = self._squares()
         self._usual = self._usual if squares is None else squares
 
     def nonfinite(self) -> str:
-        """The parameters whose gradients hold nan or inf, the first ten; waits for devices. Collective if spread."""
+        """Names the first ten parameters whose gradients hold nan or inf; waits for devices.
+
+        Collective: every rank of the group must call this. It is local if gradients are not sharded.
+        """
         from accel_backends.ops.clip import listed
 
         found = self._found()
@@ -66,7 +69,10 @@ class StepGradients:
         return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
 
     def grown(self, count: int = 3) -> str:
-        """The parameters whose gradients' norms grew most since ``note``, and how many times. Collective if spread."""
+        """Names the parameters whose gradient norms grew most since ``note``, with the factors.
+
+        Collective: every rank of the group must call this. It is local if gradients are not sharded.
+        """
         nothing = torch.zeros(len(self._parameters))
         squares = self._squares()
         both = [nothing if one is None else one.to("cpu") for one in (self._usual, squares)]
@@ -80,12 +86,12 @@ class StepGradients:
         return ", ".join(f"{name} (x {times[name]:.3g})" for name in worst)
 
     def _found(self) -> dict[str, torch.Tensor]:
-        """This rank's parts, by name."""
+        """Gradients (or shards of them) on this rank, by parameter name."""
         here = {name: self._held.get(id(one), one.grad) for name, one in self._parameters.items()}
         return {name: _local(one) for name, one in here.items() if one is not None}
 
     def _squares(self) -> torch.Tensor | None:
-        """The squared norm of this rank's part of each parameter's gradient; None if there are no gradients."""
+        """Squared norm of this rank's shard of each parameter's gradient; None if there are no gradients."""
         found = self._found()
         if not found:
             return None
@@ -98,7 +104,7 @@ class StepGradients:
         return self._session.reduce(values.to(self._session.device.torch)).to("cpu") if self.spread else values.cpu()
 
     def remove(self) -> None:
-        """Stops looking."""
+        """Removes the hooks and drops the gradients."""
         for handle in self._handles:
             handle.remove()
         self.forget()

@@ -1,4 +1,4 @@
-"""A check that a loss is like the losses before it, and the facts about one that is not."""
+"""Loss check: compares a loss with the losses before it, and describes an anomaly."""
 
 import math
 from collections import deque
@@ -14,18 +14,18 @@ KINDS: tuple[Kind, ...] = ("nonfinite", "spike")
 @final
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A loss that is not a number, or far from those before it.
+    """Anomaly of a loss: nan, inf, or far from the losses before it.
 
     Attributes:
         kind: ``"nonfinite"`` or ``"spike"``.
         step: the optimizer step at which it was seen.
         loss: its value.
-        usual: the median of the losses before.
-        parameters: of a loss that is no number, those whose gradients hold nan or inf; of a spike, those whose
-            gradients have grown most; empty if none, or where gradients cannot be seen.
-        epoch: of the samples.
-        samples: first and one past the last position, in that epoch's order, of the samples of the step, all ranks'.
-        rank: whose loss it is.
+        usual: median of the losses before.
+        parameters: for a non-finite loss, the parameters whose gradients hold nan or inf; for a spike, those whose
+            gradients have grown most; empty if there are none, or if gradients are not available.
+        epoch: epoch of the samples.
+        samples: positions of the step's samples of all ranks in that epoch's order: first, and one past the last.
+        rank: the rank whose loss it is.
     """
 
     kind: Kind
@@ -47,11 +47,11 @@ class Trouble:
 
 @final
 class LossWatch:
-    """Compares each loss with the last ``window``: a spike is ``times`` the usual distance from their median.
+    """Compares each loss with the last ``window``: a spike exceeds their median by ``times`` the usual distance.
 
-    The usual distance is the median of the distances from the median, which a few outliers do not move. Nothing is a
-    spike before ``window // 4`` losses have been seen, and what was one does not count for the next; but as many of
-    them in a row are the new usual.
+    The usual distance is the median absolute deviation from the median, which is robust to a few outliers. No loss is a
+    spike before ``window // 4`` losses have been seen, and spikes are not added to the window; but ``window // 4``
+    spikes in a row become the new window.
     """
 
     def __init__(self, window: int = 64, times: float = 10.0) -> None:
@@ -61,7 +61,7 @@ class LossWatch:
         self._times = times
 
     def check(self, loss: float) -> tuple[Kind, float] | None:
-        """What is wrong with this loss, with the usual one; None if nothing is."""
+        """Returns the kind of anomaly of this loss and the median of the losses before; None if there is no anomaly."""
         recent = self._recent
         usual = median(recent) if recent else math.nan
         if not math.isfinite(loss):
@@ -81,7 +81,7 @@ class LossWatch:
 
 
 def worst_of_others(troubles: Sequence[Trouble]) -> list[Trouble]:
-    """One for each step at which rank 0 saw none: weights gone bad are seen by every rank, and are told once."""
+    """The worst anomaly of each step at which rank 0 saw none, because rank 0 reports its own anomalies itself."""
     own = {trouble.step for trouble in troubles if trouble.rank == 0}
     worst: dict[int, Trouble] = {}
     for trouble in sorted(troubles, key=lambda one: (one.kind != "nonfinite", -one.loss, one.rank)):

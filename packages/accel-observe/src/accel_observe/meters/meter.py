@@ -1,4 +1,4 @@
-"""Reads a run's speed, the shares of its time and its health, step by step."""
+"""Meter of a run: throughput, time by phase, and anomalies of the loss, step by step."""
 
 import logging
 import time
@@ -22,14 +22,14 @@ _LOG = logging.getLogger("accel_observe.meters")
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the meter saw between two readings; times in seconds, memory in bytes, rates of all ranks together.
+    """Measurements between two readings; times in seconds, memory in bytes, rates of all ranks together.
 
     Attributes:
-        step: optimizer steps since the run began, restarts left out.
-        shares: of this rank's time, by phase; they add up to 1.
-        mfu: part of what the devices could compute that the model's own operations took; None where unknown.
-        goodput: part of the time since the run's first start that went into steps that still count.
-        memory: most memory that tensors took on the device since the reading before; the process's on a CPU.
+        step: optimizer steps since the run began; steps that a restart repeats count once.
+        shares: fractions of this rank's time, by phase; they add up to 1.
+        mfu: model FLOPs utilization, as a fraction of the devices' peak; None if unknown.
+        goodput: fraction of the time since the run's first start that was spent on steps that still count.
+        memory: peak memory of tensors on the device since the previous reading; on a CPU, memory of the process.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Reading:
     host_memory: int
 
     def flat(self) -> dict[str, float]:
-        """The numbers for a tracker, under ``meter/``."""
+        """Returns the numbers for a tracker, under ``meter/``."""
         values = asdict(self)
         parts = values.pop("shares")
         values.pop("step")
@@ -55,13 +55,12 @@ class Reading:
 
 @final
 class Meter:
-    """Made by ``accelerator.meter()``: iterate ``watch(loader)``, and call ``step(loss)`` at the end of each step.
+    """Meter made by ``accelerator.meter()``: iterate ``watch(loader)``, and call ``step(loss)`` after each step.
 
     Attributes:
-        steps: optimizer steps of the run, restarts left out.
-        troubles: losses that were no numbers or far from the others; on the main rank those of all, as of the last
-            reading.
-        stragglers: what the last comparison of ranks found.
+        steps: optimizer steps of the run; steps that a restart repeats count once.
+        troubles: anomalies of the loss; on the main rank also those of other ranks, as of the last reading.
+        stragglers: result of the last comparison of ranks.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Meter:
         self._mark = (self.clock.now(), self.clock.read(), self.steps)
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches; the time that each takes to come counts as waiting for data."""
+        """Yields the loader's batches; the time until each batch arrives counts as waiting for data."""
         clock = self.clock
         iterator = iter(loader)
         position = getattr(loader, "position", None)
@@ -121,7 +120,7 @@ class Meter:
                 close()
 
     def _count(self, loader: Any, batch: Any, before: int) -> int:
-        """Adds a batch to what has been seen: by the loader's own count of all ranks' samples, where it has one."""
+        """Adds a batch to the counts, by the loader's position (samples of all ranks) if it has one."""
         if self._tokens_of is not None:
             self._tokens += int(self._tokens_of(batch))
         position = getattr(loader, "position", None)
@@ -142,10 +141,12 @@ class Meter:
         return int(after)
 
     def step(self, loss: Any = None) -> Reading | None:
-        """Ends a step. Every few steps, a reading of them is made, logged, and the ranks are compared (collective).
+        """Ends a step. Every few steps, makes and logs a reading, and compares the ranks.
 
-        To be called on all ranks alike. With a ``loss`` it is watched: what is not finite, or far from those before, is
-        reported with the step, the samples and the parameters; what other ranks saw, with the next reading.
+        Checks ``loss`` if it is given: an anomaly is reported with the step, the samples and the parameters; anomalies
+        of other ranks are reported with the next reading.
+
+        Collective: every rank of the group must call this.
         """
         accelerator = self._accelerator
         self.steps += 1
@@ -178,9 +179,9 @@ class Meter:
         self._tell(trouble)
 
     def _kinds(self, found: "tuple[Kind, float] | None") -> "list[Kind]":
-        """What any rank has found that parts of gradients are to be looked at for; of whole ones, what this rank has.
+        """Kinds of anomaly for which gradients are examined: any rank's if gradients are sharded; if not, this rank's.
 
-        Where parts are spread, one small exchange each step.
+        Sharded gradients cost one small all-reduce in each step.
         """
         own = [kind for kind in KINDS if found is not None and found[0] == kind]
         if not self._gradients.spread:
@@ -198,7 +199,10 @@ class Meter:
         self._accelerator.log_event("trouble", step=trouble.step, text=str(trouble), trouble=trouble.kind)
 
     def read(self) -> Reading:
-        """A reading of everything since the one before; collective."""
+        """Returns the measurements since the previous reading.
+
+        Collective: every rank of the group must call this.
+        """
         then, seconds_then, steps_then = self._mark
         seconds = self.clock.read()
         now, steps = self.clock.now(), self.steps
@@ -228,7 +232,7 @@ class Meter:
         return self.last
 
     def _gather(self, spent: dict[str, float]) -> list[dict[str, float]]:
-        """What every rank spent; the main one hears of the others' troubles."""
+        """All-gathers the seconds by phase of every rank; the main rank also receives the others' anomalies."""
         untold, self._untold = self._untold, []
         if self._ranks == 1:
             return [spent]
@@ -245,7 +249,7 @@ class Meter:
         return [dict(zip(spent, row, strict=False)) for row in rows]
 
     def _note(self, table: Sequence[dict[str, float]]) -> None:
-        """Logs the reading; which rank holds the others up is said once for each rank and phase."""
+        """Logs the reading; reports each pair of straggler and phase once."""
         assert self.last is not None
         accelerator = self._accelerator
         accelerator.log_event("reading", step=self.last.step, values=asdict(self.last), ranks=list(table))
@@ -257,13 +261,13 @@ class Meter:
                 accelerator.log_event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
 
     def close(self) -> None:
-        """Stops looking at gradients."""
+        """Removes the hooks on gradients."""
         self._waits.remove()
         self._gradients.remove()
 
 
 def _parameters_of(accelerator: "ObservedRun") -> "dict[str, Tensor]":
-    """By the names that the user's own models give them; of several models, with the number of each before."""
+    """Parameters by the FQNs of the user's own models; with several models, prefixed with the model's number."""
     own = [accelerator.backend.unwrap(model, keep_torch_compile=False) for model in accelerator._models]
     return {
         (name if len(own) == 1 else f"model {number}: {name}"): parameter
@@ -273,7 +277,7 @@ def _parameters_of(accelerator: "ObservedRun") -> "dict[str, Tensor]":
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process holds."""
+    """Resident memory of this process in bytes."""
     import os
     from pathlib import Path
 
@@ -286,7 +290,7 @@ def host_memory() -> int:
 
 
 def device_memory(device: Any) -> int:
-    """Most bytes that tensors took on an accelerator since the last call; on a CPU, what the process holds."""
+    """Peak bytes of tensors on an accelerator since the last call; on a CPU, memory of the process."""
     if device.type == "cpu":
         return host_memory()
     import torch

@@ -1,4 +1,4 @@
-"""The run that a meter observes, as far as the meter reads it."""
+"""Interface of the run that a meter observes: the attributes of an Accelerator that it reads."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ObservedRun(Protocol):
-    """What a meter reads of an Accelerator."""
+    """The attributes of an Accelerator that a meter reads."""
 
     session: "Session"
     backend: "Backend"

@@ -1,4 +1,4 @@
-"""The time that a process spends in each of a few phases."""
+"""Time that a process spends in each phase."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,12 +11,12 @@ from torch import nn
 
 DATA, COMPUTE, COMMUNICATION, SAVE = "data", "compute", "communication", "save"
 PHASES = (DATA, COMPUTE, COMMUNICATION, SAVE)
-"""Waiting for a batch; computing, and whatever else the loop does; waiting for other ranks' gradients; being saved."""
+"""Phases: waiting for a batch; computation and the rest of the loop; waiting for other ranks' gradients; saving."""
 
 
 @final
 class PhaseClock:
-    """Seconds by phase. At every moment one phase is on, so that they add up to the time that has passed.
+    """Seconds by phase. Exactly one phase is active at every moment, so the phases add up to the elapsed time.
 
     Args:
         now: the clock, in seconds.
@@ -31,7 +31,7 @@ class PhaseClock:
         self.started = self._since = now()
 
     def enter(self, phase: str, at: float | None = None) -> str:
-        """The phase is ``phase`` from now on, or from ``at``; returns the one before."""
+        """Switches to ``phase``, now or as of ``at``; returns the previous phase."""
         moment = self._now() if at is None else max(at, self._since)
         before = self.phase
         self.seconds[before] += moment - self._since
@@ -49,7 +49,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """The block counts as ``phase``."""
+        """Counts the block as ``phase``."""
         before = self.enter(phase)
         try:
             yield
@@ -59,13 +59,13 @@ class PhaseClock:
 
 @final
 class GradientWait:
-    """Counts as communication what a backward takes after this rank's last gradient is there.
+    """Counts as communication the rest of a backward after this rank's last gradient is ready.
 
-    By then everything of its own is computed, so the rest is waiting for gradients of others: the part of the
-    communication that computing did not hide. On an accelerator both go on after the call, and little is seen here.
+    By then this rank has computed everything, so the rest is waiting for other ranks: the communication that
+    computation did not overlap. On an accelerator both continue after the call returns, so little is measured there.
     """
 
-    #: Its hooks change no gradient, so backends that refuse hooks which do accept these.
+    #: Its hooks do not change gradients, so backends that refuse other hooks accept these.
     observes_gradients = True
 
     def __init__(self, clock: PhaseClock, models: Iterable[nn.Module]) -> None:
@@ -80,7 +80,8 @@ class GradientWait:
 
     def _ready(self, _: torch.Tensor) -> None:
         if self._last is None:
-            # What wraps the model queues the end of its communication later than this, so ours has to go behind it.
+            # Wrappers such as DDP queue their own end-of-backward callback later than this hook; queueing twice runs
+            # after theirs.
             _at_end_of_backward(lambda: _at_end_of_backward(self._ended))
         self._last = self._clock.now()
 
@@ -91,7 +92,7 @@ class GradientWait:
         self._last = None
 
     def remove(self) -> None:
-        """Stops looking."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -101,7 +102,7 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each phase's part of the whole, between 0 and 1."""
+    """Each phase's fraction of the total, between 0 and 1."""
     total = sum(seconds.values())
     return {phase: spent / total if total > 0 else 0.0 for phase, spent in seconds.items()}
 
@@ -112,7 +113,7 @@ S = TypeVar("S")
 
 
 def observed(kind: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorates a method of an Accelerator: its time counts as being saved, and the run log notes it as ``kind``."""
+    """Decorates a method of an Accelerator: its time counts as saving, and the run log records it as ``kind``."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @wraps(method)

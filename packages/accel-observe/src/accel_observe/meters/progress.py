@@ -1,4 +1,4 @@
-"""One line about a run on the main rank: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run on the main rank: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -10,14 +10,14 @@ from accel_observe.meters.meter import Meter
 
 @final
 class Progress:
-    """Made by ``accelerator.progress(loader)``: iterate it, and tell it of each step.
+    """Progress bar made by ``accelerator.progress(loader)``: iterate it, and call ``step`` at the end of each step.
 
         for batch in (bar := accelerator.progress(loader)):
             ...
             bar.step(loss, lr=scheduler.get_last_lr()[0])
 
     Attributes:
-        meter: what measures; its readings are what is shown.
+        meter: makes the readings that are shown.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Progress:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches."""
+        """Yields the loader's batches."""
         try:
             total: int | None = len(self._loader)
         except TypeError:
@@ -65,7 +65,7 @@ class Progress:
             self._print(self._line(total, time.monotonic() - started))
 
     def step(self, loss: Any = None, **facts: Any) -> None:
-        """Ends a step, see ``Meter.step``; ``facts`` like ``lr`` are shown too."""
+        """Ends a step, see ``Meter.step``; also shows ``facts`` such as ``lr``."""
         reading = self.meter.step(loss)
         self._facts.update(facts)
         if reading is not None:
@@ -112,7 +112,7 @@ class Progress:
 
 
 def clock_text(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Formats seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""The rank that holds the others up, and the phase in which it does."""
+"""Stragglers: ranks that delay the others, and the phase in which they do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from accel_observe.meters.phases import COMMUNICATION
 @final
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that takes longer in one phase than the others: seconds of a step, and what is usual for them."""
+    """A rank that takes longer in one phase than the others: its seconds a step, and the others' median."""
 
     rank: int
     phase: str
@@ -28,10 +28,11 @@ class Straggler:
 def find_stragglers(
     seconds: Sequence[Mapping[str, float]], *, steps: int, slower: float = 1.5, at_least: float = 0.01
 ) -> tuple[Straggler, ...]:
-    """Compares what every rank spent in each phase over the same ``steps``; the worst first.
+    """Compares the time of every rank in each phase over the same ``steps``; returns the worst straggler first.
 
-    A straggler takes ``slower`` times as long as the median of the others, and ``at_least`` seconds a step more.
-    Communication counts for nobody: there, everyone waits for the straggler.
+    A straggler takes ``slower`` times as long as the median of the others, and at least ``at_least`` seconds a step
+    more.
+    Communication is not compared: in that phase, every rank waits for the straggler.
     """
     found = []
     for rank, own in enumerate(seconds):

@@ -1,4 +1,4 @@
-"""A run's own log as one page: what happened, how fast, and with which settings."""
+"""Report of a run from its run log, as one page: events, throughput and settings."""
 
 from accel_state.lazy import attach_stub
 

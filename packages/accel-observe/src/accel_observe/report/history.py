@@ -1,4 +1,4 @@
-"""A run's history from its journal, over all restarts, without the steps that were lost."""
+"""History of a run from its journal over all restarts, separated from the steps that restarts discarded."""
 
 import bisect
 import json
@@ -18,9 +18,9 @@ _ROUTINE = frozenset({BEGUN, CONFIGURED, LOGGED, READING, DESCRIBED})
 @final
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: when (seconds since the run began), at which step, what, and in which life.
+    """An event: seconds since the run began, step, kind, and number of the process (life) that wrote it.
 
-    Where it does not say the step itself, that is the one logged last.
+    An event without a step of its own has the step that was logged last before it.
     """
 
     seconds: float
@@ -34,15 +34,15 @@ class Event:
 @final
 @dataclass(slots=True)
 class History:
-    """What a run's journal holds.
+    """Contents of a run's journal.
 
     Attributes:
-        curves: by name, the steps and values that count, in order.
-        lost: by name, for each process, steps and values that were logged after the checkpoint that a later one went
-            on from.
-        readings: of the meter, those that count; with ``life`` and ``seconds``.
-        lives: seconds at which each process began to work at the run.
-        restarts: the first step of each process but the first.
+        curves: steps and values that count, in order, by name.
+        lost: by name, for each process, the steps and values logged after the checkpoint from which the next process
+            resumed.
+        readings: the meter's readings that count, with ``life`` and ``seconds``.
+        lives: seconds at which each process started or resumed the run.
+        restarts: first step of each process but the first.
     """
 
     name: str
@@ -61,15 +61,15 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last line."""
+        """Seconds from the first start to the last line."""
         return self.ended - self.began
 
 
 def find_run(path: str | Path) -> Path:
-    """The journal that ``path`` names: itself, that of the folder, or of the newest run below.
+    """Finds the journal of ``path``: the file itself, that of the folder, or that of the newest run below the folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no journal.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -84,10 +84,10 @@ def find_run(path: str | Path) -> Path:
 
 
 def read_history(journal: Path) -> History:
-    """Reads a journal; lines that a crash cut off are left out.
+    """Reads a journal; skips lines that a crash truncated.
 
     Raises:
-        ConfigError: it holds nothing.
+        ConfigError: the journal is empty.
     """
     lines = []
     for text in journal.read_text(encoding="utf-8").splitlines():
@@ -101,7 +101,7 @@ def read_history(journal: Path) -> History:
 
 
 def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History:
-    """What a journal's lines tell. A restart moves to ``lost`` what was logged after its checkpoint."""
+    """Builds the history from a journal's lines. A restart moves the values logged after its checkpoint to ``lost``."""
     lines = _without_repetitions(lines)
     began, ended = min(line[TIME] for line in lines), max(line[TIME] for line in lines)
     history = History(name, began, ended, finished=lines[-1][KIND] == ENDED)
@@ -115,7 +115,8 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
             _take_back(history, line.get("marks", {}))
             since = line.get("since", line[TIME])
         elif kind == LOGGED and line.get(STEP) is not None and line[TIME] >= since:
-            # What was on its way when the checkpoint was saved comes before, and is older than the process.
+            # Entries that were queued when the checkpoint was saved are older than ``since``: they are no step of this
+            # process.
             history.restarts.append(line[STEP])
             since = math.inf
         _take_in(history, line)
@@ -126,7 +127,7 @@ def history_of(lines: Iterable[dict[str, Any]], *, name: str = "run") -> History
 
 
 def _event(line: dict[str, Any], began: float, life: int, steps: list[tuple[float, int]]) -> Event:
-    """What happened; ``steps``: when each step was logged."""
+    """Builds the event of a line; ``steps``: time and number of each logged step."""
     kind = line[KIND]
     if kind == RESUMED:
         return Event(line[TIME] - began, None, kind, "a new process goes on from a checkpoint", life, {})
@@ -138,7 +139,7 @@ def _event(line: dict[str, Any], began: float, life: int, steps: list[tuple[floa
 
 
 def _text_of(facts: dict[str, Any]) -> str:
-    """Facts as a reader says them: a path by itself, and how long it took; others by name."""
+    """Formats facts for a reader: a path without its key, then the duration; others as key and value."""
     others = ", ".join(f"{key} {_short(value)}" for key, value in facts.items() if key not in ("path", "seconds"))
     path, seconds = str(facts.get("path", "")), facts.get("seconds")
     took = f"in {seconds:.2f} s" if isinstance(seconds, int | float) else ""
@@ -146,7 +147,7 @@ def _text_of(facts: dict[str, Any]) -> str:
 
 
 def _take_in(history: History, line: dict[str, Any]) -> None:
-    """Adds what a line of the routine holds."""
+    """Adds the contents of a routine line: values, a reading, the configuration or a description."""
     if line[KIND] == LOGGED:
         _add_values(history, line)
     elif line[KIND] == READING:
@@ -161,9 +162,9 @@ def _take_in(history: History, line: dict[str, Any]) -> None:
 
 
 def _without_repetitions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each line once. What was on its way when a checkpoint was saved is in it, and may be written a second time.
+    """Removes duplicate lines. Entries that were queued when a checkpoint was saved may be logged again afterwards.
 
-    Values count where they were written last: a restart takes back what its marks do not hold, and is given it anew.
+    Of duplicate values the last line counts: a restart discards values beyond its marks, and then logs them again.
     """
     once: dict[str, dict[str, Any]] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""The page itself: one HTML file that fetches nothing."""
+"""The report page: one self-contained HTML file."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _EVENT_LIMIT = 200
 
 
 def page_of(history: History, plots: Sequence[Plot] | None = None) -> str:
-    """A whole report. ``plots`` are those of ``plots_of``, where they have been made already."""
+    """Renders a report. ``plots``: the result of ``plots_of``, if it has been computed already."""
     plots = plots_of(history) if plots is None else plots
     curves = [plot for plot in plots if not plot.phases]
     times = [plot for plot in plots if plot.phases]
@@ -44,7 +44,7 @@ def page_of(history: History, plots: Sequence[Plot] | None = None) -> str:
 
 
 def picture_of(plot: Plot) -> str:
-    """A page with one plot alone, its heading and what its colours mean: a picture that says what it shows."""
+    """Renders one plot with its heading and legend as a file of its own."""
     legend = _legend() if plot.phases else ""
     return (
         f'<!doctype html><meta charset="utf-8"><style>{STYLE} body{{background:var(--paper)}} '
@@ -196,7 +196,7 @@ def _configuration(history: History) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table. Columns whose heading ends with ``>`` are numbers, those that end with ``|`` are never broken."""
+    """Renders a table. A heading that ends with ``>`` marks a column of numbers, with ``|`` one without line breaks."""
     kinds = {">": ' class="right"', "|": ' class="short"'}
     sides = [kinds.get(column[-1:], "") for column in columns]
     head = "".join(f"<th{side}>{escape(column.rstrip('>|'))}</th>" for column, side in zip(columns, sides, strict=True))

@@ -1,4 +1,4 @@
-"""Curves and bars as SVG that needs nothing else, in both of a page's colour schemes."""
+"""Curves and bars as self-contained SVG, in both of a page's colour schemes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ PHASE_COLOURS = ("var(--c2)", "var(--c1)", "var(--c3)", "var(--c4)")
 @final
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture with its heading; ``name`` is its file's, ``phases`` says that its colours are those of phases."""
+    """A plot with its heading; ``name`` is its file name, ``phases`` means that its colours stand for phases."""
 
     name: str
     title: str
@@ -29,7 +29,7 @@ class Plot:
 
 
 def plots_of(history: History) -> list[Plot]:
-    """Every picture of a report, those first that most people look for; each with a file name of its own."""
+    """All plots of a report, the most important first; each with a unique file name."""
     taken: set[str] = set()
     plots = []
     for plot in _drawn(history):
@@ -72,7 +72,7 @@ def _drawn(history: History) -> Iterator[Plot]:
 
 
 def rank_totals(history: History) -> list[dict[str, float]]:
-    """Seconds of each rank in each phase, over all readings of as many ranks as the last one has."""
+    """Seconds of each rank in each phase, summed over the readings with the same world size as the last one."""
     tables = [one["ranks"] for one in history.readings if one.get("ranks")]
     tables = [table for table in tables if len(table) == len(tables[-1])]
     count = len(tables[-1]) if tables else 0
@@ -82,10 +82,10 @@ def rank_totals(history: History) -> list[dict[str, float]]:
 def curve(
     points: Points, *, lost: Sequence[Points] = (), marks: Sequence[float] = (), label: str = "", floor: bool = False
 ) -> str:
-    """A line over steps, of many values their running median too; lost ones dashed, restarts marked.
+    """Draws values over steps, with a running median if there are many; lost values are dashed, restarts are marked.
 
-    Spots that appear under a pointer say step and value: all of them, or every so many of more than 120.
-    Values far outside of what the others are do not decide the scale: they are shown as dots at the edge.
+    Tooltips show step and value of every point, or of every n-th of more than 120. Outliers do not determine the scale:
+    they are drawn as dots at the edge.
     """
     finite = [point for point in points if math.isfinite(point[1])]
     gone = [[point for point in part if math.isfinite(point[1])] for part in lost]
@@ -110,7 +110,7 @@ def curve(
 
 
 def usual(values: Sequence[float]) -> list[float]:
-    """The values less those that are further from the middle ones than ten times the spread of these."""
+    """The values without outliers, which are further from the 5 to 95 % range than ten times its width."""
     if len(values) < 20:
         return list(values)
     ordered = sorted(values)
@@ -120,7 +120,7 @@ def usual(values: Sequence[float]) -> list[float]:
 
 
 def _line_of(kind: str, points: Points, xs: tuple[float, float], ys: tuple[float, float]) -> str:
-    """A path, or a dot where there is one point; it stays inside of the plot."""
+    """Draws a path, or a dot for a single point, clamped to the plot."""
     inside = [(x, min(max(y, ys[0]), ys[1])) for x, y in _thinned(points, _SHOWN)]
     return _dot(kind, inside[0], xs, ys) if len(inside) == 1 else f'<path class="{kind}" d="{_path(inside, xs, ys)}"/>'
 
@@ -130,14 +130,14 @@ def _dot(kind: str, point: tuple[float, float], xs: tuple[float, float], ys: tup
 
 
 def _spot(point: tuple[float, float], xs: tuple[float, float], ys: tuple[float, float]) -> str:
-    """An invisible dot that says the value under it, which may lie outside of the plot."""
+    """Draws an invisible dot whose tooltip shows the value, which may be outside of the plot."""
     x, y = point
     place = f'cx="{_x(x, xs):.1f}" cy="{_y(min(max(y, ys[0]), ys[1]), ys):.1f}"'
     return f'<circle class="spot" {place} r="6"><title>step {x:,.0f}: {y:.5g}</title></circle>'
 
 
 def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], label: str, *, normed: bool = True) -> str:
-    """A bar for each row, divided by phase; ``normed`` bars are all equally high."""
+    """Draws a bar for each row, divided by phase; ``normed`` bars have equal heights."""
     highest = 1.0 if normed else max(sum(row.values()) for _, row in rows) or 1.0
     ys = (0.0, 1.0) if normed else _range([0.0, highest], zero=True)
     room = (_WIDTH - _LEFT - _RIGHT) / max(len(rows), 1)
@@ -162,7 +162,7 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], label: str, *, norm
 
 
 def running_median(points: Points, window: int | None = None) -> list[tuple[float, float]]:
-    """Each value replaced by the median of those around it, which single outliers do not move."""
+    """Replaces each value by the median of its neighbourhood, which is robust to single outliers."""
     from statistics import median
 
     reach = max(2, (window or max(5, len(points) // 40)) // 2)
@@ -198,10 +198,10 @@ def _frame(
 
 
 def ticks(low: float, high: float, *, whole: bool = False, count: int = 5) -> list[float]:
-    """Round numbers in a range, about ``count`` of them."""
+    """About ``count`` round numbers in a range."""
     if high <= low:
         return [low]
-    # Marks closer than two neighbouring floats would fall together.
+    # The lower bound keeps ticks apart: ticks closer than two neighbouring floats would coincide.
     raw = max((high - low) / count, math.ulp(max(abs(low), abs(high))))
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -213,7 +213,7 @@ def ticks(low: float, high: float, *, whole: bool = False, count: int = 5) -> li
 
 
 def number_text(value: float) -> str:
-    """A number as an axis shows it: ``12.5k``."""
+    """Formats a number for an axis: ``12.5k``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
@@ -250,7 +250,7 @@ def _thinned(points: Sequence, most: int) -> list:  # type: ignore[type-arg]
 
 
 def _first_readings(history: History) -> list[float]:
-    """The step of the first reading of each process but the first; the meter counts steps in its own way."""
+    """Meter step of the first reading of each process but the first; the meter's steps differ from the logged ones."""
     first = {reading["life"]: float(reading["step"]) for reading in reversed(history.readings)}
     return [step for life, step in sorted(first.items()) if life > 1]
 

@@ -1,4 +1,4 @@
-"""The style of the page, in light and dark; pictures taken out of it carry the same style."""
+"""Style of the page, in light and dark; exported plots embed the same style."""
 
 STYLE = """
 :root{--ground:#f7f8fa;--paper:#fff;--ink:#1b2330;--soft:#667085;--rule:#e4e7ec;--c1:#3563e9;--c2:#f59e0b;--c3:#10a37f;

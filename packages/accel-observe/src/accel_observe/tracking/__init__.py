@@ -1,4 +1,4 @@
-"""Trackers of a run, and the queues that keep them from delaying or ending it."""
+"""Trackers of a run, and delivery queues that keep them from delaying or ending the run."""
 
 from typing import Any
 

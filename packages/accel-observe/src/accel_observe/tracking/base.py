@@ -1,4 +1,4 @@
-"""Trackers: the interface, and the identity of the run that they log to, for resuming it."""
+"""Tracker interface, and the saved identity of a tracker's run, which resuming needs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,22 +9,21 @@ from accel_state.errors import AccelError
 
 
 class TrackingError(AccelError, RuntimeError):
-    """A tracker cannot be made or reached, and somebody asked for it by name."""
+    """A tracker that was requested by name cannot be made or reached."""
 
 
 class IncompleteTrackerError(TrackingError, NotImplementedError):
-    """A tracker class lacks what every tracker has."""
+    """A tracker class lacks a required attribute."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A run to go on with: what its tracker said of it, and how much of it counts.
+    """Saved run to resume: the tracker's state, and the last recorded steps.
 
     Attributes:
-        state: what ``state_dict`` gave in the process that saved.
-        marks: by name, the last step that had been recorded when it was saved. What was recorded after them is about
-            to be recorded again.
+        state: result of ``state_dict`` in the process that saved.
+        marks: by name, the last step that had been recorded at the save. Later values are going to be recorded again.
     """
 
     state: Mapping[str, Any]
@@ -32,25 +31,25 @@ class Continuation:
 
     @property
     def step(self) -> int | None:
-        """The last step of all."""
+        """Largest of the marks; None without marks."""
         return max(self.marks.values(), default=None)
 
 
 class GeneralTracker:
-    """Base of every tracker: subclass it, set ``name`` and ``requires_logging_directory``, write what is below.
+    """Base class of trackers: subclass it, set ``name`` and ``requires_logging_directory``, override methods below.
 
     A class needs the attributes ``name`` and ``requires_logging_directory`` and the property ``tracker``. Its
-    constructor only keeps its arguments; files and connections are opened by ``start``. All methods but the
-    constructor are called on one thread of the tracker's own, on the main process only, and may raise and take their
-    time: the run is not held up, values are kept and tried again.
+    constructor only stores its arguments; ``start`` opens files and connections. All methods but the constructor are
+    called on one thread of the tracker's own, on the main process only. They may raise or block: the run is not
+    delayed, and values are kept and delivered again.
 
-    A run that continues calls ``resume`` before ``start``. A tracker that can take back what it wrote after a step
-    does so then; one that cannot says in ``marks`` what it holds already, and is not given that again.
+    A resumed run calls ``resume`` before ``start``. A tracker that can delete what it wrote after a step does so then;
+    a tracker that cannot returns from ``marks`` what it already holds, and does not receive those values again.
 
     Attributes:
-        name: what ``log_with`` and ``log_kwargs`` call it.
-        requires_logging_directory: the constructor's second argument is a folder, which has to be known.
-        main_process_only: direct calls of its methods count on the main process only.
+        name: its name in ``log_with`` and ``log_kwargs``.
+        requires_logging_directory: the constructor's second argument is a folder, which must be known.
+        main_process_only: direct calls of its methods have no effect on other processes.
 
     Raises:
         IncompleteTrackerError: the class lacks one of the three.
@@ -74,7 +73,7 @@ class GeneralTracker:
 
     @property
     def tracker(self) -> Any:
-        """The library's own object, once started; None on a blank one."""
+        """The library's own object, once started; None on a tracker that was not started."""
         return None
 
     def start(self) -> None:
@@ -93,31 +92,31 @@ class GeneralTracker:
         """Records a table given by ``columns`` and ``data``, or by ``dataframe``. Default: not recorded."""
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None, step: int | None = None) -> None:
-        """Keeps a file or folder with the run. Default: not kept."""
+        """Stores a file or folder with the run. Default: not stored."""
 
     def flush(self) -> None:
-        """Makes what was logged durable; called after every few entries. Default: it is."""
+        """Makes logged values durable; called after every few entries. Default: nothing to do."""
 
     def finish(self) -> None:
         """Closes the run. Default: nothing to close."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run this is, as JSON, once started: what ``resume`` of a later process needs. Default: nothing."""
+        """Identity of the run as JSON, once started, for ``resume`` of a later process. Default: empty."""
         return {}
 
     def resume(self, run: Continuation) -> None:
-        """Called before ``start``: that one goes on with this run. Default: it begins a new one."""
+        """Called before ``start``: makes ``start`` resume this run. Default: ``start`` begins a new run."""
 
     def enter_run(self, run_id: str) -> None:
-        """Called before ``start``, where the run has a folder of its own: the name of that. Default: not needed."""
+        """Called before ``start`` with the name of the run's folder, if the run has one. Default: ignored."""
 
     def marks(self) -> Mapping[str, int]:
-        """By name, the last step that the continued run holds already; asked once, after ``start``. Default: none."""
+        """Last step of each name that the resumed run already holds; called once, after ``start``. Default: none."""
         return {}
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a tracker's method to do nothing on other processes, if its class is ``main_process_only``."""
+    """Decorates a tracker's method: it does nothing on other processes if the class is ``main_process_only``."""
 
     @wraps(function)
     def only_there(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:

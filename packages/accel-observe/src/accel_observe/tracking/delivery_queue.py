@@ -1,4 +1,4 @@
-"""One tracker's way: a queue, and a thread that empties it, so that no tracker ever holds up or ends a run."""
+"""Delivery queue of one tracker, emptied by a thread, so that trackers never delay or end a run."""
 
 import logging
 import threading
@@ -21,15 +21,15 @@ STATE, MARKS, HELD = "state", "marks", "held"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
-    """How trackers are fed.
+    """Options of the delivery to trackers.
 
     Attributes:
-        interval: seconds between two deliveries; what a killed process had not delivered comes with its checkpoint.
+        interval: seconds between two deliveries. If the process is killed, undelivered entries are in its checkpoint.
         patience: seconds that the end of training waits for a tracker.
-        attempts: deliveries of one entry before it is set aside for the ones behind it.
+        attempts: delivery attempts of one entry before it is skipped in favour of those behind it.
         pause: longest time in seconds between two attempts.
-        held: entries kept in memory for a tracker that cannot be reached; older ones go to a file.
-        limit: entries kept for a tracker that does not return at all; later ones are not given to it any more.
+        held: entries kept in memory for an unreachable tracker; older ones are moved to a file.
+        limit: entries kept for a tracker whose calls do not return; later entries are dropped.
     """
 
     interval: float = 0.5
@@ -42,14 +42,14 @@ class QueueOptions:
 
 @final
 class DeliveryQueue:
-    """Delivers entries to one tracker in their order, on a thread that begins with the first of them.
+    """Delivers entries to one tracker in order, on a thread that starts with the first entry.
 
-    A delivery that fails is tried again after a growing pause; meanwhile entries wait, first in memory, then in the
-    spool. An entry that the tracker refuses for itself (``TypeError``, ``ValueError``) is set aside at once. Troubles
-    are told once, and once more how they ended.
+    A failed delivery is repeated after a growing pause; meanwhile entries wait, first in memory, then in the spool. An
+    entry that the tracker rejects (``TypeError``, ``ValueError``) is dropped at once. Problems are logged once, and
+    once more when they are over.
 
-    Which run the tracker has begun is noted beside the spool as soon as it is known: a checkpoint that was saved
-    before may be the one to go on from. ``folder`` gives the run's folder, as it is when asked; None: nothing is kept.
+    The identity of the tracker's run is written beside the spool as soon as it is known, because a run may resume from
+    a checkpoint that was saved before. ``folder`` returns the run's current folder; None: nothing is written.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeliveryQueue:
     # ------------------------------------------------------------------------------------ called by the training loop
 
     def put(self, entry: SpooledCall) -> None:
-        """Queues an entry; takes no more than a microsecond or two."""
+        """Queues an entry; takes a microsecond or two."""
         if len(self._held) >= self.options.limit:
             self._lost += 1
             return
@@ -91,7 +91,7 @@ class DeliveryQueue:
             self._open()
 
     def ensure_started(self, seconds: float) -> bool:
-        """Starts the tracker now and waits until it is there; False if it fails or takes longer."""
+        """Starts the tracker now and waits until it has started; returns False if it fails or takes longer."""
         if self._thread is None:
             self._open()
         self._wake.set()
@@ -103,11 +103,11 @@ class DeliveryQueue:
 
     @property
     def used(self) -> bool:
-        """The tracker has been given something, here or by the run that goes on here."""
+        """Whether the tracker has received an entry, in this process or in the run that it resumes."""
         return self._thread is not None or self._resumed is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is, what it has been given, and what is still to be given; JSON."""
+        """Identity of the run, last delivered steps, and undelivered entries; JSON."""
         with self._lock:
             held = list(self._held)
             marks, state = dict(self._marks), dict(self._state)
@@ -115,9 +115,9 @@ class DeliveryQueue:
         return {STATE: state, MARKS: marks, HELD: lines}
 
     def resume(self, saved: Mapping[str, Any] | None, logged: Mapping[str, int]) -> None:
-        """Goes on with a saved run. ``logged``: by name, the last step that had been logged when it was saved.
+        """Resumes a saved run. ``logged``: by name, the last step that had been logged at the save.
 
-        ``saved`` None: it had been given nothing by then; if it was begun afterwards, it goes on all the same.
+        ``saved`` None: the tracker had received nothing by then; if its run was begun afterwards, that run is resumed.
         """
         note = self._note()
         noted = None if note is None else self._guarded(note.read, None)
@@ -135,13 +135,13 @@ class DeliveryQueue:
         self._held.extend(entry for entry in waiting if _was_logged(entry, logged))
 
     def hurry(self) -> None:
-        """Begins to finish, without waiting for it."""
+        """Asks the thread to finish, without waiting for it."""
         if self._thread is not None:
             self._ending = True
             self._wake.set()
 
     def finish(self) -> None:
-        """Delivers what is left and closes the tracker, for as long as patience goes; what then remains is spooled."""
+        """Delivers the remaining entries and closes the tracker, within ``patience``; then spools what is left."""
         if self._thread is None:
             return
         self.hurry()
@@ -182,7 +182,7 @@ class DeliveryQueue:
             if self._left_behind() or self._work():
                 break
             time.sleep(min(self.options.interval, self.options.pause))
-        # Late or not, what was started is closed, unless a later thread works with it by now.
+        # Closes the tracker even if late, unless a later thread uses it by now.
         if self._started.is_set() and self._thread in (None, threading.current_thread()):
             try:
                 self.tracker.finish()
@@ -191,11 +191,11 @@ class DeliveryQueue:
                     self._trouble(error)
 
     def _left_behind(self) -> bool:
-        """Nobody waits for this thread any more, and what it was to deliver is in the spool, where it has to stay."""
+        """Whether ``finish`` abandoned this thread and spooled its entries, which must stay in the spool."""
         return self._thread is not threading.current_thread()
 
     def _work(self) -> bool:
-        """Delivers everything that is there, oldest first; False if something is left."""
+        """Delivers all entries, oldest first; returns False if some are left."""
         try:
             if not self._started.is_set():
                 self._begin()
@@ -218,7 +218,7 @@ class DeliveryQueue:
         return True
 
     def _set_aside_first(self, error: Exception) -> None:
-        """The tracker refuses this entry for itself, so that trying again is no use."""
+        """Drops the first entry, which the tracker rejects, so that repeating it is useless."""
         if self._left_behind():
             raise error
         with self._lock:
@@ -248,7 +248,7 @@ class DeliveryQueue:
         self._started.set()
 
     def _deliver_batch(self, count: int) -> None:
-        """Delivers entries and makes them durable before they count as delivered."""
+        """Delivers entries, and flushes the tracker before they count as delivered."""
         done: list[SpooledCall] = []
         try:
             for position in range(count):
@@ -274,7 +274,7 @@ class DeliveryQueue:
             self.tracker.log(values, step=entry.step, **entry.kwargs)
 
     def _pass_over_first(self) -> None:
-        """If the second entry can be delivered, the first is what the tracker fails at, and is set aside."""
+        """Drops the first entry if the second can be delivered: then the first is the reason for the failures."""
         second = self._held[1]
         self._deliver(second)
         self.tracker.flush()
@@ -314,7 +314,7 @@ class DeliveryQueue:
             _LOG.warning("tracker %s %s: %s: %s", self.name, what, type(error).__name__, error)
 
     def _write_spool(self, count: int) -> None:
-        """Moves the oldest entries to the spool; those that it cannot keep are lost."""
+        """Moves the oldest entries to the spool; entries that cannot be written are lost."""
         spool = self._spool()
         entries = [self._held.popleft() for _ in range(min(count, len(self._held)))]
         written = 0 if spool is None else int(self._guarded(lambda: spool.append(entries), 0))
@@ -347,7 +347,7 @@ class DeliveryQueue:
 
 
 def _was_logged(entry: SpooledCall, logged: Mapping[str, int]) -> bool:
-    """Whether an entry had been logged when the checkpoint was saved; what was not is going to be logged again."""
+    """Whether an entry had been logged when the checkpoint was saved; otherwise the resumed run logs it again."""
     if entry.step is None:
         return True
     names = entry.values if isinstance(entry.values, dict) else {}

@@ -1,4 +1,4 @@
-"""All trackers of one run: what is logged goes to each of them in its own time."""
+"""Group of all trackers of one run; each receives the logged values through its own queue."""
 
 import atexit
 import time
@@ -20,17 +20,17 @@ _NOTHING: dict[str, Any] = {}
 
 
 def new_run_id() -> str:
-    """A name for a run that no other has, and that sorts by time."""
+    """Unique name of a run that sorts by time."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
 
 
 @final
 class RunTracking:
-    """Lives on the main process only.
+    """Trackers of a run; exists on the main process only.
 
     Attributes:
-        run_id: names the run, over all processes that ever work at it.
-        lanes: the trackers' ways, in the order in which they were asked for.
+        run_id: name of the run, shared by all processes that resume it.
+        lanes: delivery queues of the trackers, in the order in which the trackers were requested.
     """
 
     def __init__(self, project: str, folder: Path | None, *, run_id: str, options: QueueOptions) -> None:
@@ -41,16 +41,16 @@ class RunTracking:
         self._logged: dict[str, int] = {}
         self._own: DeliveryQueue | None = None
         self._notices: Notices | None = None
-        # At the end of the process what is queued is still delivered; a run without references is not kept for that.
+        # Delivers queued entries at exit. The weak reference does not keep an unreferenced run alive until then.
         _at_exit(weakref.WeakMethod(self.finish))
 
     @property
     def folder(self) -> Path | None:
-        """Where this run's own files are; None without a folder for logs."""
+        """Folder of this run's own files; None without a logging folder."""
         return None if self._project_folder is None else self._project_folder / self.run_id
 
     def add(self, tracker: GeneralTracker, configuration: dict[str, Any] | None) -> None:
-        """Takes a tracker in; it is started with the first thing that it is to be given."""
+        """Adds a tracker, which starts with its first entry."""
         lane = DeliveryQueue(tracker, self._options, lambda: self.folder)
         lane.configuration = configuration
         self.lanes.append(lane)
@@ -62,7 +62,7 @@ class RunTracking:
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers in the order in which they were asked for."""
+        """The trackers, in the order in which they were requested."""
         return [lane.tracker for lane in self.lanes]
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, dict[str, Any]]) -> None:
@@ -79,39 +79,39 @@ class RunTracking:
     def call(
         self, method: str, values: Any, step: int | None, kwargs: Mapping[str, Any], log_kwargs: Mapping[str, Any]
     ) -> None:
-        """Queues images, a table or an artifact for the trackers that take such."""
+        """Queues images, a table or an artifact for the trackers that record them."""
         for lane in self.lanes:
             if getattr(type(lane.tracker), method) is not getattr(GeneralTracker, method):
                 own = log_kwargs.get(lane.name, {})
                 lane.put(SpooledCall(method, values, step, {**kwargs, **own}))
 
     def event(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """Notes in the run's own log that something happened, if it has one."""
+        """Records an event in the run log, if there is one."""
         if self._own is not None:
             self._own.put(SpooledCall("event", kind, step, {TIME: time.time(), **facts}))
 
     def lane_of(self, name: str) -> DeliveryQueue | None:
-        """The way of the tracker ``name``."""
+        """Delivery queue of the tracker ``name``."""
         return next((lane for lane in self.lanes if lane.name == name), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later process needs to go on with the run: its id, what was logged, and each tracker's part; JSON."""
+        """State from which a later process resumes the run: id, last logged steps, and each tracker's state; JSON."""
         lanes = {lane.name: lane.state_dict() for lane in self.lanes if lane.used}
         return {RUN: self.run_id, LOGGED: dict(self._logged), LANES: lanes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with a saved run; a tracker that it did not have begins here."""
+        """Resumes a saved run; a tracker that the saved run did not have begins a new run."""
         self.run_id = str(state[RUN])
         self._logged = dict(state[LOGGED])
         for lane in self.lanes:
             saved = state[LANES].get(lane.name)
             if saved is not None and lane is self._own:
-                # Ours is named by the run itself, whether it had begun to write or not.
+                # The run log is identified by the run's id, whether it had begun to write or not.
                 saved = {**saved, STATE: {OWN_ID: self.run_id}}
             lane.resume(saved, self._logged)
 
     def finish(self) -> None:
-        """Delivers what is left to every tracker at the same time, and closes them."""
+        """Delivers the remaining entries to all trackers concurrently, and closes the trackers."""
         if self._notices is not None:
             self._notices.close()
         for lane in self.lanes:

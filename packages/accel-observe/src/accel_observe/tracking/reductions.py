@@ -8,17 +8,17 @@ from accel_state.errors import ConfigError
 from accel_state.session import Session
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
-"""Of all ranks' values: their mean, sum, largest or smallest; ``last`` is the main process's own."""
+"""Reduction of all ranks' values: mean, sum, maximum or minimum; ``last`` is the main process's own value."""
 
 Reductions = Reduction | Mapping[str, Reduction]
-"""One for all names, or by name or pattern (``"loss"``, ``"eval/*"``); the first that fits counts, else ``last``."""
+"""One reduction for all names, or by name or pattern (``"loss"``, ``"eval/*"``): first match, default ``last``."""
 
 
 def check_reductions(reductions: Reductions) -> None:
-    """Refuses words that are no reduction.
+    """Refuses words that are not reductions.
 
     Raises:
-        ConfigError: naming the word and those there are.
+        ConfigError: naming the word and the known reductions.
     """
     words = [reductions] if isinstance(reductions, str) else list(reductions.values())
     for word in words:
@@ -27,7 +27,7 @@ def check_reductions(reductions: Reductions) -> None:
 
 
 def reduction_of(name: str, reductions: Reductions) -> Reduction:
-    """How the values of ``name`` become one."""
+    """Reduction of the values of ``name``."""
     if isinstance(reductions, str):
         return reductions
     found = reductions.get(name)
@@ -37,9 +37,11 @@ def reduction_of(name: str, reductions: Reductions) -> Reduction:
 
 
 def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session) -> dict[str, Any]:
-    """``values`` with every number that has a reduction made global: one collective, or two with largest ones.
+    """Reduces every number of ``values`` over ranks, in one all-reduce, or two if some are maxima or minima.
 
-    Collective: all ranks give the same names in the same order. Tensors of several elements count by their mean.
+    All ranks give the same names in the same order. A tensor of several elements counts as its mean.
+
+    Collective: every rank of the group must call this.
     """
     import torch
 

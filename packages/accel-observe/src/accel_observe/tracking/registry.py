@@ -1,4 +1,4 @@
-"""The trackers that are installed, and those that a run asked for."""
+"""Registry of installed trackers, and selection of those that a run requests."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,24 +34,24 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "dvclive": ("dvclive",),
     "swanlab": ("swanlab",),
 }
-"""Requirements of which one must be installed, by the name of the tracker."""
+"""Requirements of a tracker, by its name; one of them must be installed."""
 
 LogWith = str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None
 
 
 def entries() -> dict[str, "EntryPoint"]:
-    """Trackers by name, as packages offer them in the entry-point group ``accel.trackers``."""
+    """Trackers of the entry-point group ``accel.trackers``, by name."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def load_tracker(name: str) -> type[GeneralTracker]:
-    """The class of the tracker ``name``, one registered by hand before one installed.
+    """Loads the class of the tracker ``name``; classes registered by hand take precedence over installed ones.
 
     Raises:
-        ConfigError: no such tracker, with those there are.
-        TrackingError: what its package offers is no tracker.
+        ConfigError: there is no such tracker; the message names the known ones.
+        TrackingError: the package's entry point is not a tracker class.
     """
     registered = _registered()
     if name in registered:
@@ -66,10 +66,10 @@ def load_tracker(name: str) -> type[GeneralTracker]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Makes a tracker's class known by its name, for ``log_with`` in this process.
+    """Registers a tracker class under its name, for ``log_with`` in this process.
 
     Raises:
-        ConfigError: it is no ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
+        ConfigError: it is not a ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(f"{tracker_class!r} is no subclass of GeneralTracker, so it cannot be registered")
@@ -89,7 +89,7 @@ def _registered() -> dict[str, type[GeneralTracker]]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the library of a tracker is there; ours needs none, and of foreign trackers nobody can know."""
+    """Whether the library of a tracker is installed. True for the run log, and for trackers of other packages."""
     return name not in LIBRARIES or any(_is_met(requirement) for requirement in LIBRARIES[name])
 
 
@@ -113,12 +113,13 @@ def get_available_trackers() -> list[LoggerType]:
 def filter_trackers(
     log_with: LogWith, logging_dir: str | PathLike[str] | None = None
 ) -> list[LoggerType | str | GeneralTracker]:
-    """What of ``log_with`` can be used: names once each, objects as they are; ``"all"`` is every installed one.
+    """Usable trackers of ``log_with``: names without duplicates, objects unchanged; ``"all"``: every installed one.
 
-    A known tracker that is not installed is left out, and so is, with a warning, one whose package does not import.
+    A known tracker whose library is not installed is left out; so is, with a warning, one whose package fails to
+    import.
 
     Raises:
-        ConfigError: an unknown name, or a tracker that needs a folder where none is known.
+        ConfigError: an unknown name, or a tracker that needs a folder while none is known.
     """
     given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple | set) else [log_with]
     objects = [one for one in given if isinstance(one, GeneralTracker)]
@@ -155,7 +156,7 @@ def _unknown(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def construct(name: str, project: str, folder: Any, options: Mapping[str, Any]) -> GeneralTracker:
-    """The tracker ``name`` for a run, not started. Whatever its constructor raises comes through."""
+    """Constructs the tracker ``name`` for a run without starting it. Exceptions of its constructor propagate."""
     tracker_class = load_tracker(name)
     arguments = (project, folder) if tracker_class.requires_logging_directory else (project,)
     return tracker_class(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The run's own log: a table for spreadsheets and a journal for ``accel report``; needs nothing but a folder."""
+"""Run log: a table for spreadsheets and a journal for ``accel report``; needs only a folder."""
 
 import csv
 import io
@@ -21,10 +21,10 @@ BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "confi
 
 @final
 class RunLogTracker(GeneralTracker):
-    """Writes ``metrics.csv`` (a row for each step) and ``run.jsonl`` (everything that happened, in order).
+    """Writes ``metrics.csv`` (a row for each step) and ``run.jsonl`` (all events and values, in order).
 
-    Both lie in ``<logging_dir>/<run_name>/<run_id>``. A run that continues has its table cut back to the checkpoint;
-    the journal is only ever appended to, and says where the run was taken up again.
+    Both are in ``<logging_dir>/<run_name>/<run_id>``. When a run resumes, its table is cut back to the checkpoint; the
+    journal is append-only, and records where the run resumed.
     """
 
     name = "accel"
@@ -72,7 +72,7 @@ class RunLogTracker(GeneralTracker):
         self.event(LOGGED, step=step, time=kwargs.get(TIME), values=flat)
 
     def event(self, kind: str, step: int | None = None, time: float | None = None, **facts: Any) -> None:
-        """Notes that something happened: one line of JSON."""
+        """Appends an event to the journal as one line of JSON."""
         assert self._journal is not None
         line: dict[str, Any] = {
             KIND: kind,
@@ -106,7 +106,7 @@ class RunLogTracker(GeneralTracker):
 
 @final
 class _Table:
-    """A CSV file with a row for each step; values logged at one step share its row, new names become new columns."""
+    """CSV file with a row for each step; values of one step share a row, and new names become new columns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class _Table:
         self._rewrite(rows)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows in the file as text; a last line that a crash cut off is left out."""
+        """Rows of the file as text; a last line that a crash truncated is left out."""
         with self._path.open(encoding="utf-8", newline="") as file:
             text = file.read()
         whole = text[: text.rfind("\n") + 1]
@@ -140,7 +140,7 @@ class _Table:
                 yield {name: value for name, value in row.items() if value not in (None, "") and name is not None}
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        """Puts a new file in the place of the old one, whole."""
+        """Replaces the file atomically."""
         draft = self._path.with_suffix(".csv.draft")
         with draft.open("w", encoding="utf-8", newline="") as file:
             file.write(_line(self._columns))
@@ -152,7 +152,7 @@ class _Table:
         os.replace(draft, self._path)
 
     def cut(self, marks: Mapping[str, int]) -> None:
-        """Takes back every value later than its name's mark, and values of names without one."""
+        """Removes every value later than its name's mark, and values of names without a mark."""
         self._file.close()
         kept = []
         for row in self.rows():
@@ -196,7 +196,7 @@ def _line(values: list[Any]) -> str:
 
 
 def _end_line(path: Path) -> None:
-    """Ends a last line that a crash cut off, so that the next one begins by itself."""
+    """Terminates a last line that a crash truncated, so that the next line starts on its own."""
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Files beside a run's log for one tracker: values that it could not take, and the identity of its run."""
+"""Spool and note of one tracker: files for its undelivered values and for the identity of its run."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from accel_observe.tracking.values import as_json, plain
 
 
 class SpooledCall(NamedTuple):
-    """One call to be made on a tracker: its method, what is logged, the step and further arguments."""
+    """One call of a tracker's method: values, step and further arguments."""
 
     method: str
     values: Any
@@ -18,29 +18,29 @@ class SpooledCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def to_json(self) -> list[Any] | None:
-        """As JSON; None for what JSON cannot hold (images)."""
+        """Returns the call as JSON; None if JSON cannot represent it (images)."""
         if self.method == "log_images":
             return None
         return [self.method, as_json(plain(self.values)), self.step, as_json(self.kwargs)]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "SpooledCall":
-        """The entry that ``to_json`` gave."""
+        """Inverse of ``to_json``."""
         return cls(*value)
 
 
 @final
 class Spool:
-    """Appends entries to a file, and gives them back; a line that was cut off by a crash is left out."""
+    """Appends entries to a file and reads them back; a line that a crash truncated is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, entries: Iterable[SpooledCall]) -> int:
-        """Writes the entries; returns how many could be written (images cannot).
+        """Appends the entries; returns the number of entries written (images cannot be).
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the file cannot be written.
         """
         lines = [json.dumps(line) for entry in entries if (line := entry.to_json()) is not None]
         if lines:
@@ -50,7 +50,7 @@ class Spool:
         return len(lines)
 
     def take(self) -> list[SpooledCall]:
-        """All entries; the file is gone then."""
+        """Returns all entries and deletes the file."""
         if not self.path.exists():
             return []
         entries = []
@@ -65,16 +65,16 @@ class Spool:
 
 @final
 class Note:
-    """A file with a tracker's own words for the run, so that a process that is killed leaves them behind."""
+    """File with a tracker's ``state_dict``, so that it survives a killed process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, state: dict[str, Any]) -> None:
-        """Puts ``state`` in the place of what was noted, whole.
+        """Replaces the noted state atomically.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the file cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".draft")
@@ -82,10 +82,10 @@ class Note:
         os.replace(draft, self.path)
 
     def read(self) -> dict[str, Any] | None:
-        """What was noted; None where nothing was.
+        """Returns the noted state; None if there is none.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the file cannot be read.
         """
         if not self.path.exists():
             return None

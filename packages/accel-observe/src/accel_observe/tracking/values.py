@@ -1,4 +1,4 @@
-"""Logged values made plain: tensors become numbers, nested names become flat ones."""
+"""Conversion of logged values: tensors become numbers, nested names become flat ones."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _PLAIN = (float, int, str, bool, type(None))
 
 
 def snapshot(value: Any) -> Any:
-    """The value as it is now: what may be changed afterwards is copied, and nothing waits for a device."""
+    """Snapshot of a value: copies what may be changed afterwards, without waiting for a device."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -31,7 +31,7 @@ def snapshot(value: Any) -> Any:
 
 @final
 class _OnDevice:
-    """A copy on an accelerator that may not have been computed yet."""
+    """Copy on an accelerator that may still be computing."""
 
     __slots__ = ("_ready", "_tensor")
 
@@ -47,20 +47,20 @@ class _OnDevice:
 
 
 def plain(value: Any) -> Any:
-    """A snapshot as numbers, text, lists and dicts; whatever else it is stays itself. Waits for devices."""
+    """Converts a snapshot to numbers, text, lists and dicts; leaves other objects unchanged. Waits for devices."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, _OnDevice):
         value = value.take()
-    if hasattr(value, "tolist"):  # tensors and arrays, also NumPy's scalars
+    if hasattr(value, "tolist"):  # tensors, arrays and NumPy scalars
         return value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist()
     return value
 
 
 def as_json(value: Any) -> Any:
-    """Anything as JSON values: what JSON cannot say is said as text, numbers that it lacks too."""
+    """Converts a value to JSON; objects and numbers that JSON cannot represent become text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, _PLAIN):
@@ -81,10 +81,10 @@ def as_json(value: Any) -> Any:
 
 
 def pictures(images: Any) -> Iterator[Any]:
-    """Each of some images as every library takes it: 8-bit H x W x C or H x W; what is no array stays itself.
+    """Yields images as every library accepts them: 8-bit H x W x C or H x W; other objects are yielded unchanged.
 
     ``images`` are a list, an array or tensor N x H x W x C, N x C x H x W or N x H x W, or a single image. Channels are
-    1, 3 or 4. Floating numbers are taken to be from 0 to 1.
+    1, 3 or 4. Floating-point values are expected between 0 and 1.
     """
     if hasattr(images, "ndim"):
         one = images.ndim == 2 or (images.ndim == 3 and _channels_first(images.shape) is not None)
@@ -95,9 +95,9 @@ def pictures(images: Any) -> Iterator[Any]:
 
 
 def _channels_first(shape: Sequence[int]) -> bool | None:
-    """Whether the last three sizes are C x H x W (True) or H x W x C (False); None: there are no channels.
+    """Whether the last three dimensions are C x H x W (True) or H x W x C (False); None: there are no channels.
 
-    Where either could be, they come last.
+    Ambiguous shapes count as H x W x C.
     """
     known = (1, 3, 4)
     if shape[-1] in known:
@@ -119,14 +119,14 @@ def _as_picture(image: Any) -> Any:
 
 
 def image_of(picture: Any) -> Any:
-    """An array of ``pictures`` as Pillow's image, which needs Pillow."""
+    """Converts an array of ``pictures`` to a Pillow image; needs Pillow."""
     from PIL import Image
 
     return Image.fromarray(picture)
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as names and values: ``{"a": {"b": 1}}`` gives ``("a/b", 1)``."""
+    """Yields nested mappings as flat names and values: ``{"a": {"b": 1}}`` yields ``("a/b", 1)``."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def flatten(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -
 
 
 def numbers(values: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
-    """The numbers among nested values, by flat name; booleans count as 0 and 1."""
+    """Numbers among nested values, by flat name; booleans count as 0 and 1."""
     return {
         name: int(value) if isinstance(value, Integral) else float(value)
         for name, value in flatten(values, separator)

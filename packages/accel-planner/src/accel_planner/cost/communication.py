@@ -1,4 +1,4 @@
-"""Bytes that a step sends, and an estimate of how long it takes; pure."""
+"""Bytes that a step communicates, and an estimate of the step's time; pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from accel_planner.candidate import Candidate
     from accel_planner.cost.hardware import Hardware
 
-# The part of communication that has nothing to hide behind: the first gathering and the last reduction.
+# Fraction of communication that computation cannot overlap: the first all-gather and the last reduce-scatter.
 EXPOSED = 0.1
-# Bytes of memory that a CPU core's optimizer passes over in a second.
+# Bytes that the optimizer of one CPU core updates in a second.
 HOST_STEP = 10e9
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one device sends in a step of one micro-batch.
+    """Communication volume of one device in a step of one micro-batch.
 
     Attributes:
-        local: bytes within its node.
-        remote: bytes to other nodes; a collective over several nodes counts here.
-        host: bytes between the device and its node's memory, both ways.
-        collectives: how many there are.
+        local: bytes sent within its node.
+        remote: bytes sent to other nodes; collectives that span several nodes count here.
+        host: bytes between the device and host memory, both directions.
+        collectives: number of collectives.
     """
 
     local: int
@@ -38,12 +38,12 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes to other devices."""
+        """Bytes sent to other devices."""
         return self.local + self.remote
 
 
 def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidate") -> Traffic:
-    """What a strategy sends: rings, of which each rank passes on (n-1)/n of what is gathered or scattered."""
+    """Communication volume of a strategy. In a ring, each rank sends (n-1)/n of the gathered or scattered bytes."""
     replicas, shards = candidate.degrees(hardware.devices, hardware.nodes)
     dtypes = shard_dtypes(profile.policy, FSDPConfig())
     compute, reduce = dtypes.get("param_dtype"), dtypes.get("reduce_dtype")
@@ -61,7 +61,7 @@ def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidat
     root = sum(_size(p, compute) for p in profile.parameters if p.unit == 0)
     summed = sum(_size(p, reduce or compute) for p in profile.trainable)
     if candidate.kind == "zero":
-        # Stage 3 gathers in forward and in backward; 1 and 2 gather the updated parameters once.
+        # Stage 3 gathers in the forward and in the backward; stages 1 and 2 gather the updated parameters once.
         amount = _passed(gathered, shards) * (2 if candidate.stage == 3 else 1) + _passed(
             _sum(profile, compute), shards
         )
@@ -84,13 +84,15 @@ def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidat
 
 
 def estimate_seconds(flops: int, traffic: Traffic, hardware: "Hardware", stepped: int, candidate: "Candidate") -> float:
-    """Computing and sending overlap, but for a part of the sending; what a node sends, its devices share.
+    """Estimated seconds of a step: computation and communication overlap, except for ``EXPOSED`` of the communication.
+
+    Devices of one node share its link to other nodes.
 
     Args:
-        stepped: bytes that the optimizer passes over.
+        stepped: bytes that the optimizer updates.
     """
     computing = flops / hardware.flops
-    # Rings over nodes: each node's link carries what one device passes on, once for all its devices together.
+    # A ring over nodes sends one device's volume over each node's link, once for all devices of the node together.
     sending = traffic.local / hardware.local + traffic.remote / hardware.remote
     sending += traffic.collectives * hardware.latency
     copying = traffic.host / hardware.host

@@ -1,6 +1,6 @@
-"""Lives through a step as a strategy would, and writes down the most memory that it takes; pure.
+"""FSDP memory simulator: replays a step's timeline under a strategy and records the peak memory; pure.
 
-What follows here is when torch's ``fully_shard`` and DistributedDataParallel take memory and when they give it back.
+Models when torch's ``fully_shard`` and DistributedDataParallel allocate and free memory.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from accel_planner.profile.profile import Mark, ModelProfile, ParameterFact, Tim
 @final
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a step takes beyond what is resident.
+    """Peak memory of a step beyond the resident parameters and optimizer states.
 
     Attributes:
-        total: bytes of activations, gradients and communication together, at the worst moment.
-        communication: the most bytes of gathered parameters and of buffers of collectives at any moment.
-        gradients: bytes of the final gradients when backward has ended.
+        total: peak bytes of activations, gradients and communication buffers together.
+        communication: peak bytes of gathered parameters and collective buffers.
+        gradients: bytes of the final gradients after the backward.
     """
 
     total: int
@@ -29,7 +29,7 @@ class Peak:
 
 
 def replay_replicated(timeline: Timeline, gradients: int, *, buckets: bool) -> Peak:
-    """Every rank has all: gradients add up in backward, beside DDP's buckets if there are any."""
+    """Replays a step of a replicated model: gradients accumulate in the backward, beside DDP's buckets if any."""
     held = gradients if buckets else 0
     total, made = held, 0
     for mark in timeline.marks:
@@ -42,14 +42,14 @@ def replay_replicated(timeline: Timeline, gradients: int, *, buckets: bool) -> P
 @final
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Sizes of one unit of a sharded model on one rank.
+    """Sizes in bytes of one FSDP unit on one rank.
 
     Attributes:
-        gathered: its parameters whole, each padded to a multiple of the ranks, in the dtype that it computes in.
-        cast: this rank's part in that dtype, where it is stored in another (or elsewhere).
-        reduced: its gradients whole and padded, in the dtype in which they are summed.
-        share: this rank's part of them.
-        kept: that part in the dtype of the parameters; ``share`` if it is the same.
+        gathered: full parameters, each padded to a multiple of the shard degree, in the compute dtype.
+        cast: this rank's shard in the compute dtype, if it is stored in another dtype or in host memory.
+        reduced: full padded gradients in the dtype of the reduction.
+        share: this rank's shard of those gradients.
+        kept: that shard in the dtype of the parameters; equals ``share`` if the dtypes are the same.
     """
 
     gathered: int
@@ -62,14 +62,14 @@ class UnitBytes:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardedUnits:
-    """How a step is carried out in shards.
+    """How a sharded step is executed.
 
     Attributes:
-        shards: ranks that a parameter is spread over.
+        shards: shard degree.
         keeps: units stay gathered between forward and backward.
-        holds_reduced: replicas sum a copy in another dtype, which stays until backward ends.
-        copies: collectives work on a copy of their buffers, as gloo's do.
-        gradients_leave: gradients go to the host as soon as they are reduced.
+        holds_reduced: replicas all-reduce a copy in another dtype, which is kept until the backward ends.
+        copies: collectives copy their buffers, as gloo's do.
+        gradients_leave: gradients are moved to host memory as soon as they are reduced.
     """
 
     shards: int
@@ -87,12 +87,12 @@ def unit_bytes(
     reduce: torch.dtype | None,
     offloaded: bool = False,
 ) -> list[UnitBytes]:
-    """Sizes of every unit.
+    """Returns the sizes of every unit.
 
     Args:
-        compute: dtype that parameters are gathered in; None: their own.
-        reduce: dtype that gradients are summed in; None: that of the gathered parameters.
-        offloaded: shards have to be copied to the device first.
+        compute: dtype in which parameters are gathered; None: their own.
+        reduce: dtype in which gradients are reduced; None: that of the gathered parameters.
+        offloaded: shards must be copied to the device first.
     """
     sizes: list[list[int]] = [[0] * 5 for _ in profile.units]
     for parameter in profile.parameters:
@@ -121,7 +121,7 @@ def _gathered_dtype(profile: ModelProfile, parameter: ParameterFact, compute: to
 
 
 def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: ShardedUnits) -> Peak:
-    """Units are gathered before they compute, and their gradients scattered after."""
+    """Replays a sharded step: units are all-gathered before they compute, and gradients reduce-scattered afterwards."""
     step = _ShardedStep(units, how)
     for mark in timeline.marks:
         step.pass_by(mark)
@@ -130,24 +130,24 @@ def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: ShardedU
 
 @final
 class _ShardedStep:
-    """What a rank holds at one moment of a sharded step."""
+    """Simulated memory of one rank during a sharded step."""
 
     def __init__(self, units: Sequence[UnitBytes], how: ShardedUnits) -> None:
         self.units = units
         self.how = how
         self.total = self.most = self.shares = 0
         self._level = 0
-        self._whole: set[int] = set()  # units that are gathered
-        self._fetched: set[int] = set()  # units of which the buffer of the collective is there
-        self._behind = 0  # the buffer of forward's last gathering, kept until the next
-        self._scattering = 0  # the input of the last reduction, kept until the next
+        self._whole: set[int] = set()  # units whose full parameters are allocated
+        self._fetched: set[int] = set()  # units whose all-gather buffer is allocated
+        self._behind = 0  # buffer of the forward's last all-gather, kept until the next one
+        self._scattering = 0  # input of the last reduce-scatter, kept until the next one
         self._retained = 0
         self._gradients = [0] * len(units)
-        self._order: list[int] = []  # units as forward left them
+        self._order: list[int] = []  # units in the order in which the forward left them
         self._left: set[int] = set()
 
     def pass_by(self, mark: Mark) -> None:
-        """Lives on until this mark, then does what happens at it."""
+        """Updates the peak with the memory up to this mark, then applies the mark's event."""
         self._level = mark.level
         self._look(mark.highest - mark.level)
         if mark.kind == "enter":
@@ -174,7 +174,7 @@ class _ShardedStep:
         self._look()
 
     def _look(self, extra: int = 0) -> None:
-        """Notes how much there is now, and ``extra`` for a moment."""
+        """Updates the peaks with the current memory plus ``extra`` temporary bytes."""
         buffers = sum(self.units[unit].gathered for unit in (*self._whole, *self._fetched))
         buffers += self._behind + self._scattering + self._retained
         shares = 0 if self.how.gradients_leave else self.shares
@@ -182,14 +182,14 @@ class _ShardedStep:
         self.most = max(self.most, buffers)
 
     def _fetch(self, unit: int) -> None:
-        """Gathers into the collective's buffer."""
+        """All-gathers a unit into a collective buffer."""
         size = self.units[unit]
         if self.how.shards > 1:
             self._fetched.add(unit)
             self._look(size.cast + (size.gathered if self.how.copies else 0))
 
     def _gather(self, unit: int, *, forward: bool) -> None:
-        """Makes a unit's parameters whole, out of the collective's buffer."""
+        """Allocates a unit's full parameters and copies them out of the all-gather buffer."""
         if unit in self._whole:
             return
         size = self.units[unit]
@@ -205,7 +205,7 @@ class _ShardedStep:
                 self._behind = size.gathered
 
     def _fetch_before(self, unit: int) -> None:
-        """Fetches the unit that forward left before this one."""
+        """Prefetches, for the backward, the unit that the forward left before this one."""
         if unit not in self._order:
             return
         place = len(self._order) - 1 - self._order[::-1].index(unit)
@@ -216,7 +216,7 @@ class _ShardedStep:
                 self._fetch(before)
 
     def _scatter(self, unit: int) -> None:
-        """Frees a unit's parameters and makes its gradients this rank's share."""
+        """Frees a unit's full parameters and reduce-scatters its gradients."""
         self._whole.discard(unit)
         size, mine = self.units[unit], self._gradients[unit]
         if not mine or unit in self._left:

@@ -1,4 +1,4 @@
-"""The hardware that a model is planned for: number, memory and speed of devices and links."""
+"""Hardware that a strategy is planned for: number, memory and speed of devices and links."""
 
 import re
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _EXAMPLES = "'8x80GB' (eight devices of 80 GB), '80GiB' (one), '2x8x80GB' (two n
 @final
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Facts of one accelerator from its maker's data sheet: dense half-precision rate, link bandwidth one way."""
+    """Data-sheet facts of one accelerator: dense half-precision FLOP/s, and link bandwidth in one direction."""
 
     memory: int
     flops: float
@@ -59,25 +59,25 @@ PRODUCTS: Mapping[str, Product] = {
     "TPU-V5P": Product(95 * _GIB, 459e12, 300 * _GB, "xla"),
     "TPU-V6E": Product(32 * _GIB, 918e12, 224 * _GB, "xla"),
 }
-"""Accelerators that may be named instead of their memory; as much of it as a process can use."""
+"""Accelerators that can be named in place of their memory size; the size is the memory that a process can use."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Devices on nodes. What was not said is a stated guess, which orders strategies and does not measure them.
+    """Devices on nodes. Rates that are not given are guesses, good enough to rank strategies but not to predict times.
 
     Attributes:
-        devices: on each node.
-        nodes: how many.
+        devices: number of devices on each node.
+        nodes: number of nodes.
         memory: bytes of each device.
-        host_memory: bytes of each node that offloading may use; None: not known, and not checked.
-        kind: type of the devices, "cuda", "xla" or "cpu"; those of a CPU share its memory with what is offloaded.
-        flops: operations a second that one device reaches in a model's products.
+        host_memory: bytes of each node that offloading may use; None: unknown, and not checked.
+        kind: device type, "cuda", "xla" or "cpu"; CPU ranks share their memory with offloaded tensors.
+        flops: FLOP/s that one device reaches in matrix products.
         local: bytes a second that one device sends to others of its node.
         remote: bytes a second that one node sends to others.
-        host: bytes a second between a device and its node's memory.
-        latency: seconds that a collective takes however small.
+        host: bytes a second between a device and host memory.
+        latency: seconds of the smallest collective.
     """
 
     devices: int = 1
@@ -101,17 +101,18 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
-        """Devices of all nodes: one process each."""
+        """Number of devices on all nodes, which is the number of processes."""
         return self.devices * self.nodes
 
     @classmethod
     def parse(cls, text: str, *, nodes: int | None = None) -> "Hardware":
-        """Reads ``[nodes x] [devices x] memory``, such as "8x80GB"; a product's name may stand for the memory.
+        """Parses ``[nodes x] [devices x] memory``, such as "8x80GB"; a product's name may replace the memory.
 
         Raises:
-            ConfigError: something else, with what it could have been.
+            ConfigError: the text has another form; the message names the forms that work.
         """
-        counted = re.match(r"(?:[^a-z*]*[x*])*", text, flags=re.IGNORECASE)  # and no x of a name: RTX4090, MI300X
+        # matches counts, but not the x in a product's name such as RTX4090 or MI300X
+        counted = re.match(r"(?:[^a-z*]*[x*])*", text, flags=re.IGNORECASE)
         assert counted is not None
         *before, _ = re.split(r"[x*]", counted[0], flags=re.IGNORECASE)
         parts = [part.strip() for part in (*before, text[counted.end() :])]
@@ -128,7 +129,7 @@ class Hardware:
         hardware = cls(devices=counts[-1] if counts else 1, nodes=given or nodes or 1)
         product = PRODUCTS.get(parts[-1].upper())
         if product is not None:
-            # What products and collectives reach of a data sheet's figures.
+            # Fractions of the data-sheet figures that matrix products and collectives reach in practice.
             return replace(
                 hardware,
                 memory=product.memory,
@@ -152,7 +153,7 @@ class Hardware:
 
     @classmethod
     def detect(cls, session: "Session") -> "Hardware":
-        """The devices of this run; ranks of a CPU share its memory and its cores."""
+        """Detects the devices of this run; ranks on a CPU share its memory and cores."""
         device, topology = session.device, session.topology
         total = device.memory().total
         per_node, nodes = topology.local_world_size, topology.num_nodes
@@ -164,7 +165,7 @@ class Hardware:
 
     @classmethod
     def here(cls) -> "Hardware":
-        """The accelerators of this machine, or its CPU as one device."""
+        """Detects the accelerators of this machine; its CPU as one device if it has none."""
         from accel_state.device.device import Device, count_devices
         from accel_state.topology import Topology
 
@@ -178,10 +179,10 @@ class Hardware:
 
     @classmethod
     def of_xla(cls, devices: int, memory: int) -> "Hardware":
-        """XLA's devices on a machine's CPU, which share its ``memory``.
+        """XLA devices on a machine's CPU, which share its ``memory``.
 
         Raises:
-            ConfigError: others, which do not tell their memory while one process drives them together.
+            ConfigError: on other XLA devices, which do not report their memory while one process drives all of them.
         """
         import torch_xla.runtime as runtime
 
@@ -194,7 +195,7 @@ class Hardware:
 
     @classmethod
     def of_cpu(cls, devices: int, nodes: int, memory: int) -> "Hardware":
-        """Ranks that share a machine of ``memory`` bytes."""
+        """Ranks on CPUs that share a machine of ``memory`` bytes."""
         return cls(
             devices=devices,
             nodes=nodes,
@@ -213,7 +214,7 @@ class Hardware:
 
 
 def devices_of(session: "Session") -> int:
-    """Devices of a run: one for each process, or all that a process drives together."""
+    """Number of devices of a run: one for each process, or all devices that one process drives (SPMD)."""
     from accel_state.device.device import count_devices
 
     if session.device.kind.together:
@@ -222,10 +223,10 @@ def devices_of(session: "Session") -> int:
 
 
 def parse_size(text: str, *, what: str = "the size") -> int:
-    """Bytes of "80GB" (10^9), "80GiB" (2^30) or a plain number; a rate may end in "/s".
+    """Parses "80GB" (10^9), "80GiB" (2^30) or a plain number into bytes; a rate may end in "/s".
 
     Raises:
-        ConfigError: it is no size, or zero.
+        ConfigError: the text is not a size, or the size is zero.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = found[2].lower() if found else ""
@@ -240,7 +241,7 @@ def parse_size(text: str, *, what: str = "the size") -> int:
 
 
 def _as_product(hardware: Hardware, device: object) -> Hardware:
-    """With the rates of the product that the device is, if it is a known one."""
+    """Returns ``hardware`` with the rates of the device's product, if that product is known."""
     name = _device_name(device)
     product = next((PRODUCTS[known] for known in PRODUCTS if known.partition("-")[0] in name), None)
     return hardware if product is None else replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)

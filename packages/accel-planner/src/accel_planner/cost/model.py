@@ -1,4 +1,4 @@
-"""Bytes of one way of training, by part and at their worst moment; pure."""
+"""Memory model: bytes of one candidate by part, and the peak of a step; pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from accel_planner.profile.profile import ModelProfile
 @final
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Bytes on one device (of the fullest rank). They do not reach their most at the same moment.
+    """Bytes on one device (of the rank with the most). The parts do not peak at the same moment.
 
     Attributes:
-        parameters: stored, whole or as a shard; gathered ones are communication.
-        gradients: after backward.
-        optimizer: the optimizer's states (and ZeRO's fp32 copies of the parameters).
-        activations: most that forward and backward hold.
-        communication: most of gathered parameters and buffers of collectives.
+        parameters: stored parameters, full or sharded; gathered parameters count as communication.
+        gradients: gradients after the backward.
+        optimizer: optimizer states (and ZeRO's fp32 master weights).
+        activations: peak of forward and backward.
+        communication: peak of gathered parameters and collective buffers.
         other: the model's buffers and the batch.
-        step: taken by the optimizer while it steps.
-        host: parameters, gradients and states that live in the node's memory instead, of one rank.
+        step: temporary memory of the optimizer's step.
+        host: one rank's parameters, gradients and states that are offloaded to host memory.
     """
 
     parameters: int
@@ -45,15 +45,15 @@ class Parts:
 @final
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """One candidate in numbers.
+    """Memory, communication and time of one candidate.
 
     Attributes:
-        candidate: the way of training.
-        hardware: where.
-        parts: bytes per device.
-        peak: most bytes per device at any moment of a step.
-        traffic: bytes per device that a step sends.
-        seconds: estimate of an optimizer step of one micro-batch, to compare candidates by.
+        candidate: the strategy.
+        hardware: the hardware that it is planned for.
+        parts: bytes per device, by part.
+        peak: peak bytes per device within a step.
+        traffic: bytes per device that a step communicates.
+        seconds: estimated time of an optimizer step of one micro-batch, used to rank candidates.
     """
 
     candidate: Candidate
@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def host_of_node(self) -> int:
-        """Bytes that a node's memory holds of all its devices."""
+        """Host memory in bytes that all devices of a node use for offloading."""
         return self.parts.host * self.hardware.devices
 
 
@@ -75,7 +75,7 @@ def plan_all(
     hardware: Hardware,
     chosen: Iterable[Candidate] | None = None,
 ) -> list[MemoryPlan]:
-    """The plans of all candidates, or of those given."""
+    """Plans all candidates, or those given."""
     if chosen is None:
         chosen = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
     return [plan_memory(profile, optimizer, hardware, candidate) for candidate in chosen]
@@ -84,7 +84,7 @@ def plan_all(
 def plan_memory(
     profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
 ) -> MemoryPlan:
-    """The plan of one candidate."""
+    """Plans one candidate."""
     make = {"whole": _plan_whole, "sharded": _plan_sharded, "zero": plan_zero, "compiled": plan_compiled}[
         candidate.kind
     ]

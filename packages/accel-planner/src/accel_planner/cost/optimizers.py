@@ -1,4 +1,4 @@
-"""Memory that an optimizer keeps and uses in a step, found by stepping it on tiny parameters."""
+"""Memory that an optimizer keeps and temporarily uses in a step, measured by stepping on tiny parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from accel_state.errors import ConfigError
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-# Primes, so that the size of a state's dimension says which dimension of the parameter it follows.
+# Sizes are distinct primes, so the size of a state's dimension identifies the parameter's dimension that it follows.
 _PRIMES = (11, 13, 17, 19, 23, 29)
 _ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"momentum": ("SGD", {"momentum": 0.9})}
 
@@ -26,12 +26,12 @@ _ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"momentum": ("SGD", {"m
 @final
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One tensor of an optimizer's state.
+    """Shape of one tensor of an optimizer's state, relative to its parameter.
 
     Attributes:
-        dims: for each of its dimensions, the dimensions of the parameter whose product it is, or a constant size.
-        itemsize: bytes of a number; None: that of the parameter.
-        like: has the parameter's own shape, so that it is sharded as the parameter is.
+        dims: each of its dimensions, as the parameter's dimensions whose sizes are multiplied, or a constant size.
+        itemsize: bytes of an element; None: that of the parameter.
+        like: the state has the parameter's shape, so it is sharded like the parameter.
     """
 
     dims: tuple[tuple[int, ...] | int, ...]
@@ -39,21 +39,21 @@ class StateShape:
     like: bool
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Numbers it has for a parameter of that shape."""
+        """Number of elements for a parameter of that shape."""
         return prod(prod(shape[at] for at in dim) if isinstance(dim, tuple) else dim for dim in self.dims)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """An optimizer in numbers.
+    """Memory of an optimizer.
 
     Attributes:
-        name: what it is called.
-        states: tensors kept for a parameter, by the parameter's number of dimensions and bytes of a number.
-        scratch: memory that a step takes meanwhile, as a multiple of the parameter's bytes, likewise.
-        carried: what of it is still there when the next parameter is stepped, likewise.
-        whole: scratch is taken for all parameters at once (loops over lists), and not for one after the other.
+        name: name of its class.
+        states: state tensors of a parameter, keyed by the parameter's number of dimensions and itemsize.
+        scratch: temporary memory of a step, as a multiple of the parameter's bytes, keyed likewise.
+        carried: part of ``scratch`` that is still allocated when the next parameter is stepped, keyed likewise.
+        whole: scratch is allocated for all parameters at once (foreach) instead of one after the other.
     """
 
     name: str
@@ -63,7 +63,7 @@ class OptimizerFacts:
     whole: bool
 
     def state_bytes(self, parameter: ParameterFact, shards: int) -> int:
-        """Bytes of the state of a parameter on the fullest of ``shards`` ranks that it is spread over."""
+        """Bytes of a parameter's state on the rank with the most, sharded over ``shards`` ranks."""
         key = (len(parameter.shape), parameter.dtype.itemsize)
         total = 0
         for state in self.states[key]:
@@ -72,7 +72,7 @@ class OptimizerFacts:
         return total
 
     def scratch_bytes(self, parameters: Iterable[tuple[ParameterFact, int]]) -> int:
-        """Bytes that a step takes besides, given how many numbers of each parameter it updates."""
+        """Temporary bytes of a step, given the number of updated elements of each parameter."""
         most = before = together = 0.0
         for parameter, numel in parameters:
             key, size = (len(parameter.shape), parameter.dtype.itemsize), numel * parameter.dtype.itemsize
@@ -85,16 +85,16 @@ class OptimizerFacts:
 def optimizer_facts(
     kind: "str | Factory | Optimizer", parameters: Iterable[ParameterFact], *, foreach: bool = False
 ) -> OptimizerFacts:
-    """What an optimizer would keep and take for parameters like these.
+    """Measures the memory that an optimizer keeps and temporarily uses for parameters like these.
 
     Args:
         kind: a name ("adamw", any class of ``torch.optim``, "momentum", or "module:Class"), a function of parameters,
-            or an optimizer, of which another with the same options is made.
+            or an optimizer, whose class and options are used to make another one.
         parameters: only their numbers of dimensions and dtypes matter.
-        foreach: the device is one on which torch steps over lists of parameters at once.
+        foreach: torch uses its foreach implementations on this device.
 
     Raises:
-        ConfigError: no such optimizer, or it cannot be made of parameters alone or step on tiny ones.
+        ConfigError: there is no such optimizer, or it needs more than parameters, or fails to step on tiny ones.
     """
     name, factory = _factory(kind)
     if foreach:
@@ -155,7 +155,7 @@ def _factory(kind: "str | Factory | Optimizer") -> tuple[str, Factory]:
 
 
 def _same_options(optimizer: Optimizer) -> Factory:
-    """Makes optimizers of the same class and defaults."""
+    """Returns a factory of optimizers of the same class and defaults."""
     import inspect
 
     taken = inspect.signature(type(optimizer)).parameters
@@ -175,7 +175,7 @@ def _over_lists(factory: Factory) -> Factory:
 
 
 def _step(factory: Factory, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[torch.Tensor], int]:
-    """Two steps on zeros: the state of the first parameter, and the bytes that the second step took meanwhile."""
+    """Takes two steps on zeros; returns the first parameter's state, and the temporary bytes of the second step."""
     with torch.random.fork_rng(devices=[]):
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
         for parameter in parameters:
@@ -190,7 +190,7 @@ def _step(factory: Factory, shapes: list[tuple[int, ...]], dtype: torch.dtype) -
 
 
 def _shape_of(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> StateShape:
-    """How a state's shape follows from the parameter's, whose sizes are all different."""
+    """Derives a state's shape from the parameter's shape, whose sizes are all different."""
     itemsize = None if tensor.dtype == dtype else tensor.dtype.itemsize
     if tuple(tensor.shape) == shape and shape:
         return StateShape(tuple((at,) for at in range(len(shape))), itemsize, like=True)

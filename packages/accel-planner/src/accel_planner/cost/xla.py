@@ -1,8 +1,8 @@
 """Memory of a step that XLA compiles as one program for all devices; pure.
 
-Held against the buffers that XLA's compiler assigns on its CPU device (``benchmarks/planner_xla.py``): parts exact,
-the peak of language models and plain networks from 17 % too low to 36 % too high. What a compiler fuses, keeps or
-computes again is its own affair; convolutions take three times as much on that device.
+Compared with the buffer assignment of XLA's compiler on its CPU device (``benchmarks/planner_xla.py``): parts are
+exact; the peak of language models and plain networks is between 17 % too low and 36 % too high. The compiler's
+fusion and rematerialization are not modelled; convolutions take three times as much on that device.
 """
 
 from dataclasses import replace
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def plan_compiled(
     profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: "Candidate"
 ) -> "tuple[Parts, int]":
-    """Every device holds all, or of each parameter, gradient and state a part along its longest dimension.
+    """Every device holds full tensors, or shards of parameters, gradients and states along their longest dimension.
 
-    Results of the program have memory of their own from its beginning, gradients twice: torch takes that of a matrix as
-    the transpose of what was computed, and both outlive the step. What is sharded is gathered for forward and stays.
+    The program's outputs are allocated from its beginning, and gradients twice: torch transposes the computed gradient
+    of a matrix, and both copies outlive the step. Sharded parameters are gathered for the forward and stay gathered.
     """
     from accel_planner.cost.model import Parts
 
@@ -41,7 +41,7 @@ def plan_compiled(
 
 
 def _longest_first(parameter: ParameterFact) -> ParameterFact:
-    """The same parameter, so that the dimension along which it is split comes first."""
+    """Returns the parameter with its longest dimension, along which it is sharded, first."""
     return replace(parameter, shape=tuple(sorted(parameter.shape, reverse=True)))
 
 

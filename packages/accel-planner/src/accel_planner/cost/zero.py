@@ -1,7 +1,7 @@
-"""Memory of DeepSpeed's ZeRO, as engines prepared here take it; pure.
+"""Memory of DeepSpeed's ZeRO, for engines as accel prepares them; pure.
 
-What is stored, accumulated and kept by the optimizer is counted to the byte, and measured on CPU ranks. When buffers
-come and go follows DeepSpeed's documented defaults, sized as preparing sizes them: no larger than the model.
+Stored parameters, accumulated gradients and optimizer states are exact to the byte, verified on CPU ranks. Temporary
+buffers follow DeepSpeed's documented defaults, capped at the size of the model as accel's prepare caps them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from accel_planner.candidate import Candidate
     from accel_planner.cost.model import Parts
 
-# DeepSpeed's defaults, in numbers and not bytes.
+# DeepSpeed's defaults, in elements (not bytes).
 BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
-PERSISTENT = 100_000  # smaller parameters stay gathered at stage 3
+PERSISTENT = 100_000  # at stage 3, smaller parameters stay gathered
 MASTER = torch.float32
-# Groups are padded so that each rank's part starts where transfers like it.
+# Groups are padded to this many elements for each rank (DeepSpeed's ``nccl_start_alignment_factor``).
 _ALIGNMENT = 2
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of one rank that stay from step to step, and of buffers that come and go.
+    """Bytes of one rank: those that persist between steps, and temporary buffers.
 
     Attributes:
-        parameters: as the model computes with them; at stage 3 this rank's parts, and small ones whole.
-        gradients: after backward.
-        states: fp32 copies of this rank's part, if there are any, and the optimizer's states of it.
-        fed: gradients as an optimizer on the host takes them; part of ``gradients`` and ``reserved``.
-        reserved: what of gradients and buffers is made once and stays.
-        bucket: gradients on their way; at stages 1 and 2 made by the first one of a backward.
-        gathered: most of other ranks' parameters that are here at once.
-        reduced: what reducing takes besides.
+        parameters: in the compute dtype; at stage 3 this rank's partitions, and small parameters in full.
+        gradients: after the backward.
+        states: fp32 master weights of this rank's partition, if there are any, and its optimizer states.
+        fed: fp32 gradients for an optimizer on the host; included in ``gradients`` and ``reserved``.
+        reserved: gradients and buffers that are allocated once and kept.
+        bucket: reduction bucket; at stages 1 and 2 allocated by the first gradient of a backward.
+        gathered: peak of gathered parameters of other ranks.
+        reduced: additional temporary memory of a reduction.
     """
 
     parameters: int
@@ -56,10 +56,10 @@ class Sizes:
 def plan_zero(
     profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: "Candidate"
 ) -> "tuple[Parts, int]":
-    """Stage 1 partitions fp32 copies and optimizer states, 2 gradients as well, 3 parameters as well.
+    """Stage 1 partitions master weights and optimizer states, stage 2 also gradients, stage 3 also parameters.
 
-    Models are held in the dtype that they compute in; the optimizer steps on an fp32 copy of this rank's part, or, at
-    stages 1 and 2 in fp32 without offloading, on the model's own memory.
+    Models are held in the compute dtype. The optimizer steps on fp32 master weights of this rank's partition; at stages
+    1 and 2 in fp32 without offloading, it steps on the model's own memory.
     """
     from accel_planner.cost.model import Parts
 
@@ -91,9 +91,9 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
     trained = [parameter for parameter in held if parameter.trainable]
     numel = sum(parameter.numel for parameter in trained)
     width = max((parameter.dtype.itemsize for parameter in trained), default=MASTER.itemsize)
-    wide = max(width, MASTER.itemsize)  # gradients travel and, from stage 2 on, add up in fp32
+    wide = max(width, MASTER.itemsize)  # gradients are reduced in fp32, and from stage 2 on accumulated in fp32
     bucket = min(BUCKET, numel + numel % 2)
-    copies = hardware.kind == "cpu" and ranks > 1  # gloo's collectives work on a copy
+    copies = hardware.kind == "cpu" and ranks > 1  # gloo's collectives copy their buffers
     if stage == 3:
         part = sum(_part(parameter.numel, ranks) for parameter in trained)
         small = sum(parameter.nbytes for parameter in held if parameter.numel <= PERSISTENT and ranks > 1)
@@ -120,7 +120,7 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
 
 
 def _kept(trained: Sequence[ParameterFact], part: int, ranks: int, *, halves: bool) -> int:
-    """Gradients of stage 2 on the fullest rank: its part, or whole ones of all parameters that it has a part of."""
+    """Gradient bytes of stage 2 on the rank with the most: its partition, or the full gradients that overlap it."""
     if halves:
         return part * MASTER.itemsize
     most = 0
@@ -136,7 +136,7 @@ def _kept(trained: Sequence[ParameterFact], part: int, ranks: int, *, halves: bo
 
 
 def _moments(timeline: Timeline, profile: ModelProfile, sizes: Sizes) -> Iterator[int]:
-    """What is there beyond what stays, at each mark of a step and while gradients are reduced."""
+    """Bytes beyond the persistent ones at each mark of a step, and during the reduction of gradients."""
     largest = max((parameter.nbytes for parameter in profile.trainable), default=0)
     backward = 0
     for mark in timeline.marks:
@@ -156,7 +156,7 @@ def _part(size: int, ranks: int) -> int:
 
 
 def _flat_states(optimizer: OptimizerFacts, profile: ModelProfile, part: int) -> int:
-    """States of the flat part: as many for each number as the optimizer keeps in the parameters' own shape."""
+    """Bytes of the partition's optimizer states: those states that have the parameters' shape."""
     if not profile.trainable:
         return 0
     first = profile.trainable[0]

@@ -1,4 +1,4 @@
-"""Sample inputs of a model, and the loss made of its output."""
+"""Example inputs of a model, and a loss computed from its output."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ _IDS = ("input_ids", "tokens", "idx", "ids", "inputs", "x")
 @final
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as a loader gives it; only shapes and dtypes of its tensors matter.
+    """A batch as a loader yields it; only shapes and dtypes of its tensors matter.
 
     Attributes:
-        value: tensors in any nesting. A mapping is given to the model as keywords, a tuple or list as positions,
-            anything else as the only argument.
-        batch_size, seq_length: by which it was made up, if it was.
+        value: tensors in any nesting. A mapping is passed to the model as keyword arguments, a tuple or list as
+            positional arguments, anything else as the only argument.
+        batch_size, seq_length: sizes that the batch was made up with, if it was.
     """
 
     value: Any
@@ -41,7 +41,7 @@ class Batch:
         )
 
     def fake(self, dtype: torch.dtype | None = None) -> Any:
-        """The same nesting with empty tensors, floating-point ones in ``dtype``; made within a fake mode."""
+        """The same nesting with empty tensors, floating-point ones in ``dtype``; call within a fake tensor mode."""
 
         def empty(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -53,10 +53,10 @@ class Batch:
 
 
 def tokens(model: nn.Module, batch_size: int, seq_length: int) -> Batch:
-    """A batch of token ids for a language model, by keyword where its forward takes ``input_ids`` (and ``labels``).
+    """Makes a batch of token ids for a language model whose forward takes ``input_ids`` (and ``labels``).
 
     Raises:
-        PlanError: its forward needs other arguments as well.
+        PlanError: the forward requires other arguments as well.
     """
     with torch.device("meta"):
         ids = torch.empty(batch_size, seq_length, dtype=torch.long)
@@ -82,14 +82,14 @@ def call(model: nn.Module, value: Any) -> Any:
 
 
 def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
-    """A loss that takes the memory of a usual one.
+    """Computes a loss with the memory use of a typical one.
 
-    The output itself if it is a number or has a ``loss``; the cross entropy of (batch, length, classes) over token
-    ids; else the mean of all outputs. A batch of (inputs, targets) for a model of one argument takes the first, and
-    the loss that the targets' dtype suggests.
+    The output itself if it is a scalar or has a ``loss``; the cross entropy of (batch, length, classes) with token ids;
+    otherwise the mean of all outputs. If the batch is (inputs, targets) and the model takes one argument, the model
+    gets the inputs, and the targets' dtype selects the loss.
 
     Raises:
-        PlanError: nothing floating-point came out.
+        PlanError: the output has no floating-point tensor.
     """
     inputs, targets = _split(model, value)
     output = call(model, inputs)
@@ -115,7 +115,7 @@ def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
 
 
 def _split(model: nn.Module, value: Any) -> tuple[Any, torch.Tensor | None]:
-    """A pair (inputs, targets) where the model takes one argument only, else everything and no targets."""
+    """Splits (inputs, targets) if the model takes one argument; otherwise returns the full batch and no targets."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], torch.Tensor):
         taken = [
             p

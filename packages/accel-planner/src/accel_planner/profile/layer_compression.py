@@ -1,7 +1,7 @@
-"""Traces three blocks instead of eighty: what a model repeats is looked at once and written down as often as it comes.
+"""Repeated-layer compression: traces three of a run of equal blocks, and repeats the second block's marks.
 
-Of a run of equal blocks in one list, the first two and the last are kept and the others hand their input through. What
-happened in the second is then repeated, in forward and in backward, for each block left out.
+The first two and the last block of a run of equal blocks in one list are traced; the others return their input. The
+marks of the second block are then repeated, in forward and in backward, for each block left out.
 """
 
 import weakref
@@ -20,14 +20,14 @@ _KEPT = 3
 @final
 @dataclass(slots=True)
 class _Output:
-    """What the block before gave: its tensors by shape and dtype, and the first one, which is not kept alive."""
+    """Output of the preceding block: shapes of its tensors, and a weak reference to the first one."""
 
     many: bool = False
     shapes: "tuple[Any, ...]" = ()
     first: "Callable[[], Any]" = lambda: None
 
     def look(self, value: Any) -> None:
-        """Notes an output."""
+        """Records an output."""
         self.many = isinstance(value, tuple)
         values = value if self.many else (value,)
         self.shapes = tuple(_shape(one) for one in values)
@@ -37,18 +37,18 @@ class _Output:
 
 @final
 class PassedOver(nn.Module):
-    """Stands where a block was: gives back its first argument, in a tuple if the blocks do."""
+    """Placeholder of a block: returns its first argument, in a tuple if the blocks return tuples."""
 
     def __init__(self, before: _Output) -> None:
         super().__init__()
         self._before = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first argument.
+        """Returns the first argument.
 
         Raises:
-            CannotFoldError: the blocks give something else than what they take, or more; or the model computes between
-                them (adds their input, say), which would be traced for each block and then be repeated once more.
+            CannotFoldError: the blocks' outputs differ from their inputs in shape or number; or the model computes
+                between blocks (for example adds their input), which would be counted twice for each block.
         """
         first = args[0] if args else next(iter(kwargs.values()))
         given, *rest = self._before.shapes
@@ -58,11 +58,11 @@ class PassedOver(nn.Module):
 
 
 class CannotFoldError(Exception):
-    """The blocks cannot be left out; trace all of them."""
+    """The blocks cannot be left out; all of them must be traced."""
 
 
 def foldable(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
-    """Runs of more than three neighbouring blocks in one list that are alike in all but counting along; pure."""
+    """Runs of more than three consecutive blocks of one list that are equal except for their index; pure."""
     runs: list[list[str]] = []
     for name in blocks:
         parent, _, place = name.rpartition(".")
@@ -76,7 +76,7 @@ def foldable(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
 
 
 def fold(model: nn.Module, runs: Iterable[Sequence[str]]) -> None:
-    """Replaces, in place, all but the first two and the last block of each run."""
+    """Replaces, in place, all but the first two and the last block of each run with placeholders."""
     for run in runs:
         before = _Output()
         model.get_submodule(run[1]).register_forward_hook(lambda _, args, output, before=before: before.look(output))
@@ -86,10 +86,10 @@ def fold(model: nn.Module, runs: Iterable[Sequence[str]]) -> None:
 
 
 def unfold(timeline: Timeline, units: Sequence[str], runs: Iterable[Sequence[str]]) -> Timeline:
-    """The timeline that all blocks would have made; pure.
+    """Reconstructs the timeline of all blocks; pure.
 
     Raises:
-        CannotFoldError: backward did not come to the blocks.
+        CannotFoldError: the backward did not reach the blocks.
     """
     index = {name: place for place, name in enumerate(units)}
     for run in runs:
@@ -101,14 +101,14 @@ def unfold(timeline: Timeline, units: Sequence[str], runs: Iterable[Sequence[str
 
 
 def _repeat(marks: list[Mark], kept: tuple[int, int, int], missing: Sequence[int]) -> tuple[list[Mark], int]:
-    """Puts copies of the second block's marks between it and the last, later ones lying higher."""
+    """Inserts copies of the second block's marks before the last block, each at a higher memory level."""
     first, pattern, last = kept
     begun, ended = _place(marks, "enter", pattern), _place(marks, "enter", last)
     back, stop = _place(marks, "reenter", pattern), _place(marks, "reenter", first)
     if not begun < ended < back < stop:
         raise CannotFoldError
     flops = marks[ended].flops - marks[begun].flops + marks[stop].flops - marks[back].flops
-    forward = marks[begun + 1 : ended + 1]  # from its entry to the next block's
+    forward = marks[begun + 1 : ended + 1]  # from the block's entry to the next block's entry
     grown = marks[ended].level - marks[begun].level
     result = marks[: ended + 1]
     result[-1] = replace(result[-1], unit=missing[0])
@@ -117,7 +117,8 @@ def _repeat(marks: list[Mark], kept: tuple[int, int, int], missing: Sequence[int
         copies = [_moved(mark, number * grown, unit if mark.unit == pattern else mark.unit) for mark in forward]
         copies[-1] = replace(copies[-1], unit=following)
         result += copies
-    # What blocks leave until forward ends (weights that autocast cast) is gone in backward: it starts lower.
+    # Memory that blocks keep until the forward ends (weights cast by autocast) is freed by then: the backward starts
+    # lower.
     shrunk = marks[back].level - marks[stop].level
     out = _place(marks, "exit", 0)
     if not ended < out < back:
@@ -141,7 +142,11 @@ def _repeat(marks: list[Mark], kept: tuple[int, int, int], missing: Sequence[int
 
 
 def _place(marks: Sequence[Mark], kind: str, unit: int) -> int:
-    """Where a mark is that there must be once."""
+    """Index of the only mark of this kind for ``unit``.
+
+    Raises:
+        CannotFoldError: there is not exactly one.
+    """
     found = [place for place, mark in enumerate(marks) if mark.kind == kind and mark.unit == unit]
     if len(found) != 1:
         raise CannotFoldError
@@ -153,7 +158,7 @@ def _moved(mark: Mark, by: int, unit: int) -> Mark:
 
 
 def _alike(one: nn.Module, other: nn.Module, distance: int) -> bool:
-    """Same classes, same parameters, same options; whole numbers may count along with the block's place."""
+    """Whether two modules have the same classes, parameters and options; integers may differ by ``distance``."""
     mine, theirs = list(one.named_modules()), list(other.named_modules())
     if [(name, type(module)) for name, module in mine] != [(name, type(module)) for name, module in theirs]:
         return False

@@ -1,4 +1,4 @@
-"""Records the memory that tensors take and give back, op by op; works on real, fake and meta tensors."""
+"""Memory tracker: records storages that operations allocate and free; works on real, fake and meta tensors."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @final
 class StorageWatch(TorchDispatchMode):
-    """Within it, every storage that an operation makes is noted when it comes and when it goes.
+    """Dispatch mode that records when each storage made by an operation is allocated and freed.
 
-    Storages are counted once, however many tensors view them; those of tensors given beforehand are not counted.
+    Storages are counted once, however many tensors view them. Storages of the tensors given beforehand are not counted.
 
     Attributes:
-        events: in order, (key, bytes) where one came, (key, -bytes) where it went, and (what, operations so far) for
-            whatever ``note`` was given.
-        live: bytes that are held now.
-        peak: most that were held at once.
-        flops: floating-point operations of what torch has a formula for.
+        events: in order, (key, bytes) for an allocation, (key, -bytes) for a release, and (object, operations so far)
+            for each object passed to ``note``.
+        live: bytes that are allocated now.
+        peak: peak of ``live``.
+        flops: floating-point operations, of the operations for which torch has a formula.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), *, count_flops: bool = False) -> None:
@@ -28,7 +28,7 @@ class StorageWatch(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.flops = 0
-        self._known = [tensor.untyped_storage() for tensor in known]  # held, so that no key is used again
+        self._known = [tensor.untyped_storage() for tensor in known]  # kept alive, so that their keys are not reused
         self._keys = {storage._cdata: -1 for storage in self._known}
         self._refs: dict[int, Any] = {}
         self._made = 0
@@ -39,7 +39,7 @@ class StorageWatch(TorchDispatchMode):
             self._formulas = flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, then looks at what came out."""
+        """Runs the operation, then records the storages of its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for value in result if isinstance(result, tuple | list) else (result,):
@@ -56,11 +56,11 @@ class StorageWatch(TorchDispatchMode):
         return result
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage in the order of making; -1 for one that was given or never seen."""
+        """Number of a tensor's storage in order of creation; -1 if it was given beforehand or never seen."""
         return self._keys.get(tensor.untyped_storage()._cdata, -1)
 
     def note(self, what: object) -> None:
-        """Puts something among the events."""
+        """Appends an object to the events."""
         self.events.append((what, self.flops))
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class StorageWatch(TorchDispatchMode):
         self.events.append((key, size))
 
     def _borrow(self, size: int) -> None:
-        """Notes memory that an operation has taken and given back when it returned."""
+        """Records temporary memory that an operation allocated and freed before it returned."""
         self._made += 1
         self.peak = max(self.peak, self.live + size)
         self.events += [(self._made, size), (self._made, -size)]
@@ -97,10 +97,10 @@ class StorageWatch(TorchDispatchMode):
 
 
 def _scratch(func: Any, args: Any) -> int:
-    """Bytes that an operation takes beside its result: a convolution copies what it reads into the layout it works in.
+    """Temporary bytes of an operation: convolutions copy their inputs into their own memory format.
 
-    So oneDNN does with contiguous images, the input in forward, the input and the output's gradient in backward; images
-    that are ``channels_last`` are read as they are.
+    oneDNN does so with contiguous images: with the input in the forward, with the input and the output's gradient in
+    the backward. Images in ``channels_last`` format are not copied.
     """
     name = str(getattr(func, "_overloadpacket", ""))
     if name not in ("aten.convolution", "aten.convolution_backward"):
@@ -110,7 +110,7 @@ def _scratch(func: Any, args: Any) -> int:
 
 
 def _attention_flops(args: Any, *, backward: bool) -> int:
-    """Two products of (length x keys x size) in forward, five in backward, each two operations a number."""
+    """FLOPs of attention: two products of (length x keys x size) in the forward, five in the backward."""
     query, key, value = args[1:4] if backward else args[:3]
     batch, heads, length, size = query.shape
     keys, out = key.shape[-2], value.shape[-1]

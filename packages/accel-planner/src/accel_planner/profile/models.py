@@ -1,4 +1,4 @@
-"""Gets at a model without its values: built on the meta device, or copied with fake tensors in the place of its own."""
+"""Models without values: built on the meta device, or copied with fake tensors."""
 
 import copy
 from collections.abc import Callable
@@ -18,19 +18,20 @@ Constructor = Callable[[], nn.Module]
 @final
 @dataclass(slots=True)
 class Built:
-    """A model to look at, and what had to be done to get it."""
+    """A model to be profiled, and notes on how it was built."""
 
     model: nn.Module
     notes: list[str] = field(default_factory=list)
 
 
 def build(source: "nn.Module | Constructor") -> Built:
-    """The model itself, or what a constructor makes on the meta device, where it takes no memory.
+    """Returns the model itself, or the model that a constructor builds on the meta device, where it takes no memory.
 
-    A constructor that needs values (``.item()``, numpy, a device that it names) is run for real, and a note says so.
+    A constructor that needs values (``.item()``, numpy, an explicit device) is called without the meta device, and a
+    note says so.
 
     Raises:
-        PlanError: it fails both ways, or makes something else than a module.
+        PlanError: both calls fail, or the result is not a module.
     """
     if isinstance(source, nn.Module):
         return Built(source)
@@ -56,7 +57,7 @@ def build(source: "nn.Module | Constructor") -> Built:
 
 
 def stored_dtype(parameter: nn.Parameter, policy: PrecisionPolicy, *, sharded: bool) -> torch.dtype:
-    """In which dtype a backend keeps a parameter: the policy's, or fp32 where sharding widens half precision."""
+    """Dtype in which a backend stores a parameter: the policy's, or fp32 if sharding upcasts half precision."""
     if not parameter.is_floating_point():
         return parameter.dtype
     if policy.params is not None:
@@ -71,10 +72,10 @@ def fake_copy(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     policy: PrecisionPolicy,
 ) -> nn.Module:
-    """A copy whose tensors are fake, on the CPU; the model is left alone and no value is read.
+    """Copies a model with fake tensors on the CPU; the model is not modified and no value is read.
 
     Args:
-        dtype_of: in which dtype each parameter of the copy is to be.
+        dtype_of: returns the dtype of each parameter in the copy.
 
     Raises:
         PlanError: the model holds something that cannot be copied.
@@ -104,13 +105,13 @@ def fake_copy(
 
 
 def buffer_bytes(model: nn.Module, policy: PrecisionPolicy) -> int:
-    """Bytes of the buffers as a backend keeps them."""
+    """Bytes of the buffers in the dtypes that a backend keeps them in."""
     found = {id(buffer): buffer for buffer in model.buffers()}.values()
     return sum(b.numel() * ((policy.buffers or b.dtype) if b.is_floating_point() else b.dtype).itemsize for b in found)
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor of the same layout (sharded ones as a whole)."""
+    """A fake tensor of the same size and strides; the full size for a sharded tensor."""
     return torch.empty_strided(tuple(like.shape), tuple(like.stride()), dtype=dtype, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""A model's profile: exact bytes of its parts, and one step of it as a sequence of marks."""
+"""Profile of a model: exact bytes of its parts, and one step as a sequence of marks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ MarkKind = Literal["enter", "exit", "reenter", "leave", "gradient", "end"]
 @final
 @dataclass(frozen=True, slots=True)
 class ParameterFact:
-    """One parameter as a backend will hold it.
+    """One parameter as a backend stores it.
 
     Attributes:
-        name: the first of its names in the model.
+        name: the first of its FQNs in the model.
         shape: of the full parameter.
-        dtype: in which it is stored.
-        trainable: whether it gets a gradient.
-        unit: index of the unit that it is gathered with.
-        sharded: whether sharding backends split it; those without dimension and those left out stay whole.
+        dtype: dtype of the stored parameter.
+        trainable: whether it requires a gradient.
+        unit: index of the unit with which it is gathered.
+        sharded: whether sharding backends shard it; scalars and excluded parameters are not sharded.
     """
 
     name: str
@@ -35,16 +35,16 @@ class ParameterFact:
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """Number of its elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, whole."""
+        """Bytes of the full parameter."""
         return self.numel * self.dtype.itemsize
 
     def shard_numel(self, ranks: int) -> int:
-        """Numbers that the fullest of ``ranks`` ranks holds, split along dimension 0."""
+        """Elements on the rank with the most, sharded over ``ranks`` ranks along dimension 0."""
         if ranks == 1 or not self.sharded or not self.shape:
             return self.numel
         return -(-self.shape[0] // ranks) * prod(self.shape[1:])
@@ -53,18 +53,18 @@ class ParameterFact:
 @final
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of a step, and how much memory activations took before it.
+    """One moment of a step, and the memory of activations up to it.
 
     Activations are all tensors that are neither parameters, buffers, inputs nor the final gradients of parameters.
 
     Attributes:
-        kind: forward enters or exits a unit, backward reenters or leaves it, a gradient's memory is taken, or the
+        kind: the forward enters or exits a unit, the backward reenters or leaves it, a gradient is allocated, or the
             step's backward ends.
-        unit: index of the unit; of a gradient, that of its parameter.
-        highest: most bytes of activations since the mark before.
+        unit: index of the unit; for a gradient, that of its parameter.
+        highest: peak bytes of activations since the previous mark.
         level: bytes of activations at this moment.
         amount: bytes of the gradient.
-        flops: operations since the step began.
+        flops: floating-point operations since the step began.
     """
 
     kind: MarkKind
@@ -78,10 +78,10 @@ class Mark:
 @final
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One forward and backward of a batch on one device, without any strategy.
+    """One forward and backward of a batch on one device, without a strategy.
 
     Attributes:
-        marks: in the order in which they happen.
+        marks: in chronological order.
         flops: floating-point operations of matrix products, convolutions and attention.
     """
 
@@ -90,18 +90,18 @@ class Timeline:
 
     @property
     def activations(self) -> int:
-        """The most bytes of activations at any moment."""
+        """Peak bytes of activations."""
         return max((mark.highest for mark in self.marks), default=0)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which of a model's timelines.
+    """Key of a timeline: how the step is computed.
 
     Attributes:
-        native: computes in the precision's dtype itself, as sharding backends do, instead of under autocast.
-        checkpointed: computes the blocks' activations again in backward.
+        native: computes in the policy's dtype itself, as sharding backends do, instead of under autocast.
+        checkpointed: uses activation checkpointing of the blocks.
     """
 
     native: bool = False
@@ -111,7 +111,7 @@ class Variant:
 @final
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A model and its step in numbers; everything else in the planner is a pure function of it.
+    """A model and its step in numbers; the rest of the planner consists of pure functions of this profile.
 
     Attributes:
         name: the model's class.
@@ -119,11 +119,11 @@ class ModelProfile:
         buffers: bytes of the model's buffers.
         inputs: bytes of a batch.
         units: names of the units that sharding backends gather, the root ("") first.
-        blocks: indices of those units that activation checkpointing is applied to.
-        wide: indices of those that compute in full precision whatever the policy.
-        policy: the precision that the timelines were made with.
-        timelines: of each variant; a precision without half precision computes natively in any case.
-        notes: what was assumed or could not be found out.
+        blocks: indices of the units to which activation checkpointing is applied.
+        wide: indices of the units that compute in full precision whatever the policy.
+        policy: the precision of the timelines.
+        timelines: one for each variant; a policy without half precision always computes natively.
+        notes: assumptions, and facts that could not be determined.
     """
 
     name: str
@@ -139,14 +139,14 @@ class ModelProfile:
 
     @property
     def numel(self) -> int:
-        """How many numbers the parameters have together."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def trainable(self) -> tuple[ParameterFact, ...]:
-        """The parameters that get gradients."""
+        """The parameters that require gradients."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
     def timeline(self, *, native: bool, checkpointed: bool) -> Timeline:
-        """The step in one variant."""
+        """Returns the timeline of one variant."""
         return self.timelines[Variant(native and self.policy.autocast, checkpointed and bool(self.blocks))]

@@ -1,4 +1,4 @@
-"""Looks at a model: one step on fake tensors for each way of computing it."""
+"""Profiler of models: traces one step on fake tensors for each variant of computing it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -34,17 +34,17 @@ def profile_model(
     policy: PrecisionPolicy | str | None = None,
     config: FSDPConfig | None = None,
 ) -> ModelProfile:
-    """The numbers of a model and of one step of it; no memory is taken and nothing is computed.
+    """Profiles a model and one step of it on fake tensors: allocates no memory and computes nothing.
 
     Args:
         source: the model, with or without values, or a function that builds it.
-        sample: a batch as a loader gives it, or a function of the batch size and sequence length that makes one. None:
-            token ids of ``batch_size`` x ``seq_length``, or nothing, and then no activations are counted.
+        sample: a batch as a loader yields it, or a function of the batch size and sequence length that makes one. None:
+            token ids of ``batch_size`` x ``seq_length``; without ``seq_length``, activations are not counted.
         batch_size: samples of one device's micro-batch.
         seq_length: tokens of a sample.
-        loss: of the model and a batch; None guesses one (see ``samples.guessed_loss``).
+        loss: function of the model and a batch; None guesses one (see ``example_inputs.guessed_loss``).
         policy: the precision.
-        config: how units are found (see ``FSDPConfig``).
+        config: options for finding the units (see ``FSDPConfig``).
 
     Raises:
         PlanError: the model cannot be built or copied, or the batch does not fit it.
@@ -99,7 +99,7 @@ def _batch(model: nn.Module, sample: Any, batch_size: int | None, seq_length: in
 
 @final
 class _Look:
-    """One model, precision and set of units, looked at in each variant."""
+    """Profiler of one model, precision and set of units, for all variants."""
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...]) -> None:
         self.model = model
@@ -127,20 +127,20 @@ class _Look:
 
     @property
     def variants(self) -> list[Variant]:
-        """The ways of computing that differ for this model and precision."""
+        """Variants that differ for this model and precision."""
         natives = [False, True] if self.policy.autocast else [False]
         checkpoints = [False, True] if self.units.blocks else [False]
         return [Variant(native, checkpoint) for native in natives for checkpoint in checkpoints]
 
     def timeline(self, variant: Variant, batch: Batch, loss: Loss) -> Timeline:
-        """The step in one variant: of a few of the repeated blocks if that can be done, else of all."""
+        """Traces the step in one variant: with few of the repeated blocks if possible, otherwise with all of them."""
         if self.runs:
             try:
                 few = self._trace(variant, batch, loss, self.runs)
                 return folding.unfold(few, self.names, self.runs)
             except Exception as error:
-                # The model looks into its blocks, or they are not as alike as they seem. What is wrong with the batch
-                # itself comes up again below.
+                # The model inspects its blocks, or the blocks differ. An error of the batch itself is raised again
+                # below.
                 _log.debug("repeated blocks are looked at one by one: %s: %s", type(error).__name__, error)
         return self._trace(variant, batch, loss, [])
 
@@ -179,7 +179,7 @@ class _Look:
         )
 
     def _precise(self, model: nn.Module, units: Mapping[int, nn.Module], variant: Variant) -> nn.Module:
-        """Gives the copy its precision: by autocast, or each unit's inputs in the dtype that it computes in."""
+        """Sets the copy's precision: autocast, or casts of each unit's inputs to its compute dtype."""
         if not variant.native:
             return autocast_module(model, self.policy, "cpu")
         compute, output = self.policy.compute, self.policy.output
@@ -195,10 +195,10 @@ class _Look:
 
 
 def _explained(loss: Loss, model: nn.Module, value: Any) -> torch.Tensor:
-    """The loss, or why there is none.
+    """Computes the loss.
 
     Raises:
-        PlanError: the batch does not fit the model, or the loss is no number with a graph.
+        PlanError: the batch does not fit the model, or the loss is not a scalar that requires a gradient.
     """
     try:
         result = loss(model, value)

@@ -1,4 +1,4 @@
-"""Runs one step of a model on fake tensors and writes down its marks."""
+"""Tracer: runs one step of a model on fake tensors and records its marks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -22,15 +22,15 @@ def trace(
     known: Iterable[torch.Tensor],
     fake: AbstractContextManager[Any],
 ) -> Timeline:
-    """One forward and backward as a timeline.
+    """Traces one forward and backward into a timeline.
 
     Args:
-        model: its parameters are fake, and it is ours to put hooks on.
+        model: a model with fake parameters; the tracer adds hooks to it.
         step: computes the loss.
         units: the modules to mark, by index.
-        unit_of: for each parameter's id, the index of its unit.
-        known: tensors that are no activations: parameters, buffers, the batch.
-        fake: within it, fake tensors are made.
+        unit_of: index of the unit of each parameter, by the parameter's id.
+        known: tensors that are not activations: parameters, buffers, the batch.
+        fake: the mode in which fake tensors are made.
     """
     parameters = list(model.parameters())
     with fake, StorageWatch(known, count_flops=True) as watch:
@@ -54,7 +54,7 @@ def trace(
 
 
 def _marks(events: Iterable[tuple[Any, int]], gradients: Mapping[int, int]) -> tuple[Mark, ...]:
-    """Folds the comings and goings of storages between two marks into the highest and the last level."""
+    """Reduces the allocations and releases between two marks to their peak and last level."""
     marks: list[Mark] = []
     level = highest = flops = 0
     for what, size in events:
@@ -74,7 +74,7 @@ def _marks(events: Iterable[tuple[Any, int]], gradients: Mapping[int, int]) -> t
 
 
 def _mark(module: nn.Module, index: int, watch: StorageWatch) -> list[Any]:
-    """Hooks that note when forward and backward come to a module and leave it, where FSDP has its own."""
+    """Adds hooks that mark when forward and backward enter and leave a module, where FSDP has its hooks."""
 
     def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
         watch.note(("enter", index))
@@ -99,7 +99,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _through(tree: Any, left: Callable[[], None]) -> Any:
-    """The same arguments; ``left`` is called when backward has come through those that need gradients."""
+    """Returns the same arguments; ``left`` is called when the backward has passed those that require gradients."""
     from torch.utils import _pytree
 
     leaves, spec = _pytree.tree_flatten(tree)
@@ -113,7 +113,7 @@ def _through(tree: Any, left: Callable[[], None]) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """Hands its arguments through, and calls a function when their gradients are known."""
+    """Identity function whose backward calls a function when the gradients of its arguments are known."""
 
     @staticmethod
     def forward(ctx: Any, left: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

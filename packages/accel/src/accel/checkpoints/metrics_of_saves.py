@@ -1,4 +1,4 @@
-"""Metrics that a checkpoint is saved with, checked against the project's rule for keeping the best."""
+"""Metrics of a checkpoint, checked against the project's rule for keeping the best checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from accel_state.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the user gives to ``save_state`` beside the state: metadata of his own, and metrics by name or None."""
+    """Arguments of ``save_state`` beside the state: the user's metadata, and metrics by name or None."""
 
     metadata: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
     project: ProjectConfiguration
 
     def check(self) -> None:
-        """Refuses metrics that are no numbers, or that lack the one by which the best checkpoints are kept.
+        """Refuses metrics that are not numbers, or that lack the metric by which the best checkpoints are kept.
 
         Raises:
-            ConfigError: names the metric, and the nearest there is.
+            ConfigError: names the metric, and the nearest one given.
         """
         values = self._values()
         name = self.project.metric
@@ -38,7 +38,7 @@ class Measured:
         )
 
     def warning(self) -> str | None:
-        """Why this checkpoint will not be among the best, though the best are kept."""
+        """Reason why this checkpoint cannot be among the best, although the project keeps the best; None if it can."""
         name = self.project.metric
         if self.project.keep_best is None or name is None:
             return None
@@ -52,7 +52,7 @@ class Measured:
         return None
 
     def document(self) -> dict[str, Any]:
-        """The entry of a checkpoint's metadata; empty without metrics."""
+        """Entry of the checkpoint's metadata; empty without metrics."""
         from accel_ckpt.series.retention import METRICS
 
         return {} if self.metrics is None else {METRICS: self._values()}
@@ -68,7 +68,7 @@ class Measured:
 
 
 def _number(name: Any, value: Any) -> float:
-    """A number, also that of a tensor or array with one element."""
+    """Converts a value to a number; tensors and arrays must have one element."""
     if isinstance(name, str) and name and not isinstance(value, str | bool):
         try:
             return float(value)

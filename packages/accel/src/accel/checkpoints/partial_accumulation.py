@@ -1,4 +1,4 @@
-"""Gradients of an accumulation window when a checkpoint is taken: kept if it is open, refused if it is full."""
+"""Unreduced gradients in a checkpoint: saved if the accumulation window is open, refused if it is full."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from accel_backends import Backend
 
 GRADIENTS = "gradients"
-"""Name of this rank's part of a checkpoint."""
+"""Name of this rank's gradients in a checkpoint."""
 
 
 def collect(backend: "Backend", models: Sequence[nn.Module]) -> dict[str, Any]:
-    """This rank's share of the gradients by model position and parameter name."""
+    """This rank's unreduced gradients, by model position and parameter name."""
     return {str(position): backend.unreduced_gradients(model) for position, model in enumerate(models)}
 
 
 def refuse(held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raises if there are gradients, as ``collect`` gives them, of a full window that no optimizer has stepped with.
+    """Refuses gradients, as ``collect`` returns them, of a full window with which no optimizer has stepped.
 
-    A run that is resumed from such a checkpoint would go on with the next batch, without that step.
+    A run resumed from such a checkpoint would continue with the next batch and lose that step.
 
     Raises:
         CheckpointError: names some of their parameters.
@@ -46,11 +46,11 @@ def restore(
     rank: int,
     world_size: int,
 ) -> None:
-    """Puts the gradients back so that the window goes on where it was.
+    """Restores unreduced gradients, so that the accumulation window continues where it was.
 
-    ``read`` gives what one of the ``saved_ranks`` saved. On as many ranks every one takes its own. On another number,
-    rank 0 takes the sum of all, scaled so that the backend's averaging over the new ranks gives what averaging over
-    the old ones would have given; the others start from nothing. The window's result is the same either way.
+    ``read`` returns the gradients that one of the ``saved_ranks`` saved. If the number of ranks is the same, each rank
+    reads its own. Otherwise rank 0 takes the sum of all, scaled so that averaging over the new ranks equals averaging
+    over the old ones, and the other ranks start from zero. The window's result is the same either way.
     """
     same = saved_ranks == world_size
     sources = [rank] if same else range(saved_ranks) if rank == 0 else []

@@ -1,4 +1,4 @@
-"""A run as the metadata of its checkpoints describes it, and the ways in which another run differs from it."""
+"""Description of a run in the metadata of its checkpoints, and the differences between two runs."""
 
 import json
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ _PRECISION, _STEPS = "mixed_precision", "gradient_accumulation_steps"
 _LOADING = ("split_batches", "global_batch_size", "even_batches")
 _DEGREES = ("tp_size", "cp_size", "sp_size")
 _SHARDS, _PROCESSES = "data_shards", "number of processes"
-# Entries that change no more than the rounding.
+# Entries that change the results by rounding only.
 _ROUNDING = frozenset([*_DEGREES, "strategy", "accel", "torch"])
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs between the run that saved a checkpoint and the one that loads it."""
+    """One difference between the run that saved a checkpoint and the run that loads it."""
 
     what: str
     saved: Any
     here: Any
     numbers: bool
-    """Whether the run computes other numbers because of it, beyond rounding."""
+    """Whether the difference changes the run's results beyond rounding."""
 
     def __str__(self) -> str:
         return f"{self.what} is {_shown(self.here)} here and was {_shown(self.saved)} when it was saved"
@@ -44,7 +44,7 @@ class Change:
 @final
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The parts of an Accelerator that say how it computes."""
+    """Facts of an Accelerator that determine how it computes."""
 
     session: "Session"
     backend: "Backend"
@@ -54,10 +54,10 @@ class RunFacts:
     loading: "LoaderOptions"
     parallelism: "ParallelismConfig"
     data_shards: int
-    """How many ranks read samples of their own."""
+    """Number of ranks that read different samples."""
 
     def document(self) -> dict[str, Any]:
-        """The description that a checkpoint holds, JSON."""
+        """Description stored in a checkpoint, as JSON."""
         topology = self.session.topology
         return {
             VERSION_KEY: _version(),
@@ -68,7 +68,7 @@ class RunFacts:
         }
 
     def changes(self, checkpoint: "Checkpoint") -> tuple[Change, ...]:
-        """In what this run differs from the one that saved; of what an older checkpoint does not say, nothing."""
+        """Differences between this run and the one that saved; entries that an older checkpoint lacks are ignored."""
         here = _flat(self.document(), self.session.world_size, _torch_version())
         return differences(_description(checkpoint), here)
 
@@ -83,7 +83,7 @@ class RunFacts:
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[Change, ...]:
-    """The entries of two flat descriptions that differ; what only one of them has says nothing."""
+    """Entries of two flat descriptions that differ; entries that only one of them has are ignored."""
     regrouped = _batches(saved) != _batches(here)
     return tuple(
         Change(what, saved[what], value, regrouped if what == _PROCESSES else what not in _ROUNDING)
@@ -93,14 +93,14 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[Chan
 
 
 def _batches(facts: Mapping[str, Any]) -> int:
-    """By what the number of processes multiplies a loader's batches."""
+    """Factor by which the number of processes multiplies a loader's batches."""
     if facts.get("global_batch_size") or facts.get("split_batches"):
         return 1
     return int(facts.get(_SHARDS, facts[_PROCESSES]))
 
 
 def _description(checkpoint: "Checkpoint") -> dict[str, Any]:
-    """A checkpoint's description, flat; that of an older one has only the numbers that its settings give."""
+    """A checkpoint's description, flat; that of an older checkpoint has only the numbers in its settings."""
     metadata, writer = checkpoint.metadata, checkpoint.manifest.writer
     given = (metadata.get(CONFIG_KEY) or {}).get("values", {})
     old = {name: given[name] for name in (_PRECISION, _STEPS) if name in given}

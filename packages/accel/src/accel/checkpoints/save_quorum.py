@@ -1,12 +1,13 @@
-"""The ranks that take part in a save, found through the group's store before anything waits for all of them.
+"""Save quorum: the ranks that take part in a save, found through the group's store before any collective.
 
 Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So
-each rank leaves a note in the store when it enters ``save_state``, and the main one decides: all are present, or it
-goes on without those that are absent. It waits for a rank until the hang doctor shows that the rank has ended or has
-gone past ``save_state``; time alone decides only where the doctor knows nothing. Once some ranks were absent, the main
-one does not wait for them again, unless one of them enters ``save_state`` after all.
+each rank writes a key to the store when it enters ``save_state``, and the main rank decides: all are present, or it
+saves without the absent ranks. It waits for a rank until the watchdog reports that the rank has ended or has gone past
+``save_state``; a timeout decides only if the watchdog has no information. Once ranks were absent, the main rank does
+not wait for them again, unless one of them enters ``save_state`` after all.
 
-Leaving a note is no collective: a rank that went past may be in its next one already, and numbers it as the others do.
+Writing the key is not a collective: a rank that went past ``save_state`` may be in its next collective already, and
+all ranks must number collectives alike.
 """
 
 import json
@@ -31,19 +32,20 @@ _PREFIX = "accel/attendance"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-3
 _SEARCH_EVERY = 0.1
 GRACE = 60.0
-"""Seconds for which the main rank waits for an idle one, or for any where it can do without."""
+"""Seconds for which the main rank waits for an idle rank, or for any rank that the save does not need."""
 AHEAD_GRACE = 5.0
-"""The same for a rank that is ahead of the main one, and so has probably gone past ``save_state``."""
+"""Seconds for which the main rank waits for a rank that is ahead of it, and so has probably passed ``save_state``."""
 
 
 @final
 class Attendance:
-    """The saves of one Accelerator, as one rank takes part in them.
+    """Save quorum of one Accelerator on one rank.
 
     Args:
         store: shared by the ranks.
-        number: which of the group's Accelerators it is; the same on all ranks, as they make them in the same order.
-        patience: how long a rank waits for the main one, as long as for any collective.
+        number: index of this Accelerator among those of the group; equal on all ranks, which make them in the same
+            order.
+        patience: time for which a rank waits for the main rank; the timeout of collectives.
     """
 
     def __init__(self, store: "Store", number: int, rank: int, size: int, patience: timedelta) -> None:
@@ -53,11 +55,11 @@ class Attendance:
         self._missing: tuple[int, ...] = ()
         self._late = 0
         self.places: Mapping[int, SourcePlace] = {}
-        """Where the other ranks are, as far as the hang doctor knows."""
+        """Positions of the other ranks in the source code, as far as the watchdog knows them."""
 
     @classmethod
     def of(cls, session: "Session") -> "Attendance | None":
-        """That of a new Accelerator; None where there is one rank only."""
+        """Returns the quorum of a new Accelerator; None with one rank."""
         if session.group is None or session.timeout is None or session.world_size == 1:
             return None
         store: Store = session.group.get_group_store()
@@ -66,16 +68,16 @@ class Attendance:
 
     @cached_property
     def _store(self) -> "Store":
-        """A connection of its own, with keys that nobody else uses; made for the first save, as many runs have none."""
+        """Own connection with own keys, opened by the first save, because many runs never save."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         own: Any = self._shared.clone()  # type: ignore[attr-defined]
         return PrefixStore(f"{_PREFIX}/{self._number}", own)
 
     def missing(self, *, all_needed: bool) -> tuple[int, ...]:
-        """The ranks that are absent from this save; the same answer on all that ask, however late.
+        """Returns the ranks that are absent from this save; the same answer on all ranks, however late they call.
 
-        With ``all_needed``, where an absent rank is an error, a rank that is busy is waited for as in any collective.
+        With ``all_needed``, an absent rank is an error, so a busy rank is waited for as in any collective.
 
         Raises:
             CheckpointError: the main rank is absent.
@@ -83,10 +85,10 @@ class Attendance:
         return self._decide(all_needed=all_needed) if self._rank == 0 else self._ask()
 
     def missing_but_for(self, reason: str | None) -> tuple[int, ...]:
-        """``missing``, where a ``reason`` says why the save cannot do without any rank.
+        """Like ``missing``, if ``reason`` is None; otherwise ``reason`` says why the save needs every rank.
 
         Raises:
-            CheckpointError: ranks are absent that are needed; names them, and where they are.
+            CheckpointError: needed ranks are absent; names the ranks, and their positions in the source code.
         """
         missing = self.missing(all_needed=reason is not None)
         if not missing or reason is None:
@@ -120,7 +122,7 @@ class Attendance:
         return self._missing
 
     def _stays_away(self, rank: int, waited: float, *, all_needed: bool) -> bool:
-        """Whether the main rank gives up a rank that has left no note after ``waited`` seconds."""
+        """Whether the main rank stops waiting for a rank that has written no key after ``waited`` seconds."""
         grace = min(GRACE, self._patience.total_seconds() / 2)
         place = self.places.get(rank)
         if place is None:
@@ -140,7 +142,7 @@ class Attendance:
                 place = self.places.get(0)
                 if self._store.check([decision]):
                     break
-                if place is not None and place.passed:  # and had before the store was seen to hold no decision
+                if place is not None and place.passed:  # and had passed before the store was seen to hold no decision
                     raise CheckpointError(f"{came}: {place.text}; {remedy}")
             else:
                 raise CheckpointError(f"{came} within {self._patience}; {remedy}")
@@ -149,7 +151,7 @@ class Attendance:
                 raise
             raise CheckpointError(f"{came}: the store that the ranks share is gone; {remedy}") from error
         missing = tuple(json.loads(self._store.get(decision)))
-        if self._rank in missing:  # from now on in step with the main rank, which waits for this one again
+        if self._rank in missing:  # continues in step with the main rank, which waits for this rank again
             self._round = int(self._store.get("rounds"))
             self._store.add("late", 1)
         else:
@@ -157,7 +159,7 @@ class Attendance:
         return missing
 
     def _moments(self, patience: float) -> Iterator[None]:
-        """Moments to look for notes, for ``patience`` seconds; keeps ``places`` up to date meanwhile."""
+        """Yields at polling times, for ``patience`` seconds; updates ``places`` meanwhile."""
         self.places = {}
         now = time.monotonic()
         deadline, search, pause = now + patience, now, _SHORTEST_PAUSE

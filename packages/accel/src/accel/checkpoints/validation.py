@@ -1,4 +1,4 @@
-"""A check that a checkpoint belongs to this run, by names, shapes and options, before a tensor is read."""
+"""Check that a checkpoint fits this run, by names, shapes and options, before any tensor is read."""
 
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -13,10 +13,10 @@ from accel_state.errors import CheckpointMismatchError
 
 
 def check_parts(wanted: Collection[str], saved: Sequence[str], here: Sequence[str]) -> None:
-    """Raises unless a checkpoint has the parts of these names, and the run has parts that take them.
+    """Refuses a checkpoint without the requested parts, and parts that the run cannot load.
 
     Raises:
-        CheckpointMismatchError: names the first that is unknown, the nearest, and all that there are.
+        CheckpointMismatchError: names the first unknown part, the nearest one, and all available ones.
     """
     for names, lacks in ((saved, "the checkpoint holds no part"), (here, "nothing here takes the part")):
         unknown = sorted(set(wanted) - set(names))
@@ -32,10 +32,10 @@ def check_parts(wanted: Collection[str], saved: Sequence[str], here: Sequence[st
 def check_model(
     name: str, own: Mapping[str, Any], aliases: Mapping[str, str], saved: Mapping[str, Any], *, strict: bool
 ) -> PartReport:
-    """Raises unless a model's saved state fits its own; ``aliases`` gives the name in ``own`` for each of a tied one.
+    """Refuses a saved model state that does not fit the model; ``aliases`` maps tied names to the name in ``own``.
 
     Raises:
-        CheckpointMismatchError: what is missing or unknown (``strict``), or of another shape.
+        CheckpointMismatchError: parameters are missing or unknown (``strict``), or have other shapes.
     """
     given = {aliases.get(key, key): value for key, value in saved.items()}
     missing = [key for key in own if key not in given]
@@ -55,12 +55,12 @@ def check_model(
 def check_optimizer(
     name: str, kind: str, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
 ) -> PartReport:
-    """Raises unless an optimizer's saved state has the parameters, groups and options of its own.
+    """Refuses a saved optimizer state whose parameters, groups or options are not those of the optimizer.
 
-    Without ``strict`` parameters may be new or gone, if those that both have are grouped alike.
+    Without ``strict``, parameters may be new or missing, if the common ones are grouped alike.
 
     Raises:
-        CheckpointMismatchError: says in what they differ.
+        CheckpointMismatchError: names the differences.
     """
     ours = [parameter for group in own[GROUPS] for parameter in group[PARAMS]]
     theirs = dict.fromkeys([parameter for group in saved[GROUPS] for parameter in group[PARAMS]] + [*saved[STATE]])
@@ -90,10 +90,10 @@ def check_optimizer(
 def matched_groups(
     own: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]] | None:
-    """An optimizer's groups, each with the saved one of the same parameters, going by those that both states have.
+    """Pairs an optimizer's groups with the saved groups of the same parameters, among those in both states.
 
-    A group of nothing but new parameters has no partner and is left out, and one without parameters has the next of
-    its kind. None: parameters that both have are grouped in another way.
+    A group that has new parameters only is left out; a group without parameters is paired with the next saved one
+    without parameters. None: the common parameters are grouped differently.
     """
     ours = {parameter for group in own[GROUPS] for parameter in group[PARAMS]}
     theirs = {parameter for group in saved[GROUPS] for parameter in group[PARAMS]}
@@ -116,9 +116,9 @@ def matched_groups(
 
 
 def fitted_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state that passed ``check_optimizer``, made one of exactly the parameters and groups of ``own``.
+    """Converts a saved state that passed ``check_optimizer`` to exactly the parameters and groups of ``own``.
 
-    What the saved state does not have comes from ``own``: states of new parameters, options of groups of such.
+    States of new parameters, and options of groups that have new parameters only, are those of ``own``.
     """
     options = {id(group): there for group, there in matched_groups(own, saved) or ()}
     theirs = {parameter for group in saved[GROUPS] for parameter in group[PARAMS]}
@@ -133,10 +133,10 @@ def fitted_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
 
 
 def check_keys(name: str, own: object, saved: object) -> None:
-    """Raises if both are mappings and each has keys that the other has not, as two kinds of schedule have.
+    """Refuses two mappings each of which has keys that the other lacks, as the states of two kinds of schedule do.
 
     Raises:
-        CheckpointMismatchError: names them.
+        CheckpointMismatchError: names the keys.
     """
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         return

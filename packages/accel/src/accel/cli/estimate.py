@@ -1,4 +1,4 @@
-"""``accel estimate-memory``: what loading a model takes, and training all of it in one dtype."""
+"""``accel estimate-memory``: memory for loading a model, and for training it in one dtype."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8":
 DEFAULTS = ("float32", "float16", "int8", "int4")
 _TRAINED = ("float32", "float16", "bfloat16")
 Sizes = Mapping[str, tuple[int, bool]]
-"""For each tensor by name: how many numbers, and whether they are floating-point."""
+"""For each tensor by name: number of elements, and whether it is floating-point."""
 
 
 @click.command("estimate-memory")
@@ -32,7 +32,7 @@ Sizes = Mapping[str, tuple[int, bool]]
 def estimate_memory(
     words: tuple[str, ...], *, dtypes: tuple[str, ...], library_name: str | None, trust_remote_code: bool, as_json: bool
 ) -> int:
-    """What MODEL takes in memory by dtype: a module:build, a folder of safetensors or with a config.json, or one file.
+    """Memory of MODEL by dtype. MODEL is a module:build, a folder of safetensors or with a config.json, or one file.
 
     Training is with Adam: weights, gradients and two states, all in that dtype. For a real plan with activations,
     precision and devices, use accel plan.
@@ -60,9 +60,9 @@ def estimate_memory(
 
 
 def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
-    """One row for each dtype: bytes of the largest layer, of all, and of training all of it; pure.
+    """One row for each dtype: bytes of the largest layer, of the model, and of training it; pure.
 
-    A layer is what has one number in its name (a block of a list), or a module of its own elsewhere.
+    A layer is an entry of a list (a name with one number), or otherwise a module.
     """
     layers: dict[str, int] = {}
     for name, (numel, _) in sizes.items():
@@ -79,7 +79,7 @@ def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _model_and_dtypes(words: Iterable[str], dtypes: Iterable[str]) -> tuple[str, list[str]]:
-    """The model, and the dtypes: several may follow one ``--dtypes``, as they do with other estimators."""
+    """Splits the model from the dtypes: several dtypes may follow one ``--dtypes``, as in other estimators."""
     named = [_SHORT.get(word, word) for text in dtypes for word in text.replace(",", " ").split()]
     models: list[str] = []
     for given in words:
@@ -124,10 +124,10 @@ def _sizes_of_module(module: Any) -> Sizes:
 
 
 def _header(path: Path) -> Sizes:
-    """Names and sizes of a file's tensors, from its header alone.
+    """Names and sizes of a file's tensors, read from its header only.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the header is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -147,7 +147,7 @@ def _product(shape: Iterable[int]) -> int:
 
 
 def _from_config(path: Path, library: str | None, trust: bool) -> Sizes:
-    """The model that a configuration of transformers describes, on the meta device."""
+    """Sizes of the model of a transformers configuration, built on the meta device."""
     if library not in (None, "transformers"):
         raise ConfigError(f"library_name {library!r} is not supported for {path}; expected transformers")
     try:

@@ -1,4 +1,4 @@
-"""``accel explain``: the choices and the traffic of a script's run, read from the run itself, which then ends."""
+"""``accel explain``: choices and communication of a script's run, read from the run itself, which then ends."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import rich_click as click
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def explain(script: str, arguments: tuple[str, ...], *, num_processes: int, cpu: bool) -> int:
-    """Runs SCRIPT for two optimizer steps, says what was chosen for it and what the second one sent, and ends it.
+    """Runs SCRIPT for two optimizer steps, prints what was chosen and what the second step communicated, and ends it.
 
     Files of the project stay unchanged: trackers, save_state, load_state, resume and profile do nothing meanwhile.
     Files that the script itself writes are written.

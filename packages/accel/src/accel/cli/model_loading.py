@@ -1,4 +1,4 @@
-"""Finds what a command line names as ``module:attribute``."""
+"""Import of objects that a command line names as ``module:attribute``."""
 
 import sys
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from accel_state.errors import ConfigError
 
 
 def load_object(text: str, what: str) -> Any:
-    """The object that ``module:attribute`` or ``path/to/file.py:attribute`` names; the working directory is searched.
+    """Imports the object ``module:attribute`` or ``path/to/file.py:attribute``; also searches the working directory.
 
     Raises:
-        ConfigError: it cannot be found, with the nearest name that can.
+        ConfigError: it cannot be found; names the nearest name that can.
     """
     module_name, colon, attribute = text.rpartition(":")
     if not colon or not module_name or not attribute:
@@ -39,7 +39,7 @@ def load_object(text: str, what: str) -> Any:
 
 
 def load_function(text: str, what: str) -> Callable[..., Any]:
-    """Like ``load_object``, and it can be called.
+    """Like ``load_object``, for callables.
 
     Raises:
         ConfigError: it cannot be found or called.

@@ -1,4 +1,4 @@
-"""``accel plan``: memory, traffic and time of every way of training a model, and the one to choose."""
+"""``accel plan``: memory, communication and time of every strategy for a model, and the best choice."""
 
 import sys
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ _COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
 @click.option("--flops", type=float, metavar="RATE", help="Operations a second that a device reaches: 4e14.")
 @as_json
 def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, **options: Any) -> int:
-    """Predicts memory and traffic of every strategy for the model that MODULE:BUILD() builds, and chooses one.
+    """Predicts memory and communication of every strategy for the model that MODULE:BUILD() builds, and chooses one.
 
     Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
     """
@@ -116,7 +116,7 @@ def as_data(
     problem: str | None,
     margin: float,
 ) -> dict[str, Any]:
-    """Everything that was found, as plain data: bytes and seconds."""
+    """All results as plain data: bytes and seconds."""
     from dataclasses import asdict
 
     from accel_planner.select import fits
@@ -169,9 +169,9 @@ def _table(rows: list[tuple[str, ...]], fitting: list[bool], hidden: Sequence[st
 
 
 def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
-    """One line for each strategy; where it does not fit into the terminal, without what the peak is made of.
+    """Prints one line for each strategy; omits the parts of the peak if the table is wider than the terminal.
 
-    Where there is no terminal to fit into, it is as wide as it takes.
+    Without a terminal, the table has its full width.
     """
     from rich.console import Console
 
@@ -181,7 +181,7 @@ def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
     if not console.is_terminal or whole <= console.width:
         Console(highlight=False, width=whole).print(table)
         return
-    # In a terminal that is narrower still, the terminal breaks the lines, and no number loses its unit.
+    # A terminal that is even narrower wraps the lines itself, so that no number is separated from its unit.
     Console(highlight=False, width=max(console.width, page.measure(narrow).maximum)).print(narrow)
     print(f"({', '.join(_PARTS)}: in a terminal of {whole} columns, or with --json)")
 
@@ -220,7 +220,7 @@ def _show(
 
 
 def _numbers(plan: "MemoryPlan") -> tuple[str, ...]:
-    """What a plan takes, as the columns between its name and whether it fits."""
+    """Memory and time of a plan, as the columns between its name and whether it fits."""
     from accel_state.sizes import readable_bytes
 
     parts = plan.parts

@@ -1,4 +1,4 @@
-"""``accel report``: a run's own log as one HTML page, and its plots as pictures."""
+"""``accel report``: the run log as one HTML page, and its plots as images."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ _SIZE = (1120, 560)
 @click.option("-o", "--output", metavar="FILE", help="Where the page goes; if not given, report.html beside the log.")
 @click.option("--png", metavar="DIR", help="Also draw each plot as DIR/<name>.png; needs Chromium or Chrome.")
 def report(run: str, *, output: str | None, png: str | None) -> int:
-    """Writes one HTML page about the run at RUN: its log's folder, or any folder above (the newest run counts)."""
+    """Writes one HTML page about the run at RUN: its log's folder, or any folder above (the newest run is taken)."""
     from accel_observe.report import find_run, page_of, plots_of, read_history
 
     journal = find_run(run)
@@ -39,7 +39,7 @@ def report(run: str, *, output: str | None, png: str | None) -> int:
 
 
 def draw(plots: "list[Plot]", folder: Path) -> list[Path]:
-    """Has a browser draw each plot, as it looks on the page, with its heading and legend.
+    """Renders each plot in a browser, as it looks on the page, with its heading and legend.
 
     Raises:
         ConfigError: there is no browser, or it fails.
@@ -62,10 +62,10 @@ def draw(plots: "list[Plot]", folder: Path) -> list[Path]:
 
 
 def screenshot(browser: str, page: Path, target: Path, size: tuple[int, int]) -> None:
-    """A picture of a page, of ``size`` in pixels.
+    """Renders a page to an image of ``size`` pixels.
 
     Raises:
-        ConfigError: the browser makes none.
+        ConfigError: the browser writes no image.
     """
     with tempfile.TemporaryDirectory() as profile:
         words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]

@@ -1,1 +1,1 @@
-"""The parts of the Accelerator's interface, one file each."""
+"""Mixins of the Accelerator, one for each topic."""

@@ -1,4 +1,4 @@
-"""The state of an Accelerator that its checkpoints hold: named parts, hooks, and the project's series."""
+"""Checkpointed state of an Accelerator: named parts, hooks, and the project's series of checkpoints."""
 
 from abc import ABC
 from collections import OrderedDict
@@ -42,7 +42,7 @@ FOLDER = "checkpoints"
 
 
 class CheckpointFacet(ABC):
-    """What saving and loading have in common: the run's state under stable names, and where it lies."""
+    """Common base of saving and loading: the run's state under stable names, and its location."""
 
     session: "Session"
     clock: StepClock
@@ -64,38 +64,38 @@ class CheckpointFacet(ABC):
     _machines: "PerNode | None" = None
 
     def _companions(self) -> Mapping[str, Companion]:
-        """What goes with a checkpoint, by name; made anew each time, as it refers to the Accelerator."""
+        """Optional parts of a checkpoint, by name; made anew at each call, because they refer to the Accelerator."""
         return {}
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
-        """Makes ``save_state`` and ``load_state`` include these objects.
+        """Includes these objects in ``save_state`` and ``load_state``.
 
-        Loading asks for their ``state_dict`` as well: it is put back if another part refuses what was saved.
+        Loading also calls their ``state_dict``, to restore it if another part refuses the checkpoint.
 
         Raises:
-            ConfigError: an object has no ``state_dict`` and ``load_state_dict``; none of them is registered then.
+            ConfigError: an object lacks ``state_dict`` or ``load_state_dict``; no object is registered then.
         """
         check_stateful(objects)
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Calls ``hook(models, weights, output_dir)`` before saving; weights it takes off the list are not saved.
+        """Calls ``hook(models, weights, output_dir)`` before saving; weights that it removes from the list are skipped.
 
-        What it writes into ``output_dir``, in subfolders too, becomes part of the checkpoint: it is digested, committed
-        with the rest, and a load hook finds it in ``input_dir``. ``output_dir`` is always a folder of this machine: the
-        checkpoint's own under a hidden name, or, where that lies behind a URL, a temporary one of this process, whose
-        files are uploaded. Processes that share a disk share the checkpoint's folder, so of one file the last writer's
-        is kept (behind a URL the lowest rank's): let the main process write, or name files by rank.
+        Files that it writes into ``output_dir``, also in subfolders, become part of the checkpoint: they are digested
+        and committed with the rest, and a load hook finds them in ``input_dir``. ``output_dir`` is always a local
+        folder: the checkpoint's own under a hidden name, or, for a checkpoint at a URL, a temporary folder of this
+        process, whose files are uploaded. Processes that share a disk share the checkpoint's folder, so the last write
+        of a file counts (at a URL, that of the lowest rank): write on the main process only, or name files by rank.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Calls ``hook(models, input_dir)`` before each load; models it drops from the list are not loaded.
+        """Calls ``hook(models, input_dir)`` before each load; models that it removes from the list are not loaded.
 
-        ``input_dir`` is the checkpoint's folder; of a checkpoint behind a URL a temporary folder of this process, which
-        holds the files that save hooks had written, until the load is over.
+        ``input_dir`` is the checkpoint's folder; for a checkpoint at a URL, a temporary folder of this process that
+        holds the files written by save hooks, until the load ends.
         """
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
@@ -129,7 +129,7 @@ class CheckpointFacet(ABC):
         )
 
     def _series(self) -> "CheckpointDirectory | None":
-        """The project's automatic checkpoints, when it has them."""
+        """Series of the project's automatic checkpoints; None without automatic naming."""
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             return None
@@ -145,11 +145,14 @@ class CheckpointFacet(ABC):
         return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self._ranks())
 
     def _keeps_copies(self) -> bool:
-        """Whether each of several machines keeps a copy of every checkpoint."""
+        """Whether each of several nodes keeps a copy of every checkpoint."""
         return self.project_configuration.save_on_each_node and self.session.topology.num_nodes > 1
 
     def _ranks(self) -> "Ranks":
-        """Who saves and loads together, and on which disks. Collective the first time."""
+        """The ranks that save and load together, and their disks.
+
+        Collective: every rank of the group must call this. Later calls are local.
+        """
         if not self._keeps_copies():
             return self.session.live_group()
         if self._machines is None:
@@ -159,7 +162,7 @@ class CheckpointFacet(ABC):
         return self._machines
 
     def _continue_numbering(self, path: "Location") -> None:
-        """The next automatic checkpoint follows the one that was saved or loaded."""
+        """Sets the number of the next automatic checkpoint to follow the one that was saved or loaded."""
         prefix, _, number = path.name.rpartition("_")
         if self.project_configuration.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
             self.project_configuration.iteration = int(number) + 1

@@ -1,4 +1,4 @@
-"""An Accelerator with ``strategy="auto"``: its backend is chosen when it is first given a model."""
+"""Auto strategy of an Accelerator: the backend is chosen when the first model is prepared."""
 
 from abc import ABC
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChoosingFacet(ABC):
-    """Puts the chosen backend in the place of the one that a run without a model gets."""
+    """Replaces the provisional backend of a run without a model by the chosen one."""
 
     session: "Session"
     policy: "PrecisionPolicy"
@@ -27,7 +27,10 @@ class ChoosingFacet(ABC):
     _undecided: "Undecided | None"
 
     def _decide(self, items: Sequence[Any], kinds: Sequence[str], *, split_batches: bool) -> None:
-        """Chooses by the model, the optimizer and the loader among ``items``; collective."""
+        """Chooses a backend for the model, the optimizer and the loader among ``items``.
+
+        Collective: every rank of the group must call this.
+        """
         from accel.setup.resolve_strategy import fitting
         from accel_backends import Choice
         from accel_planner.auto import checkpoint_blocks, decide, first_batch

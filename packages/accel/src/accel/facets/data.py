@@ -1,4 +1,4 @@
-"""An Accelerator's side towards the data: loaders, exact metrics, uneven ends."""
+"""Data of an Accelerator: loaders, exact metrics, uneven inputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 @final
 class SynchronisedStart:
-    """Sets random generators to the main process's state whenever a pass of a loader begins, then tells the clock."""
+    """Sets random generators to the main process's state when a loader's pass begins; reports passes to the clock."""
 
     def __init__(self, clock: StepClock, rng_types: Sequence[str]) -> None:
         self._clock = clock
         self._rng_types = rng_types
 
     def began(self, loader: Any) -> None:
-        """A pass begins on all ranks."""
+        """Called when a pass begins on all ranks."""
         from accel_state.rng import synchronize_rng_states
 
         synchronize_rng_states(self._rng_types)
         self._clock.began(loader)
 
     def ended(self, loader: Any) -> None:
-        """The pass is over."""
+        """Called when the pass has ended."""
         self._clock.ended(loader)
 
 
 class DataFacet(ABC):
-    """Everything about batches that needs the session, the clock and the loader options together."""
+    """Methods about batches, which need the session, the clock and the loader options together."""
 
     session: "Session"
     clock: StepClock
@@ -57,15 +57,15 @@ class DataFacet(ABC):
     _preemption: "Preemption | None"
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers predictions or labels of the batch just computed, without the samples repeated to fill it.
+        """Gathers predictions or labels of the current batch, without the samples that were repeated to fill it.
 
-        Tensors (in any nesting) are concatenated along dimension 0; other objects are sent as objects and a list of
-        them counts as rows. Inside a prepared loader's loop the result, over a whole epoch, holds every sample of the
-        dataset exactly once, in the order of the samples; outside of a loop everything is kept. Where ranks share
-        sequences, the parts (samples, tokens, ...) are put together first.
+        Tensors (in any nesting) are concatenated along dimension 0; other objects are gathered as objects, and a list
+        of them counts as rows. Inside a prepared loader's loop the result, over a full epoch, holds every sample of the
+        dataset exactly once, in the order of the samples; outside of a loop all rows are kept. With sequence
+        parallelism, the shards (samples, tokens, ...) of a sequence are concatenated first.
 
         Raises:
-            DataError: ranks share sequences, and there is something that is not (samples, tokens, ...).
+            DataError: with sequence parallelism, a leaf is not a tensor (samples, tokens, ...).
         """
         from accel.loop.metrics import gather_for_metrics
 
@@ -77,25 +77,25 @@ class DataFacet(ABC):
         )
 
     def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":
-        """A loader like ``dataloader`` that begins after ``num_batches`` batches; ``dataloader`` moves with it."""
+        """Returns a loader like ``dataloader`` that begins after ``num_batches`` batches; both share one position."""
         from accel_data import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: "DataLoader[Any]", model: nn.Module) -> Any:
-        """The loader, prepared if it is not: every prepared loader gives this rank its part of each sequence."""
+        """Returns the loader, prepared if it is not: prepared loaders yield this rank's shard of each sequence."""
         return self.prepare_data_loader(dl)
 
     @abstractmethod
     def prepare_data_loader(self, data_loader: "DataLoader[Any]") -> Any:
-        """Prepares one loader; one that is prepared comes back as it is."""
+        """Prepares one loader; a prepared loader is returned unchanged."""
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
-        """Lets ranks with fewer batches than others leave the loop early without the others hanging.
+        """Lets ranks with fewer batches leave the loop early while the others continue (torch's ``Join``).
 
-        ``even_batches`` overrides the setting of every prepared map-style loader inside the block; joining happens
-        only where batches are not made even.
+        ``even_batches`` overrides the setting of every prepared map-style loader inside the block; joining has an
+        effect only if batches are not made even.
         """
         even = self.dataloader_config.even_batches if even_batches is None else even_batches
         with ExitStack() as stack:
@@ -112,7 +112,7 @@ class DataFacet(ABC):
         self._joining = False
 
     def _shards_of_ranks(self) -> list[int] | None:
-        """The data shard of each rank; None where each has its own."""
+        """Data shard of each rank; None if every rank has its own."""
         topology = self.session.topology
         if self.data_shard.count == topology.world_size:
             return None
@@ -120,7 +120,7 @@ class DataFacet(ABC):
         return [self.parallelism_config.data_shard(place).index for place in places]
 
     def _part_of_sequences(self) -> "Part | None":
-        """What takes this rank's part of the sequences of a batch; None where they are whole."""
+        """Function that takes this rank's shard of each sequence of a batch; None without sequence parallelism."""
         shared, options = self.parallelism_config.size("sp"), self.parallelism_config.sp_handler
         if shared == 1 or options is None:
             return None
@@ -131,7 +131,7 @@ class DataFacet(ABC):
         return partial(split_sequences, index=index, count=shared, expected=length)
 
     def _whole_sequences(self, data: Any) -> Any:
-        """The parts of all ranks that share sequences, in their order."""
+        """Concatenates the sequence shards of the sequence-parallel group, in rank order."""
         if self.backend.sequence_group is None:
             return data
         from accel.loop.metrics import join_parts

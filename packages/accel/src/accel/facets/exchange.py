@@ -1,4 +1,4 @@
-"""An Accelerator's side towards checkpoints of other libraries: DeepSpeed's own folders, read and written."""
+"""Import and export of DeepSpeed's own checkpoint folders."""
 
 import os
 from abc import ABC
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExchangeFacet(ABC):
-    """Takes in and gives out what others write."""
+    """Methods that read and write checkpoints of other libraries."""
 
     backend: "Backend"
     _models: "list[nn.Module]"
@@ -25,21 +25,23 @@ class ExchangeFacet(ABC):
     def import_deepspeed(
         self, folder: str | os.PathLike[str], *, tag: str | None = None, model: "nn.Module | None" = None
     ) -> None:
-        """Loads a folder that DeepSpeed's ``engine.save_checkpoint`` wrote into a prepared model and its optimizer.
+        """Loads a folder written by DeepSpeed's ``engine.save_checkpoint`` into a prepared model and its optimizer.
 
-        Whatever the stage and the number of ranks that wrote it, and whatever the backend here. Weights, the
-        optimizer's state, the loss scale and counts of steps are taken over; schedules, loaders and random states are
-        not in it as they are here. ``save_state`` afterwards is the conversion. Collective; every process reads the
-        whole folder.
+        The ZeRO stage and the number of ranks that wrote it, and the backend here, may be any. Weights, the optimizer's
+        state, the loss scale and step counts are loaded; schedules, loaders and random states are not, because
+        DeepSpeed stores them in another form or not at all. ``save_state`` afterwards completes the conversion. Every
+        process reads all files.
+
+        Collective: every rank of the group must call this.
 
         Args:
-            folder: that ``save_checkpoint`` was given.
-            tag: of the checkpoint in it; None: what ``latest`` names.
-            model: a prepared one, where there are several.
+            folder: the folder that was passed to ``save_checkpoint``.
+            tag: name of the checkpoint in it; None: the name in the file ``latest``.
+            model: a prepared model; needed if there are several.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or not all of it.
-            CheckpointMismatchError: it is another model's, or another optimizer's.
+            CheckpointError: there is no such checkpoint, or it is incomplete.
+            CheckpointMismatchError: it belongs to another model, or to another optimizer.
         """
         from pathlib import Path
 
@@ -68,9 +70,12 @@ class ExchangeFacet(ABC):
     def export_deepspeed(
         self, folder: str | os.PathLike[str], *, tag: str = "accel", model: "nn.Module | None" = None
     ) -> None:
-        """Writes a prepared model and its optimizer as DeepSpeed's ``load_checkpoint`` and ``zero_to_fp32`` read it.
+        """Writes a prepared model and its optimizer for DeepSpeed's ``load_checkpoint`` and ``zero_to_fp32``.
 
-        With strategy ``"deepspeed"`` only, whose checkpoints of ``save_state`` load from any other. Collective.
+        Only with strategy ``"deepspeed"``; a checkpoint of ``save_state`` from another strategy can be loaded into it
+        first.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             BackendError: another backend.

@@ -1,4 +1,4 @@
-"""An Accelerator's gradients: their synchronisation, their norm, and the loss scale in them."""
+"""Gradients of an Accelerator: reduction, clipping, and the loss scale."""
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GradientFacet(ABC):
-    """Everything about gradients between backward and the optimizer's step."""
+    """Methods about gradients between the backward and the optimizer's step."""
 
     clock: StepClock
     backend: "Backend"
@@ -29,20 +29,20 @@ class GradientFacet(ABC):
     _joining: bool
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward keeps this rank's gradients of ``model`` to itself."""
+        """Within the block, the backward does not reduce the gradients of ``model`` over ranks."""
         return self.backend.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the next backward reduces the gradients even though the forward ran under ``no_sync``."""
+        """Within the block, the next backward reduces the gradients even if the forward ran under ``no_sync``."""
         return self.backend.trigger_sync(model)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
+        """Scales the gradients to a global norm of at most ``max_norm``; returns the norm before clipping.
 
-        Acts only when a step is due. Before, nothing changes, and the norm of what this process has accumulated so far
-        is returned, which is not reduced over processes yet, without the loss scale.
+        Has an effect only when a step is due. Otherwise it returns the norm of the gradients that this process has
+        accumulated so far, which are not reduced over ranks yet, with the loss scale divided out.
         """
         if not self.clock.due:
             return self.backend.norm_so_far(parameters, self._models, norm_type)
@@ -52,17 +52,17 @@ class GradientFacet(ABC):
         return self.backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limits every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
+        """Clamps every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
         if self.clock.due:
             parameters = _listed(parameters)
             self.backend.unscale(self._holding(parameters))
             self.backend.clip_grad_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divides the loss scale out of the gradients, once, of the given or all prepared optimizers.
+        """Divides the gradients by the loss scale, once, for the given optimizer or all prepared ones.
 
-        In the block of ``accumulate(model)`` all means those that step for its models: what others have accumulated
-        is still scaled, and has to stay so.
+        In the block of ``accumulate(model)``, "all" means those that step for its models: the gradients that others
+        have accumulated must stay scaled.
         """
         if optimizer is None:
             chosen: Sequence[Any] = (
@@ -75,14 +75,15 @@ class GradientFacet(ABC):
         self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The gradients of the next step by parameter name: whole, averaged over processes, without the loss scale.
+        """Full gradients of the next step by parameter name: averaged over ranks, with the loss scale divided out.
 
-        They are copies, on every process, however the backend spreads gradients; parameters without a gradient are
-        left out. To be called on all processes, after the last backward of a window. Clipping that the step does by
-        itself (DeepSpeed's) is not in them.
+        They are copies, on every process, however the backend shards gradients; parameters without a gradient are left
+        out. Call it after the last backward of a window. Clipping by the step itself (DeepSpeed's) is not included.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: a step is not due, so that the processes have not put their parts together yet.
+            BackendError: no step is due, so the gradients have not been reduced yet.
         """
         if not self.clock.due:
             raise BackendError(
@@ -95,24 +96,24 @@ class GradientFacet(ABC):
         return recorded("full_gradients")(read)(model) if self.backend.capabilities.sharded else read(model)
 
     def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
-        """Computes in the policy's dtype inside; for what is computed outside of a prepared model's forward."""
+        """Computes in the policy's dtype within the block, for computation outside of a prepared model's forward."""
         return self.backend.autocast(autocast_handler)
 
     def _accumulated(self) -> list[nn.Module]:
-        """The models whose window is current, and those without a window of their own that its losses reach."""
+        """Models of the current window, and models without a window of their own that its losses have reached."""
         clock = self.clock
         if not clock.key:
             return self._models
         return [self._models[position] for position in (*clock.key, *sorted(clock.window.reached))]
 
     def _forget_dropped(self, window: AccumulationWindow) -> None:
-        """See ``accumulation.forget_dropped``, for the models whose window is current."""
+        """Calls ``accumulation.forget_dropped`` for the models of the current window."""
         if window.weight is not None:
             parameters = [parameter for model in self._accumulated() for parameter in model.parameters()]
             forget_dropped(window, parameters, self._holding(parameters))
 
     def _backward(self, loss: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> None:
-        """Runs backward, and notes the models without a group of their own that the loss has reached."""
+        """Runs the backward, and records the models without a window of their own that the loss has reached."""
         clock = self.clock
         alone = [n for n in range(len(self._models)) if n not in clock.claimed] if clock.key else ()
         if not alone:
@@ -125,7 +126,10 @@ class GradientFacet(ABC):
                 clock.window.reached.add(position)
 
     def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
-        """Backward of a sum, whose window is divided by all weights of all ranks when it ends; collective then."""
+        """Runs the backward of a sum. At the end of the window, divides its gradients by the weights of all ranks.
+
+        Collective: every rank of the group must call this.
+        """
         if self._joining:
             raise BackendError(
                 "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
@@ -140,7 +144,7 @@ class GradientFacet(ABC):
             normalise(window, self._accumulated(), self.backend)
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
-        """Which prepared models these are; () for all of them or none in particular."""
+        """Positions of these models among the prepared ones; () for all of them or no specific ones."""
         if len(models) == len(self._models) == 1 and models[0] is self._models[0]:
             self.clock.num_models = 1
             return ()
@@ -163,7 +167,7 @@ class GradientFacet(ABC):
         )
 
     def _holding(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-        """The prepared optimizers, their inner ones, that update some of these parameters."""
+        """The inner optimizers of the prepared ones that update some of these parameters."""
         inner = [one.optimizer for one in self._optimizers]
         if len(inner) < 2:
             return inner

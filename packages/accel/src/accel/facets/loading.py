@@ -1,4 +1,4 @@
-"""An Accelerator's loading of checkpoints: everything, or parts of it by name."""
+"""Loading of checkpoints into an Accelerator: all parts, or parts by name."""
 
 import os
 from abc import ABC
@@ -25,11 +25,12 @@ LATEST = "latest"
 
 
 class LoadingFacet(CheckpointFacet, ABC):
-    """Finds a checkpoint, compares it with the run, and loads what is asked for."""
+    """Finds a checkpoint, compares it with the run, and loads the requested parts."""
 
     last_load: LoadReport | None = None
-    """What the last ``load_state`` has loaded, what was missing or left over, and how this run differs from the one
-    that saved; None before the first."""
+    """Report of the last ``load_state``: loaded, missing and unused entries, and differences between this run and the
+    saved one; None before the first load.
+    """
 
     @observed("loaded")
     @recorded("load_state")
@@ -40,25 +41,28 @@ class LoadingFacet(CheckpointFacet, ABC):
         strict: bool = True,
         parts: str | Iterable[str] | None = None,
     ) -> "Location":
-        """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
+        """Restores the state that ``save_state`` saved, on any number of processes; returns the folder that was read.
 
         ``input_dir`` None or ``"latest"`` takes the newest intact checkpoint of the project's automatic ones. Ranks
-        that did not exist when it was saved derive their random state from it. ``strict=False`` tolerates parameters
-        that are missing or left over, in models and optimizers; ``last_load`` reports them.
+        that did not exist at the save derive their random state from the checkpoint. ``strict=False`` tolerates missing
+        and unused parameters in models and optimizers; ``last_load`` reports them.
 
-        With ``parts`` only those of these names are loaded, as the checkpoint names them: ``"model"``,
-        ``"optimizer"``, ``"scheduler"``, ``"loader"``, ``"custom"`` (the first of each kind, then ``"model_1"``, ...),
-        ``"scaler"``, ``"clock"`` (with the gradients of an open window) and ``"rng"``. Everything else of the run
-        stays as it is, random state, clock and open windows included, and the checkpoint may hold what the run has
-        not prepared. Only the bytes that are read are compared with their digests then.
+        ``parts`` restricts loading to the parts of these names: ``"model"``, ``"optimizer"``, ``"scheduler"``,
+        ``"loader"``, ``"custom"`` (the first of each kind, then ``"model_1"``, ...), ``"scaler"``, ``"clock"`` (with
+        the gradients of an open window) and ``"rng"``. The rest of the run is not changed, including random state,
+        clock and open windows, and the checkpoint may hold parts that the run has not prepared. Only the bytes that are
+        read are verified then.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            ConfigError: no place is given or known, or ``parts`` names nothing.
-            CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or another one.
+            ConfigError: no location is given or known, or ``parts`` is empty.
+            CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or a part that does not
+                fit.
             CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
-                A mismatch, and a file that is missing or of another size, are found before anything has changed. A
+                A mismatch, and a file that is missing or has another size, are found before anything has changed. A
                 block whose bytes have changed is found when it is read into the parameters: models and optimizers
-                hold a part of the checkpoint then, as the error says, until another ``load_state`` succeeds.
+                then hold a part of the checkpoint, as the error says, until another ``load_state`` succeeds.
         """
         self._wait_for_save()
         options = self._agreed_options(strict, parts)
@@ -73,7 +77,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         return checkpoint.path
 
     def _agreed_options(self, strict: bool, parts: str | Iterable[str] | None) -> LoadOptions:
-        """The options, the same on all ranks; otherwise they would enter different collectives."""
+        """Verifies that the options are the same on all ranks, because they decide which collectives the ranks call."""
         from accel_ckpt.rank_group import RankGroup
 
         told = RankGroup.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
@@ -87,9 +91,9 @@ class LoadingFacet(CheckpointFacet, ABC):
     def _loaded(
         self, input_dir: str | os.PathLike[str] | None, options: LoadOptions
     ) -> "tuple[Checkpoint, Restoration]":
-        """The checkpoint that ``input_dir`` names, or the newest intact one, loaded.
+        """Loads the checkpoint that ``input_dir`` names, or the newest intact one.
 
-        Hooks are shown none that is damaged, so where there are any every byte is compared before they are called.
+        Hooks must not see a damaged checkpoint, so if there are hooks, every byte is verified before they are called.
         """
         from accel_ckpt import open_checkpoint
 
@@ -133,7 +137,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         return load(latest) if verify else (latest, restorations[-1])
 
     def _read(self, checkpoint: "Checkpoint", options: LoadOptions, files: ExitStack) -> Restoration:
-        """The checkpoint's parts, compared with the run's, after the hooks; ``files`` ends what these have read."""
+        """Reads the checkpoint's parts after the hooks, and compares them; ``files`` closes the hooks' files."""
         models = list(self._models)
         folder = str(checkpoint.path)
         if self._load_hooks and not isinstance(checkpoint.path, Path):
@@ -146,7 +150,8 @@ class LoadingFacet(CheckpointFacet, ABC):
         dropped = [model for model in self._models if not any(model is kept for kept in models)]
         parts = self._train_state(options)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        # Without strict a checkpoint may lack parameters, which would keep the values of a damaged one read before.
+        # Without strict, a checkpoint may lack parameters, which would keep the values of a damaged one that was read
+        # before.
         in_place = options.strict and self.backend.capabilities.loads_in_place
         return Restoration.read(
             checkpoint, parts, self.session, self._ranks(), options=options, ignored=ignored, in_place=in_place

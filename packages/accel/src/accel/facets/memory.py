@@ -1,4 +1,4 @@
-"""An Accelerator's search for the largest micro-batch that fits into memory."""
+"""Search for the largest micro-batch that fits into memory."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MemoryFacet(ABC):
-    """Tries a step out, on all ranks together, and leaves no trace of it."""
+    """Tries a step on all ranks together, and restores the state afterwards."""
 
     session: "Session"
     clock: StepClock
@@ -25,14 +25,16 @@ class MemoryFacet(ABC):
     _models: list[nn.Module]
 
     def find_micro_batch_size(self, compute: Callable[[Any], torch.Tensor], batch: Any, *, smallest: int = 1) -> int:
-        """The largest micro-batch, of ``batch`` or a half, a quarter... of it, that every rank's memory holds.
+        """Returns the largest micro-batch, of ``batch`` or a half, a quarter... of it, that fits on every rank.
 
-        ``compute`` makes a loss of a batch with the prepared models; its forward and backward are tried with the first
-        rows of ``batch`` (tensors in any nesting). Give the result to the DataLoader and the batch that training needs
-        to ``DataLoaderConfiguration(global_batch_size=...)``: accumulation then makes up for the smaller micro-batches,
-        so the steps are the same whatever the memory is. Optimizer states do not exist yet before the first step; try
-        with a batch somewhat larger than the rest of the memory would just hold. To be called on all processes,
-        between steps; weights, buffers, gradients and random state are as before.
+        ``compute`` returns the loss of a batch with the prepared models; its forward and backward are tried with the
+        first rows of ``batch`` (tensors in any nesting). Pass the result to the DataLoader, and the batch size that
+        training needs to ``DataLoaderConfiguration(global_batch_size=...)``: accumulation then compensates smaller
+        micro-batches, so the steps are the same whatever the memory is. Optimizer states do not exist before the first
+        step; try with a batch somewhat larger than the remaining memory would hold. Call it between steps; weights,
+        buffers, gradients and random state are restored.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             ConfigError: not even ``smallest`` rows fit, or an accumulation window is open.
@@ -63,7 +65,7 @@ class MemoryFacet(ABC):
             size = max(size // 2, smallest)
 
     def _try_step(self, compute: Callable[[Any], torch.Tensor], batch: Any) -> tuple[bool, Exception | None]:
-        """Whether a step fits here, or the error that it has besides."""
+        """Returns whether a step fits on this rank, and any other error of the step."""
         from accel_state.device.memory import should_reduce_batch_size
 
         with ExitStack() as stack:
@@ -80,7 +82,7 @@ class MemoryFacet(ABC):
 
     @contextmanager
     def _unchanged(self, model: nn.Module) -> Iterator[None]:
-        """Puts gradients, buffers and random state back; meanwhile DDP sends no buffers, as ranks may fail apart."""
+        """Restores gradients, buffers and random state; disables DDP's buffer broadcast, as single ranks may fail."""
         from accel_state.rng import rng_state, set_rng_state
 
         random = rng_state()

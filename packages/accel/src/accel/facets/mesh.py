@@ -1,4 +1,4 @@
-"""An Accelerator's place in the mesh of all processes: its part of the model and of the data."""
+"""Position of an Accelerator in the device mesh: its shard of the model and of the data."""
 
 from abc import ABC
 from typing import TYPE_CHECKING
@@ -11,49 +11,49 @@ if TYPE_CHECKING:
 
 
 class MeshFacet(ABC):
-    """Places along the axes are numbers that follow from the rank; nothing is communicated for them."""
+    """Positions along the axes are computed from the rank, without communication."""
 
     session: "Session"
     parallelism_config: "ParallelismConfig"
 
     @property
     def torch_device_mesh(self) -> "DeviceMesh | None":
-        """The mesh of all processes, an axis for each degree above 1; None where there is none.
+        """The mesh of all processes, with an axis for each degree above 1; None without such a degree.
 
-        It is made when it is first asked for, which all processes have to do then.
+        Collective: every rank of the group must call this. Later accesses are local.
         """
         return self.parallelism_config.get_device_mesh(self.session.device.type)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the model's replicas this process has, or a part of; 0 where there is one."""
+        """Index of the model replica of which this process holds all or a shard; 0 if there is one replica."""
         return self._along("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of its replica this process has; 0 where the model is whole."""
+        """Index of this process's shard of its replica; 0 if the model is not sharded."""
         return self._along("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer this process computes; 0 where it computes all of it."""
+        """Index of this process in its tensor-parallel group; 0 without tensor parallelism."""
         return self._along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of each sequence this process computes; 0 where it computes all of it."""
+        """Index of this process in its context-parallel group; 0 without context parallelism."""
         return self._along("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Which stage of the model this process has; 0 where it has all of them."""
+        """Index of this process's pipeline stage; 0 without pipeline parallelism."""
         return self._along("pp")
 
     @property
     def should_save_model(self) -> bool:
-        """This process has a part of the first replica, so all such processes together have the full model.
+        """Whether this process holds a shard of the first replica; these processes together hold the full model.
 
-        For files of one's own: ``save_state`` and ``save_model`` are for all processes, and share the work.
+        For your own files: all processes call ``save_state`` and ``save_model``, which distribute the work.
         """
         place = self.parallelism_config.coordinates(self.session.rank)
         return not any(place[axis] for axis in ("dp_replicate", "cp", "sp"))

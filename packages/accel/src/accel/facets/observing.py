@@ -1,4 +1,4 @@
-"""An Accelerator's side towards whoever watches the run: meters, progress, profiles, explanations."""
+"""Observation of a run: meters, progress, profiles, explanations."""
 
 import sys
 import time
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class RunProgress:
-    """How far a run has come, over restarts: what goes into a checkpoint to know what a crash has cost.
+    """Progress of a run over restarts, saved in checkpoints to compute goodput.
 
     Attributes:
         began: when the run was first started, in seconds since 1970.
-        resumed: when this process began to work at it.
-        productive: seconds of earlier processes that went into what was saved.
+        resumed: when this process started or resumed the run.
+        productive: seconds of earlier processes that contributed to the checkpoint.
         steps: optimizer steps that count.
     """
 
@@ -46,28 +46,28 @@ class RunProgress:
 
     @classmethod
     def start(cls) -> "RunProgress":
-        """A run that begins now."""
+        """Progress of a run that begins now."""
         now = time.time()
         return cls(now, now)
 
     def goodput(self, now: float) -> float:
-        """Part of the time since the first start that went into steps that count."""
+        """Fraction of the time since the first start that was spent on steps that count."""
         return (self.productive + now - self.resumed) / max(now - self.began, 1e-9)
 
     def save(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """State for the checkpoint."""
         now = time.time()
         return asdict(RunProgress(self.began, now, self.productive + now - self.resumed, self.steps))
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Goes on from a checkpoint; what came after it is lost."""
+        """Resumes from a checkpoint; work after it is lost."""
         if saved:
             self.began, self.productive, self.steps = saved["began"], saved["productive"], saved["steps"]
             self.resumed = time.time()
 
 
 class ObservingFacet(ABC):
-    """Opens what watches a run; nothing is watched unless it is asked for."""
+    """Methods that start observing a run; nothing is observed by default."""
 
     session: "Session"
     backend: "Backend"
@@ -82,14 +82,14 @@ class ObservingFacet(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where prepared models and batches live."""
+        """Device of prepared models and batches."""
         return self.session.device.torch
 
     def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """Notes in the run's own log that something happened. Default: there is no log."""
+        """Records an event in the run log. Default: no log."""
 
     def _note_skip(self) -> None:
-        """An optimizer step was left out on all ranks."""
+        """Called after an optimizer step was skipped on all ranks."""
         scaler = self.backend.scaler
         scale = "" if scaler is None else f" at a loss scale of {scaler.current:g}"
         self.log_event("skipped", text=f"an optimizer step was left out, as gradients had overflowed{scale}")
@@ -103,14 +103,14 @@ class ObservingFacet(ABC):
         peak_flops: float | None = None,
         watch_loss: "LossWatch | bool" = True,
     ) -> "Meter":
-        """Measures speed, shares of time, memory and health, from now on; one meter at a time. On all ranks.
+        """Measures throughput, time by phase, memory and health from now on; one meter at a time. Call it on all ranks.
 
         Args:
-            every: optimizer steps of one reading.
-            tokens: how many tokens a batch of this rank holds.
+            every: optimizer steps between two readings.
+            tokens: function that returns the number of tokens in a batch of this rank.
             flops_per_sample: operations of one sample, forward and backward (``accel_observe.meters.count_flops``).
-            peak_flops: operations a second that one device could do; None: looked up by its name.
-            watch_loss: what is unusual for a loss; False: losses are not looked at (looking waits for the device).
+            peak_flops: peak FLOP/s of one device; None: looked up by its name.
+            watch_loss: definition of an anomalous loss; False: losses are not checked (a check waits for the device).
         """
         from accel_observe.meters.flops import peak_flops as looked_up
         from accel_observe.meters.health import LossWatch
@@ -131,7 +131,7 @@ class ObservingFacet(ABC):
         return self._meter
 
     def progress(self, loader: Any, *, description: str = "", seconds: float = 10.0, **options: Any) -> "Progress":
-        """The loader's batches with one line about the run on the main rank: a bar, or plain lines every few seconds.
+        """Iterates the loader's batches with a progress line on the main rank: a bar, or plain lines every few seconds.
 
         Iterate it instead of the loader, on all ranks, and call its ``step(loss, lr=...)`` at the end of each step.
         ``options`` are those of ``meter``; the meter is kept from one epoch to the next.
@@ -144,11 +144,13 @@ class ObservingFacet(ABC):
 
     @contextmanager
     def profile(self, profile_handler: "ProfileKwargs | None" = None) -> "Iterator[profile]":
-        """Records what happens inside with torch's profiler, and yields that. To be entered on all processes.
+        """Profiles the block with torch's profiler, and yields the profiler.
 
-        With ``output_trace_dir`` every rank writes ``profile_<rank>.json`` there, and the main one, once all have, all
-        of them in one, and a table of its operators that took longest. Without an argument, the ``ProfileKwargs`` of
-        ``kwargs_handlers`` count.
+        With ``output_trace_dir`` every rank writes ``profile_<rank>.json`` there; after all ranks have, the main rank
+        writes a merged trace, and a table of its slowest operators. Without an argument, the ``ProfileKwargs`` of
+        ``kwargs_handlers`` apply.
+
+        Collective: every rank of the group must call this.
         """
         from accel.observe.profiler import MERGED, SUMMARY, ProfileKwargs, merge_traces, summary_table, top_operators
 
@@ -169,10 +171,10 @@ class ObservingFacet(ABC):
             (folder / SUMMARY).write_text(summary_table(top_operators(profiler, 30)) + "\n", encoding="utf-8")
 
     def explain(self) -> "Explanation":
-        """What was chosen for this run and why, and what its steps are: to print, or to look into.
+        """Explains the choices made for this run, with reasons, and its steps; print the result, or read its fields.
 
-        Nothing is computed or communicated; ask once everything is prepared. What a step sends has to be counted while
-        it is taken (``count_communication``), and is told from then on.
+        Computes and communicates nothing; call it after all objects are prepared. Communication of a step must be
+        counted during the step (``count_communication``), and is included from then on.
         """
         from accel.observe.explain import explain
 
@@ -180,9 +182,10 @@ class ObservingFacet(ABC):
 
     @contextmanager
     def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":
-        """Counts collectives inside, and the bytes that this rank gives to them: ``{"all_reduce": {"calls": 1, ...``.
+        """Counts collectives in the block, and the bytes that this rank passes to them, by name of the collective.
 
-        Filled when the block ends; what the backend does on its own is counted too, as torch's profiler sees it.
+        The mapping, ``{"all_reduce": {"calls": 1, "bytes": ...}, ...}``, is filled when the block ends. Collectives
+        that the backend issues itself are included, as torch's profiler records them.
         """
         from accel.observe.explain import counted_communication
 
@@ -192,10 +195,10 @@ class ObservingFacet(ABC):
 
     @contextmanager
     def memory_snapshot(self, path: str | Path | None = None, *, count: int = 20) -> Iterator[None]:
-        """If memory runs out inside, the error says what the largest tensors were, by name where they have one.
+        """On an out-of-memory error in the block, adds the largest tensors to the error, by name if they have one.
 
-        With ``path`` that is also written to a file (``{rank}`` in it stands for the rank), with the allocator's own
-        account where there is one. The error goes on as it was.
+        With ``path`` the report is also written to a file (``{rank}`` in it stands for the rank), with the allocator's
+        own statistics if there are any. The error is raised unchanged otherwise.
         """
         from accel_state.device.memory import should_reduce_batch_size
 

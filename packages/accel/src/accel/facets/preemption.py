@@ -1,4 +1,4 @@
-"""An Accelerator's side towards the end of its time: saved at one step on all ranks, and taken up again."""
+"""Preemption of a run: all ranks save at the same step and exit, and the run can be resumed."""
 
 import atexit
 import logging
@@ -25,7 +25,7 @@ _STORE = "accel/preemption"
 
 
 class PreemptionFacet(ABC):
-    """Listens for preemption through :class:`accel.resilience.preemption.Preemption`, and says what is done then."""
+    """Listens for preemption through :class:`accel.resilience.preemption.Preemption`, and saves the run."""
 
     session: "Session"
     project_configuration: ProjectConfiguration
@@ -42,21 +42,21 @@ class PreemptionFacet(ABC):
         every: float = 5.0,
         requeue: bool = False,
     ) -> None:
-        """Saves and ends the run, at the same step on all ranks, when this process is told that its time is over.
+        """On a preemption of this process, saves and ends the run at the same step on all ranks.
 
-        An Accelerator whose project names its checkpoints automatically listens from the start, as this method
-        without arguments does; calling it replaces that. To be called on all processes. Where the run ends every
-        process exits with status 75, which ``accel launch`` passes on. Ordinary steps take no part in this: the ranks
-        agree through the store of the process group, in a thread.
+        An Accelerator whose project names its checkpoints automatically listens from the start, with the defaults of
+        this method; a call replaces these. Every process exits with status 75, which ``accel launch`` returns. Ordinary
+        steps have no overhead: the ranks agree through the store of the process group, in a thread. Call it on all
+        processes.
 
         Args:
-            action: done on all ranks instead of ``save_state()``, between two batches.
-            signals: names of signals; any rank may get one.
-            file: means the end once it exists; looked for by the main process.
-            check: called about every ``every`` seconds, in a thread of the main process; what it returns, if true,
-                is the reason. A cloud's notice is asked for here: ``accel.resilience.spot_notice.notice_at(url)``.
-            every: seconds between two looks at ``file`` and ``check``.
-            requeue: puts a Slurm job back into the queue once it is saved.
+            action: called on all ranks instead of ``save_state()``, between two batches.
+            signals: names of signals; any rank may receive one.
+            file: path whose existence means preemption; checked by the main process.
+            check: called about every ``every`` seconds, in a thread of the main process; a true result means
+                preemption, and is its reason. For a cloud's notices: ``accel.resilience.spot_notice.notice_at(url)``.
+            every: seconds between two checks of ``file`` and ``check``.
+            requeue: requeues a Slurm job after the save.
 
         Raises:
             ConfigError: no such signal, or neither an ``action`` nor automatic checkpoint naming.
@@ -70,11 +70,13 @@ class PreemptionFacet(ABC):
         self._listen(notice, _Farewell(self, action, requeue=requeue), replace=True)
 
     def resume(self) -> "Location | None":
-        """Loads the newest intact checkpoint of the project, if it has any, and returns its folder.
+        """Loads the newest intact checkpoint of the project, if there is one, and returns its folder.
 
-        For a script that is started the same way the first time and every time after. To be called on all processes.
+        For scripts that are started with the same command the first time and every time after.
+
+        Collective: every rank of the group must call this.
         """
-        saved: Any = self  # the facet of checkpoints
+        saved: Any = self  # the mixin of checkpoints
         saved._wait_for_save()
         series = saved._series()
         if series is not None and series.is_empty():
@@ -83,16 +85,16 @@ class PreemptionFacet(ABC):
         return folder
 
     def check_preemption(self) -> None:
-        """A place where this run may be saved and ended, for loops without a prepared loader.
+        """A stop point, at which a preempted run may be saved and ended, for loops without a prepared loader.
 
-        To be called equally often on all ranks, between two steps. Does not return if this is where the run ends.
+        Call it equally often on all ranks, between two steps. Does not return if the run ends here.
         """
         if self._preemption is not None:
             self._preemption.before_batch()
 
     @property
     def preempted(self) -> str | None:
-        """Why this run is about to end, or None."""
+        """Reason for which this run is about to end; None if it is not."""
         return None if self._preemption is None else self._preemption.noticed
 
     def _names_checkpoints(self) -> bool:
@@ -125,7 +127,7 @@ class PreemptionFacet(ABC):
 
 
 class _Farewell:
-    """What is done where the run ends. It knows the Accelerator weakly: listening keeps nothing alive."""
+    """Action at the end of a preempted run. Holds the Accelerator weakly, so that listening does not keep it alive."""
 
     def __init__(self, accelerator: PreemptionFacet, action: Callable[[], object] | None, *, requeue: bool) -> None:
         self._accelerator = weakref.ref(accelerator)
@@ -164,12 +166,12 @@ def _forget(listening: Preemption) -> None:
 
 
 def _store_of(session: "Session") -> "Store | None":
-    """A connection of its own to the store of the session's group, under keys that nobody else uses."""
+    """Own connection to the store of the session's group, under own keys."""
     if session.group is None or session.world_size == 1:
         return None
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = session.group.get_group_store().clone()  # type: ignore[attr-defined]
-    number = store.add(f"{_STORE}/listeners/{session.rank}", 1)  # all ranks make theirs in the same order
+    number = store.add(f"{_STORE}/listeners/{session.rank}", 1)  # all ranks make their listeners in the same order
     prefixed: Store = PrefixStore(f"{_STORE}/{number}", store)
     return prefixed

@@ -1,4 +1,4 @@
-"""An Accelerator's process facts and collectives, all of them the session's."""
+"""Process facts and collectives of an Accelerator, all delegated to the session."""
 
 from abc import ABC
 from collections.abc import Callable
@@ -12,52 +12,55 @@ if TYPE_CHECKING:
 
 
 class ProcessFacet(ABC):
-    """Forwards to ``self.session``; see :class:`accel_state.Session` for what each name means."""
+    """Delegates to ``self.session``; see :class:`accel_state.Session` for the meaning of each name."""
 
     session: "Session"
 
     @property
     def device(self) -> torch.device:
-        """Where prepared models and batches live."""
+        """Device of prepared models and batches."""
         return self.session.device.torch
 
     @property
     def num_processes(self) -> int:
-        """Processes of this run."""
+        """World size: number of processes of this run."""
         return self.session.world_size
 
     @property
     def process_index(self) -> int:
-        """This process's rank, 0-based, over all machines."""
+        """Rank of this process, from 0."""
         return self.session.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine, 0-based."""
+        """Local rank of this process, from 0."""
         return self.session.local_rank
 
     @property
     def use_distributed(self) -> bool:
-        """There is more than one process."""
+        """Whether there is more than one process."""
         return self.session.use_distributed
 
     @property
     def is_main_process(self) -> bool:
-        """Rank 0 of all."""
+        """Whether this is rank 0."""
         return self.session.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Rank 0 of this machine."""
+        """Whether this is local rank 0."""
         return self.session.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """The highest rank."""
+        """Whether this is the highest rank."""
         return self.session.is_last_process
 
     def wait_for_everyone(self) -> None:
-        """Blocks until every process has come here."""
+        """Barrier: blocks until every process has called this.
+
+        Collective: every rank of the group must call this.
+        """
         self.session.wait_for_everyone()
 
     def print(self, *values: object, **options: Any) -> None:
@@ -69,7 +72,7 @@ class ProcessFacet(ABC):
         return self.session.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Each machine's main process runs the block first, its others once it has left it."""
+        """On each node, the local main process runs the block first, the others once it has left it."""
         return self.session.local_main_process_first()
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -78,7 +81,7 @@ class ProcessFacet(ABC):
         return decorated
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorates a function to run on each machine's main process only; elsewhere it returns None."""
+        """Decorates a function to run on each node's main process only; elsewhere it returns None."""
         decorated: Callable[..., Any] = self.session.on_local_main_process(function)
         return decorated
 
@@ -97,32 +100,44 @@ class ProcessFacet(ABC):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorates a function to run on one process of each machine only; elsewhere it returns None."""
+        """Decorates a function to run on one process of each node only; elsewhere it returns None."""
         decorated: Callable[..., Any] = self.session.on_local_process(function, local_process_index=local_process_index)
         return decorated
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Yields this process's contiguous part of ``inputs`` (list, tuple, dict of them, tensor, dataset)."""
+        """Yields this process's contiguous shard of ``inputs`` (list, tuple, dict of them, tensor, dataset)."""
         return self.session.split_between_processes(inputs, apply_padding=apply_padding)
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenates every process's tensors along dimension 0, in any nesting; the result is on every process."""
+        """All-gathers tensors in any nesting, concatenated along dimension 0; the result is on every process.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduces all processes' tensors elementwise (sum, mean, max or min), in any nesting, times ``scale``."""
+        """All-reduces tensors in any nesting elementwise (sum, mean, max or min), and multiplies them by ``scale``.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.reduce(tensor, reduction=reduction, scale=scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads every process's tensors along ``dim`` to the longest among them, so that they can be gathered."""
+        """Pads every process's tensors along ``dim`` to the longest of all processes, so that they can be gathered.
+
+        Collective: every rank of the group must call this.
+        """
         return self.session.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
-        """Raises a flag on this process, which ``check_trigger`` makes known to all."""
+        """Sets a flag on this process, which ``check_trigger`` reports on all processes."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called ``set_trigger`` since the last check. Collective; lowers the flag."""
+        """Whether any process has called ``set_trigger`` since the last check; clears the flag.
+
+        Collective: every rank of the group must call this.
+        """
         flag = torch.tensor(int(getattr(self, "_trigger", False)), device=self.session.device.own_numbers)
         self._trigger = False
         return bool(self.session.reduce(flag, reduction="max").item())

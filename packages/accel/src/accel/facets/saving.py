@@ -1,4 +1,4 @@
-"""An Accelerator's saving of checkpoints, by all ranks or by the main one alone."""
+"""Saving of checkpoints of an Accelerator, by all ranks or by the main rank alone."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SavingFacet(CheckpointFacet, ABC):
-    """Collects the run's state and hands it to accel_ckpt, which knows how to commit it."""
+    """Collects the run's state and passes it to accel_ckpt, which commits it."""
 
     _trained_apart: "WeakSet[nn.Module]"
     _attendance: Attendance | None = None
@@ -39,7 +39,7 @@ class SavingFacet(CheckpointFacet, ABC):
     _warned_unmeasured: bool = False
     _swept: bool = False
     last_save: "SaveHandle | None" = None
-    """The last asynchronous save: whether it is done, how long it held up the loop."""
+    """Handle of the last asynchronous save: whether it is done, and how long it blocked the loop."""
 
     @observed("saved")
     def save_state(
@@ -50,29 +50,30 @@ class SavingFacet(CheckpointFacet, ABC):
         metrics: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
     ) -> "Location":
-        """Saves everything that must resume, and returns the folder, which exists only once it is complete.
+        """Saves all state that resuming needs, and returns the folder, which exists only once it is complete.
 
-        Models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered objects
-        and the random state of every rank; ``metadata`` is the caller's own JSON. To be called on all processes. With
-        automatic checkpoint naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit. Places
-        are folders that all processes see, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
-        ``ProjectConfiguration.save_on_each_node`` they are folders on each machine's own disk, which gets all of it.
+        Saved are models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered
+        objects and the random state of every rank; ``metadata`` is the caller's own JSON. With automatic checkpoint
+        naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit. Locations are folders on a
+        disk that all processes share, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
+        ``ProjectConfiguration.save_on_each_node`` they are folders on each node's own disk, which receives a full copy.
 
-        ``metrics`` are numbers by name, measured on what is saved; the main process's count. ``accel ckpt ls`` shows
-        them, and ``ProjectConfiguration(keep_best=..., metric=...)`` keeps the best by one of them.
+        ``metrics`` are numbers by name, measured on the saved state; those of the main process count. ``accel ckpt ls``
+        shows them, and ``ProjectConfiguration(keep_best=..., metric=...)`` keeps the best checkpoints by one of them.
 
-        Where every process holds all of the state, the main one alone may call too: it waits the first time until
-        the others have evidently gone past, warns that it saves without them, and their random state is not saved.
+        Collective: every rank of the group must call this. If every process holds the full state, the main process may
+        also call it alone: the first time it waits until the others have evidently gone past, warns that it saves
+        without them, and does not save their random state.
 
-        With ``asynchronous`` the call returns once the values are copied, and they are written while training goes
-        on: one save at a time, a failure is raised by the next call, and leaving waits (``last_save`` tells more). A
-        failure that no call has raised makes the process end with a status other than 0.
+        With ``asynchronous`` the call returns once the values are copied, and they are written while training
+        continues. One save runs at a time, a failure is raised by the next call, and leaving waits (see ``last_save``).
+        A failure that no call has raised makes the process end with a status other than 0.
 
         Raises:
-            CheckpointError: it cannot be written, or an earlier asynchronous save failed; checkpoints committed
-                before are intact; or other processes did not come, and it cannot do without them; or gradients of a
+            CheckpointError: the checkpoint cannot be written, or an earlier asynchronous save failed (committed
+                checkpoints are intact); or other processes are absent whose state the save needs; or gradients of a
                 full window have not been stepped yet, which the checkpoint would lose.
-            ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given, or ``metrics`` are no
+            ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given, or ``metrics`` are not
                 numbers, or lack the metric by which the best are kept.
         """
         self._wait_for_save()
@@ -101,7 +102,7 @@ class SavingFacet(CheckpointFacet, ABC):
         self.backend.sync_buffers(self._models)
         state, local = self._collect(notes, alone=False)
         described = self._described(notes)
-        # Of two runs that save in one project at the same time, one takes the number, and the other gets an error.
+        # If two runs save into one project at the same time, one takes the number, and the other gets an error.
         overwrite, terms = series is None, self._terms(state)
         if asynchronous:
             if self._saver is None:
@@ -131,7 +132,7 @@ class SavingFacet(CheckpointFacet, ABC):
         return target
 
     def _save_alone(self, output_dir: str | os.PathLike[str] | None, notes: Measured) -> "Location":
-        """Saves on the main process only, after the others did not come; nothing here waits for them."""
+        """Saves on the main process only, after the others were found absent; waits for no other rank."""
         import accel_ckpt
 
         series, target = self._place(output_dir, alone=True)
@@ -153,10 +154,10 @@ class SavingFacet(CheckpointFacet, ABC):
         return target
 
     def _missing(self) -> tuple[int, ...]:
-        """The ranks that did not come to this save, if those that did can do without them.
+        """Ranks that are absent from this save, which does not need them.
 
         Raises:
-            CheckpointError: they cannot.
+            CheckpointError: the save needs the absent ranks.
         """
         if self._attendance is None:
             return ()
@@ -186,7 +187,7 @@ class SavingFacet(CheckpointFacet, ABC):
     def _place(
         self, output_dir: str | os.PathLike[str] | None, *, alone: bool
     ) -> "tuple[CheckpointDirectory | None, Location]":
-        """Where to save: the next free number of the series, if there is one, else what was given."""
+        """Location of the save: the next free number of the series, if there is one, otherwise the given location."""
         series = self._series()
         if series is None:
             assert output_dir is not None
@@ -202,9 +203,10 @@ class SavingFacet(CheckpointFacet, ABC):
         return series, series.next_path(at_least=self.project_configuration.iteration)
 
     def _collect(self, notes: Measured, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the ranks have in common, and this one's own. Collective unless ``alone``.
+        """Collects the state common to all ranks, and this rank's own.
 
-        Objects of the user may fail on one rank only, which is an error on all before the next collective.
+        Collective: every rank of the group must call this. With ``alone``, it is local. A user's object may fail on one
+        rank only, which becomes an error on all ranks before the next collective.
         """
         from accel_ckpt.rank_group import RankGroup
         from accel_state import rng
@@ -236,7 +238,7 @@ class SavingFacet(CheckpointFacet, ABC):
             _LOG.warning("%s", warning)
 
     def _described(self, notes: Measured) -> dict[str, Any]:
-        """What a checkpoint says of the run that saved it."""
+        """Metadata that describes the run in its checkpoint."""
         return {
             **self._run_facts().document(),
             SEED_KEY: torch.initial_seed(),
@@ -246,12 +248,12 @@ class SavingFacet(CheckpointFacet, ABC):
         }
 
     def _terms(self, state: dict[str, Any]) -> "Terms":
-        """What a save does where ranks differ; hooks of the user run once there is a folder for their files."""
+        """Options of a save that differ between ranks; user hooks run once there is a folder for their files."""
         fill = partial(self._run_save_hooks, state) if self._save_hooks else None
         return self._train_state().terms(fill, apart=self._trained_apart)
 
     def _run_save_hooks(self, state: dict[str, Any], target: "Location") -> None:
-        """Lets hooks take weights out; what is gone from their list is gone from the checkpoint."""
+        """Runs the save hooks; weights that they remove from their list are left out of the checkpoint."""
         names = [name for name, part in self._train_state().items() if isinstance(part, ModelState)]
         weights = [state[name] for name in names]
         kept = list(weights)

@@ -1,4 +1,4 @@
-"""The settings of an Accelerator, under the names that its users know."""
+"""Settings of an Accelerator, under the names that users of Accelerate know."""
 
 import dataclasses
 from abc import ABC
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SettingsFacet(ABC):
-    """Read from the parts that own them; only what may change in mid-run can be set."""
+    """Properties read from the parts that own the settings; only those that may change during a run can be set."""
 
     session: "Session"
     clock: StepClock
@@ -33,7 +33,7 @@ class SettingsFacet(ABC):
     project_configuration: ProjectConfiguration
     _optimizers: list[PreparedOptimizer]
 
-    if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute name
 
         def __getattr__(self, name: str) -> object:
             from accel.absent import missing_on_accelerator
@@ -41,42 +41,42 @@ class SettingsFacet(ABC):
             missing = missing_on_accelerator(self, name)
             if missing is not None:
                 raise missing
-            return object.__getattribute__(self, name)  # raises what it raised before, also in a property
+            return object.__getattribute__(self, name)  # raises the original error again, also from within a property
 
     @property
     def state(self) -> "AcceleratorState":
-        """A view of the process and the settings, for code that expects one."""
+        """View of the process and the settings, for code that expects an ``AcceleratorState``."""
         from accel.state import AcceleratorState
 
         return AcceleratorState(self)
 
     @property
     def gradient_state(self) -> "GradientState":
-        """A view of the accumulation clock, for code that expects one."""
+        """View of the accumulation clock, for code that expects a ``GradientState``."""
         from accel.state import GradientState
 
         return GradientState(self.clock)
 
     @property
     def distributed_type(self) -> "DistributedType":
-        """How the processes work together, by the name that Accelerate gives it."""
+        """Accelerate's name for the kind of distribution."""
         from accel.state import distributed_type
 
         return distributed_type(self.session, self.backend)
 
     @property
     def multi_device(self) -> bool:
-        """Several processes, each with an accelerator of its own."""
+        """Whether there are several processes, each with its own accelerator."""
         return self.session.world_size > 1 and self.session.device.type != "cpu"
 
     @property
     def mixed_precision(self) -> str:
-        """Name of the precision policy: no, fp16, bf16, fp8, or the roles that were given."""
+        """Name of the precision policy: no, fp16, bf16, fp8, or the given roles."""
         return self.policy.name
 
     @property
     def fp8_backend(self) -> "FP8BackendType | str":
-        """What computes in 8 bits: AO, TE, NO, or the name of an installed library that is neither."""
+        """Library that computes in fp8: AO, TE, NO, or the name of another installed library."""
         from accel_state import FP8BackendType
 
         library = "" if self.policy.fp8 is None else self.policy.fp8.library
@@ -85,12 +85,12 @@ class SettingsFacet(ABC):
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler, or None where the precision needs none."""
+        """Loss scaler; None if the precision needs none."""
         return self.backend.scaler
 
     @property
     def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
-        """The options of sharding, where models are sharded by torch."""
+        """Sharding options; None if torch does not shard the models."""
         from accel_backends import FullyShardedDataParallelPlugin
 
         config = self.backend.config
@@ -98,18 +98,18 @@ class SettingsFacet(ABC):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Models are sharded by parameters (``fully_shard``)."""
+        """Whether models are sharded by FSDP2 (``fully_shard``)."""
         plugin = self.fsdp_plugin
         return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """The same: what sharding by parameters lets be combined."""
+        """Same as ``is_fsdp2``: only FSDP2 composes with other kinds of parallelism."""
         return self.is_fsdp2
 
     @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
-        """DeepSpeed's options, where it trains."""
+        """DeepSpeed's options; None without DeepSpeed."""
         from accel_deepspeed import DeepSpeedPlugin
 
         config = self.backend.config
@@ -117,15 +117,15 @@ class SettingsFacet(ABC):
 
     @property
     def deepspeed_plugins(self) -> "Mapping[str, DeepSpeedPlugin]":
-        """DeepSpeed's options by name, where several were given."""
+        """DeepSpeed's options by name, if several were given."""
         plugin = self.deepspeed_plugin
         return {} if plugin is None else dict(plugin.plugins)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Lets models that are prepared from now on use these options; engines that are there keep theirs.
+        """Selects the options of models prepared from now on; existing engines keep theirs.
 
         Raises:
-            ConfigError: none of ``deepspeed_plugins`` is called that.
+            ConfigError: ``deepspeed_plugins`` has no such name.
         """
         known = self.deepspeed_plugins
         if name not in known:
@@ -136,7 +136,7 @@ class SettingsFacet(ABC):
 
     @property
     def sync_gradients(self) -> bool:
-        """The current micro-batch ends an optimizer step."""
+        """Whether the current micro-batch ends an accumulation window."""
         return self.clock.due
 
     @sync_gradients.setter
@@ -154,27 +154,27 @@ class SettingsFacet(ABC):
 
     @property
     def step(self) -> int:
-        """Micro-steps counted by ``accumulate`` since the loader's last end."""
+        """Micro-batches counted by ``accumulate`` since a loader last ended."""
         return self.clock.step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Some prepared optimizer left out its last due step because gradients had overflowed."""
+        """Whether a prepared optimizer skipped its last due step because gradients had overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
     def split_batches(self) -> bool:
-        """A loader's batch size is the global one, of which each process takes its part."""
+        """Whether a loader's batch size is the global one, of which each process takes its shard."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """The main process reads for all; None: only for iterable datasets."""
+        """Whether the main process reads for all; None: for iterable datasets only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Samples are repeated so that every process gets equally many, full batches."""
+        """Whether samples are repeated so that every process gets equally many, full batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -183,17 +183,17 @@ class SettingsFacet(ABC):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Shuffling follows ``data_seed`` instead of the loader's own generator."""
+        """Whether shuffling follows ``data_seed`` instead of the loader's own generator."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Batches are copied to the device without waiting for the copy."""
+        """Whether batches are copied to the device without waiting for the copy."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Asked for loaders with a state; every prepared loader has one."""
+        """Whether loaders with a state were requested; every prepared loader has a state."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
@@ -203,7 +203,7 @@ class SettingsFacet(ABC):
 
     @property
     def logging_dir(self) -> Any:
-        """Where trackers write."""
+        """Folder in which trackers write."""
         return self.project_configuration.logging_dir
 
     @property

@@ -1,4 +1,4 @@
-"""An Accelerator's trackers: the main process has them, and logs values of all ranks."""
+"""Trackers of an Accelerator, which exist on the main process and log values of all ranks."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ _START_SECONDS = 120.0
 
 
 class TrackingFacet(ABC):
-    """Starts trackers, queues what is logged, and keeps their place in the checkpoint."""
+    """Starts trackers, queues logged values, and saves the trackers' state in the checkpoint."""
 
     session: "Session"
     project_configuration: ProjectConfiguration
@@ -45,7 +45,7 @@ class TrackingFacet(ABC):
 
     @property
     def trackers(self) -> "list[GeneralTracker]":
-        """The trackers of this run; none but on the main process."""
+        """Trackers of this run; empty on other processes than the main one."""
         return [] if self._tracking is None else self._tracking.trackers
 
     def init_trackers(
@@ -57,17 +57,17 @@ class TrackingFacet(ABC):
         reductions: "Reductions | None" = None,
         queue: "QueueOptions | None" = None,
     ) -> None:
-        """Makes the trackers of ``log_with`` ready for the run; each starts with the first thing logged to it.
+        """Prepares the trackers of ``log_with`` for the run; each starts with its first logged value.
 
-        The run's own log is one of them wherever a logging folder is known, and the only one where ``log_with`` names
-        none. Whatever goes wrong with a tracker is reported once and never ends the run.
+        The run log is one of them if a logging folder is known, and the only one if ``log_with`` names none. Errors of
+        a tracker are reported once and never end the run.
 
         Args:
-            project_name: what the run belongs to; each library has its own word for it.
-            config: settings of the run, nested as they are.
+            project_name: the project of the run; each library has its own term for it.
+            config: settings of the run, in any nesting.
             init_kwargs: arguments for the tracker of each name.
-            reductions: how values of all ranks become one, for every ``log`` (see there).
-            queue: how trackers are fed.
+            reductions: reductions over ranks, for every ``log`` (see there).
+            queue: options of the delivery to trackers.
         """
         if reductions is not None:
             from accel_observe.tracking.reductions import check_reductions
@@ -122,13 +122,14 @@ class TrackingFacet(ABC):
         *,
         reduce: "Reductions | None" = None,
     ) -> None:
-        """Logs numbers, texts, or nested dicts of them, at a step. Returns at once: trackers get them later.
+        """Logs numbers, texts, or nested dicts of them, at a step. Returns at once: trackers receive the values later.
 
-        Tensors of one element are numbers; nothing waits for a device. With ``reduce`` (or ``reductions`` of
-        ``init_trackers``) the values of all ranks are made one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or
-        ``"last"`` for the main process's own; one word for all, or by name or pattern. It is a collective then, so
-        all ranks call it; without, what other ranks log is nobody's. Before ``init_trackers`` nothing is kept, and a
-        warning says so once.
+        Tensors of one element are numbers; the call does not wait for a device. ``reduce`` (or ``reductions`` of
+        ``init_trackers``) reduces values over ranks: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or ``"last"`` for the
+        main process's own; one word for all, or by name or pattern. Without it, values logged on other ranks are
+        ignored. Before ``init_trackers`` nothing is logged, and a warning is shown once.
+
+        Collective: every rank of the group must call this. Without a reduction, it is local.
 
         Raises:
             ConfigError: an unknown reduction.
@@ -153,7 +154,7 @@ class TrackingFacet(ABC):
             _LOG.warning("%s: there are no trackers; call init_trackers first, and log before end_training", what)
 
     def _describe(self) -> None:
-        """Notes in the run's own log what has been prepared, once there is something to log about it."""
+        """Describes the prepared objects in the run log, before the first logged values."""
         from accel.observe.explain import explain
 
         self._run_described = True
@@ -162,10 +163,11 @@ class TrackingFacet(ABC):
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, dict[str, Any]] | None = None
     ) -> None:
-        """Logs batches of images by name, with the trackers that take images.
+        """Logs batches of images by name, with the trackers that record images.
 
-        A batch is a tensor or array N x H x W x C, N x C x H x W (1, 3 or 4 channels) or N x H x W, of 8-bit numbers or
-        floating ones from 0 to 1, or a list of such and of what a tracker's library takes by itself (PIL's images).
+        A batch is a tensor or array N x H x W x C, N x C x H x W (1, 3 or 4 channels) or N x H x W, of 8-bit integers
+        or floating-point numbers from 0 to 1, or a list of these and of types that the tracker's library accepts (PIL
+        images).
         """
         if self._tracking is not None:
             copies = {name: _copy(images) for name, images in values.items()}
@@ -180,7 +182,7 @@ class TrackingFacet(ABC):
         step: int | None = None,
         log_kwargs: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Logs a table, given by columns and rows or as a data frame, with the trackers that take tables.
+        """Logs a table, given by columns and rows or as a data frame, with the trackers that record tables.
 
         Raises:
             ConfigError: neither rows nor a data frame.
@@ -193,24 +195,24 @@ class TrackingFacet(ABC):
             self._tracking.call("log_table", table_name, step, kwargs, log_kwargs or {})
 
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Keeps a file or folder with the run, with the trackers that keep files."""
+        """Stores a file or folder with the run, with the trackers that store files."""
         if self._tracking is not None:
             self._tracking.call("log_artifact", os.fspath(local_path), None, {"artifact_path": artifact_path}, {})
 
     def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """Notes in the run's own log that something happened, for ``accel report``."""
+        """Records an event in the run log, for ``accel report``."""
         if self._tracking is not None:
             self._tracking.event(kind, step, **facts)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker ``name``, started; with ``unwrap`` its library's own object. Blank on other processes,
-        and before ``init_trackers``, with a warning.
+        """Returns the tracker ``name``, started; with ``unwrap`` its library's own object.
 
-        Calls on it are made at once and on this thread: they take the time they take and raise what they raise.
+        On other processes, and before ``init_trackers`` with a warning, returns a blank tracker. Calls of its methods
+        run at once and on this thread: they block and raise as the library does.
 
         Raises:
-            ConfigError: no such tracker in this run.
-            TrackingError: its own object was asked for, and it does not start.
+            ConfigError: the run has no such tracker.
+            TrackingError: the library's object was requested, and the tracker does not start.
         """
         from accel_observe.tracking.base import GeneralTracker, TrackingError
 
@@ -228,14 +230,14 @@ class TrackingFacet(ABC):
             raise TrackingError(f"the tracker {name} does not start: {lane.problem}")
         return lane.tracker.tracker
 
-    # The part of a checkpoint.
+    # State in the checkpoint.
 
     def state_dict_of_trackers(self) -> dict[str, Any] | None:
-        """Which run this is and what its trackers have, for the checkpoint; None where nothing is tracked."""
+        """Identity of the run and the trackers' state, for the checkpoint; None without trackers."""
         return self._continued if self._tracking is None else self._tracking.state_dict()  # type: ignore[return-value]
 
     def continue_trackers(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on with the run of a checkpoint; None: it had no trackers."""
+        """Resumes the trackers' run of a checkpoint; None: the checkpoint had no trackers."""
         if state is None:
             return
         self._continued = state
@@ -249,7 +251,7 @@ class TrackingFacet(ABC):
 
 
 def _copy(images: Any) -> Any:
-    """A batch of images as it is now: tensors as arrays on the host."""
+    """Copies a batch of images: tensors become arrays in host memory."""
     if hasattr(images, "detach"):
         tensor = images.detach()
         return (tensor.float() if tensor.is_floating_point() else tensor).to("cpu", copy=True).numpy()

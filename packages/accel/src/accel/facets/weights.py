@@ -1,4 +1,4 @@
-"""An Accelerator's side towards weights: taken out of prepared models, written for other tools, and read back."""
+"""Weights of an Accelerator's models: extracted, exported for other tools, and loaded."""
 
 import os
 from abc import ABC
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WeightsFacet(ABC):
-    """Hands the state of models to accel_ckpt's exports, and what those read to the backend."""
+    """Passes the state of models to accel_ckpt's exports, and loaded weights to the backend."""
 
     session: "Session"
     backend: "Backend"
@@ -28,14 +28,16 @@ class WeightsFacet(ABC):
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, *, sharded: bool = False
     ) -> dict[str, torch.Tensor]:
-        """The model's parameters and buffers under all of their own names. To be called on all processes.
+        """Returns the model's parameters and buffers by FQN.
 
-        Of a sharded model the main process gets full tensors on the host and the others get nothing, unless
-        ``sharded`` asks for everybody's own part (DTensors). With ``unwrap=False`` the state is what the wrapped
-        model's own ``state_dict`` gives.
+        If the model is sharded, the main process gets full tensors in host memory and the others an empty dict, unless
+        ``sharded`` requests each rank's own shards (DTensors). With ``unwrap=False`` the result is the ``state_dict``
+        of the wrapped model.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            SessionError: the model is sharded, and after ``end_training`` nobody has the other parts.
+            SessionError: the model is sharded and ``end_training`` was called, so the other shards cannot be gathered.
         """
         if not unwrap:
             return model.state_dict()
@@ -46,18 +48,20 @@ class WeightsFacet(ABC):
         return with_aliases(model, state)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Inside, parameters are whole on every process, to be looked at or changed by all alike.
+        """Within the block, every process has full parameters, to be read or to be changed alike on all.
 
-        Changes last unless ``writeback`` is off. To be entered on all processes.
+        Changes are kept unless ``writeback`` is False.
+
+        Collective: every rank of the group must call this.
 
         Raises:
-            SessionError: the model is sharded, and after ``end_training`` nobody has the other parts.
+            SessionError: the model is sharded and ``end_training`` was called, so the other shards cannot be gathered.
         """
         self._need_all_parts()
         return self.backend.full_parameters(model, writeback=writeback)
 
     def _need_all_parts(self) -> None:
-        """Refuses what takes other processes' parts of a model, where there is no group to get them from any more."""
+        """Refuses operations that need other ranks' shards of a model after the process group was closed."""
         if self.backend.capabilities.sharded:
             self.session.live_group()
 
@@ -70,9 +74,10 @@ class WeightsFacet(ABC):
     ) -> "list[Location]":
         """Writes the model as plain safetensors with an index, as other tools read them, and returns the files.
 
-        Sharded parameters are put together one at a time, so this is to be called on all processes; the main one
-        writes. Tied parameters are written once. Files of an earlier, larger save are removed. ``save_directory`` may
-        be a URL.
+        Sharded parameters are gathered one at a time; the main process writes. Tied parameters are written once. Files
+        of an earlier, larger save are removed. ``save_directory`` may be a URL.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             CheckpointError: the model cannot be written as safetensors, or the disk refuses.
@@ -87,9 +92,10 @@ class WeightsFacet(ABC):
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Loads weights from safetensors files, as ``save_model`` or other tools write them, into a prepared model.
 
-        Each process reads its own part of a sharded model, so no process ever holds all of it: with a model that was
-        built on the meta device, none has before either. ``strict=False`` tolerates missing and unknown names. To be
-        called on all processes.
+        Each process reads its own shard of a sharded model, so no process ever holds the full model, not even before
+        ``prepare`` if the model was built on the meta device. ``strict=False`` tolerates missing and unknown names.
+
+        Collective: every rank of the group must call this.
 
         Raises:
             CheckpointError: there are no such files, they are damaged, or they belong to another model.
@@ -105,8 +111,8 @@ class WeightsFacet(ABC):
         ``ProjectConfiguration.save_on_each_node`` decides which. Not a collective: it may be called on any processes.
 
         Raises:
-            CheckpointError: ``obj`` holds something else than full tensors, or the disk refuses.
-            ConfigError: ``safe_serialization`` is off, or ``obj`` is no mapping: that would take a pickle.
+            CheckpointError: ``obj`` holds anything but full tensors, or the disk refuses.
+            ConfigError: ``safe_serialization`` is off, or ``obj`` is not a mapping, which would need a pickle.
         """
         from accel_ckpt import export_tensors
 

@@ -1,4 +1,4 @@
-"""Makes the gradients of many micro-batches, on many ranks, those of one big batch."""
+"""Gradient accumulation: makes the gradients of micro-batches on all ranks equal those of one global batch."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ Weight = float | int | torch.Tensor
 
 
 class Averager(Protocol):
-    """The part of a backend that knows over how many ranks, and which, it averages gradients, and where they are."""
+    """Interface of a backend's gradients: over how many ranks, and over which group, they are averaged."""
 
     @property
     def gradient_average(self) -> int: ...
@@ -23,10 +23,10 @@ class Averager(Protocol):
 
 
 def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Averager) -> None:
-    """Reweights the gradients of a window that ended earlier than could be known.
+    """Rescales the gradients of a window that ended earlier than expected.
 
-    Its micro-batches were weighted for the length that was expected; a second backward of the same micro-batch is
-    weighted rightly from the start.
+    Its micro-batches were scaled for the expected length; further backwards of the same micro-batch are scaled
+    correctly from the start.
     """
     over.scale_gradients(models, clock.correction)
     clock.share *= clock.correction
@@ -34,11 +34,12 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Av
 
 
 def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, device: torch.device) -> torch.Tensor:
-    """What a summed loss is multiplied with before backward, given who averages gradients; adds its weight.
+    """Factor of a summed loss before the backward, given the averaging group; adds ``weight`` to the window.
 
-    Sums are divided by a power of two near the weight of the window before (of this one's first micro-batches, for the
-    first: one small collective), so that half-precision gradients have the size that a mean loss gives them.
-    ``normalise`` puts the exact weight in its place; a power of two changes no bit of the result.
+    Sums are divided by a power of two near the total weight of the previous window, so that half-precision gradients
+    have the size that a mean loss gives them. The first window estimates its total weight from its first micro-batch,
+    with one small all-reduce. ``normalise`` replaces the power of two by the exact weight; a power of two does not
+    round the result.
     """
     added = torch.as_tensor(weight, device=device).detach().to(weight_dtype(device))
     if window.denominator is None:
@@ -51,16 +52,16 @@ def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, d
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
-    """The dtype for sums of weights: float64 where all devices of a type have it, otherwise float32 (mps, Arc GPUs)."""
+    """Dtype for sums of weights: float64 if all devices of the type support it, otherwise float32 (mps, Arc GPUs)."""
     return torch.float64 if device.type in ("cpu", "cuda", "xla") else torch.float32
 
 
 def forget_dropped(
     window: AccumulationWindow, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
 ) -> None:
-    """Forgets the weights of losses whose gradients were cleared without a step, before the next loss adds its own.
+    """Drops the weights of losses whose gradients were cleared without a step, before the next loss adds its weight.
 
-    They were cleared if each of the optimizers cleared its own, or if there were gradients and none is left.
+    Gradients were cleared if every optimizer cleared its own, or if there were gradients and none is left.
     """
     if window.weight is not None:
         everywhere = window.cleared.issuperset(map(id, optimizers))
@@ -70,10 +71,12 @@ def forget_dropped(
 
 
 def normalise(window: AccumulationWindow, models: Iterable[nn.Module], over: Averager) -> None:
-    """Divides the gradients by the weight of the whole window over all ranks; collective if ranks share the work.
+    """Divides the gradients by the window's total weight over all ranks.
 
-    It may run several times in one window (a second loss of the last micro-batch): each time it replaces the
-    denominator that was in use. A window without any weight keeps the gradients of its zero losses.
+    It may run several times in one window (a second loss of the last micro-batch): each call replaces the previous
+    denominator. If the total weight is 0, the gradients of the zero losses are kept.
+
+    Collective: every rank of the group must call this. It is local if no other rank averages gradients with this one.
     """
     total, before = window.weight, window.denominator
     assert total is not None
@@ -87,7 +90,7 @@ def normalise(window: AccumulationWindow, models: Iterable[nn.Module], over: Ave
 
 
 def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
-    """The weight of all ranks together."""
+    """Weight summed over the ranks that average gradients."""
     if over.gradient_average == 1:
         return weight
     from accel_state.collectives.tensors import reduce
@@ -97,5 +100,5 @@ def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
 
 
 def _power_of_two(weight: torch.Tensor) -> torch.Tensor:
-    """The power of two nearest to a weight, on its device; 1 for none."""
+    """The power of two nearest to a weight, on its device; 1 for weight 0."""
     return torch.where(weight > 0, torch.exp2(torch.round(torch.log2(weight))), torch.ones_like(weight))

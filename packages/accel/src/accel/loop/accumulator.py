@@ -1,4 +1,4 @@
-"""The accumulation clock: the end of each optimizer step, and the share of each micro-batch in it."""
+"""Accumulation clock: the micro-batch that ends each optimizer step, and the weight of each micro-batch in it."""
 
 import dataclasses
 import weakref
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     import torch
 
 Key = tuple[int, ...]
-"""Which models a window accumulates for, by their position among the prepared ones; empty: all of them."""
+"""Models for which a window accumulates, as positions among the prepared ones; empty: all models."""
 
 STEPS_KEY = "steps"
 PATIENCE = 100
-"""Rounds for which an unfinished window keeps the loss scale from changing; past them it counts as abandoned."""
+"""Rounds for which an unfinished window keeps the loss scale from changing; afterwards it counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientAccumulationPlugin:
-    """How micro-batches make an optimizer step.
+    """Options of gradient accumulation.
 
     ``num_steps`` micro-batches form one step. ``sync_with_dataloader`` ends the window with the loader's last batch,
-    ``sync_each_batch`` reduces gradients after every micro-batch (slower, but holds no unreduced gradient), and
-    ``adjust_scheduler`` lets schedulers step once per optimizer step (on) or once per micro-batch (off).
+    ``sync_each_batch`` reduces gradients after every micro-batch (slower, but keeps no unreduced gradients), and
+    ``adjust_scheduler`` makes schedulers step once per optimizer step (on) or once per micro-batch (off).
 
     Raises:
-        ConfigError: ``num_steps`` is not a whole number of at least 1.
+        ConfigError: ``num_steps`` is not an integer of at least 1.
     """
 
     num_steps: int = 1
@@ -45,7 +45,7 @@ class GradientAccumulationPlugin:
 
 
 class WindowFacts(Protocol):
-    """Where a batch stands in an accumulation window that its loader has laid out (elastic global batches)."""
+    """Position of a batch in an accumulation window that its loader has planned (elastic global batches)."""
 
     @property
     def index(self) -> int: ...
@@ -56,7 +56,7 @@ class WindowFacts(Protocol):
 
 
 class ActiveLoader(Protocol):
-    """What the clock asks of the loader that is being iterated, about the batch just delivered."""
+    """Interface of the loader that is being iterated: facts about the batch just delivered."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -75,26 +75,26 @@ class ActiveLoader(Protocol):
 
 
 class Scaling(Protocol):
-    """What adapts a loss scale: a backend."""
+    """Interface of a backend that adapts a loss scale."""
 
     def update_scaler(self, *, hold: bool = False) -> None: ...
     def overflow_dropped(self) -> bool: ...
 
 
 class AccumulationWindow:
-    """One accumulation window of one group of models: its position, and the weights given to ``backward``.
+    """One accumulation window of one group of models: its position, and the weights passed to ``backward``.
 
     Attributes:
-        step: micro-steps since the last end of a loader.
-        position: micro-batches of this window so far, of ``size`` that are expected.
+        step: micro-batches since a loader last ended.
+        position: micro-batches of this window so far, of the expected ``size``.
         weight: sum of the weights given on this rank; None: none yet.
-        denominator: what summed losses are divided by in this window so far.
-        reference: the denominator that the next window starts with.
+        denominator: divisor of summed losses in this window so far.
+        reference: the denominator with which the next window starts.
         stepped: an optimizer has stepped since the loss scale was last adapted.
-        rounds: of steps of other groups since this one's last micro-batch.
-        cleared: optimizers (ids) whose gradients were cleared since the last weighted loss.
-        seen: the models held gradients after the last weighted loss.
-        reached: models (positions) of no group of their own that losses of this window have reached.
+        rounds: steps of other groups since this window's last micro-batch.
+        cleared: ids of the optimizers whose gradients were cleared since the last weighted loss.
+        seen: the models had gradients after the last weighted loss.
+        reached: positions of models without a window of their own that losses of this window have reached.
     """
 
     __slots__ = (
@@ -126,11 +126,11 @@ class AccumulationWindow:
 
     @property
     def open(self) -> bool:
-        """It holds gradients of a step that is not due yet."""
+        """Whether it holds gradients of a step that is not due yet."""
         return 0 < self.position < self.size
 
     def restart(self, size: int) -> None:
-        """Begins the next window, of ``size`` micro-batches as far as can be known."""
+        """Begins the next window, with the expected number of micro-batches."""
         self.position = 0
         self.size = size
         if self.reached:
@@ -139,7 +139,7 @@ class AccumulationWindow:
             self.close()
 
     def close(self) -> None:
-        """Forgets the weights given so far: their step was taken, their gradients dropped, or a window begins."""
+        """Drops the weights given so far: their step was taken, their gradients were dropped, or a window begins."""
         self.weight = None
         self.denominator = None
         self.seen = False
@@ -147,23 +147,23 @@ class AccumulationWindow:
 
 @final
 class StepClock:
-    """Counts micro-steps; the optimizer, the scheduler and ``backward`` ask it, the loaders report to it.
+    """Counts micro-batches for the optimizer, the scheduler and ``backward``; loaders report their passes to it.
 
-    It belongs to one Accelerator, so two of them never disturb each other. Each group of models given to
-    ``accumulate`` has a window of its own: a GAN's two networks, accumulated in turn, each step when theirs is full.
+    Each Accelerator has its own. Each group of models passed to ``accumulate`` has its own window: a GAN's two
+    networks, accumulated in turn, each step when their window is full.
 
     Attributes:
         due: the current micro-batch ends an optimizer step. True before the first tick, so that a loop without
             ``accumulate`` steps every time.
-        share: what the mean loss of the current micro-batch is multiplied with, so that the window's gradients add
-            up to that of one big batch.
-        key: the group of models that is being accumulated for; its window is ``window``.
-        claimed: the models (positions) of all such groups.
-        num_models: how many models there were when all of them were accumulated for last.
+        share: factor of the mean loss of the current micro-batch, with which the window's gradients add up to that of
+            one global batch.
+        key: the group of models of the current micro-batch; its window is ``window``.
+        claimed: positions of the models of all such groups.
+        num_models: number of models when ``accumulate`` was last entered for all of them.
         unclaimed: a pass of a loader has begun since the last backward or step.
-        unstepped: since a backward that a step was due after, no optimizer has stepped, and no gradients were cleared.
-        correction: what the gradients must be multiplied with after the last backward of the window, because it
-            turned out shorter than could be known (a stream that ended); 1.0 nearly always.
+        unstepped: after a backward whose step was due, no optimizer has stepped and no gradients were cleared.
+        correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
+            of a stream); nearly always 1.0.
     """
 
     __slots__ = (
@@ -197,7 +197,7 @@ class StepClock:
 
     @property
     def step(self) -> int:
-        """Micro-steps counted in the current group of models since the last end of a loader."""
+        """Micro-batches counted in the current group of models since a loader last ended."""
         return self.window.step
 
     @step.setter
@@ -216,17 +216,17 @@ class StepClock:
 
     @property
     def scale(self) -> float:
-        """``share``, times what this rank's part weighs where ranks share the sequences of a batch."""
+        """``share``, times the weight of this rank's sequence shard under sequence parallelism."""
         loader = self.active_loader if self._loaders else None
         return self.share if loader is None else self.share * loader.weight
 
     @property
     def open(self) -> bool:
-        """Some group of models holds gradients of a window that has not ended yet."""
+        """Whether some group of models holds gradients of an unfinished window."""
         return any(window.open for window in self._windows.values())
 
     def stepped(self) -> None:
-        """An optimizer has stepped for the current group of models, or has left the step out."""
+        """Called when an optimizer has stepped for the current group of models, or has skipped the step."""
         if self.unclaimed:
             self.claim_passes()
         self.unstepped = False
@@ -236,17 +236,17 @@ class StepClock:
         window.stepped = True
 
     def cleared(self, optimizer: object) -> None:
-        """Notes that the gradients of an optimizer were cleared, so that losses of no step are forgotten."""
+        """Called when the gradients of an optimizer were cleared, so that losses without a step are dropped."""
         self.unstepped = False
         if self.window.weight is not None:
             self.window.cleared.add(id(optimizer))
 
     def settle_scale(self, scaling: Scaling) -> None:
-        """Adapts the loss scale, before a backward, if a round of steps is over: some group begins its next window.
+        """Adapts the loss scale before a backward if a round of steps is over: some group begins its next window.
 
-        The optimizers of one group, and groups that step in turn (a GAN's), make one round and one change of the
-        scale. While another group holds gradients of an unfinished window, the scale has to stay as it is in them.
-        Clearing gradients that overflowed, instead of stepping, ends a round, too.
+        The optimizers of one group, and groups that step in turn (a GAN's), share one round and one change of the
+        scale. While another group holds gradients of an unfinished window, the scale must not change, because it is a
+        factor of those gradients. Clearing overflowed gradients instead of stepping ends a round, too.
         """
         if not self.window.stepped and not scaling.overflow_dropped():
             return
@@ -288,7 +288,7 @@ class StepClock:
         return due
 
     def _continued(self, key: Key) -> AccumulationWindow | None:
-        """The open window of all models, if these were all of them then; it becomes theirs alone."""
+        """The open window of all models, if ``key`` are all models of that time; it becomes the window of ``key``."""
         if key != tuple(range(self.num_models)) or not self._windows[()].open:
             return None
         window, self._windows[()] = self._windows[()], AccumulationWindow()
@@ -305,7 +305,7 @@ class StepClock:
         return self.due
 
     def _expected(self, loader: ActiveLoader | None, window: AccumulationWindow) -> int:
-        """How many micro-batches the window that begins now will hold."""
+        """Expected number of micro-batches of the window that begins now."""
         full = self.plugin.num_steps - window.step % self.plugin.num_steps
         if loader is None or not self.plugin.sync_with_dataloader:
             return full
@@ -313,16 +313,16 @@ class StepClock:
         return full if left is None else min(full, left + 1)
 
     def began(self, loader: ActiveLoader) -> None:
-        """A prepared loader starts a pass; it is the active one until it ends or another starts inside it.
+        """Called when a prepared loader starts a pass; it is active until the pass ends or another starts inside it.
 
-        The pass is taken for an evaluation until there is a backward or a step in it.
+        The pass counts as an evaluation until a backward or a step happens in it.
         """
         self._loaders.append(weakref.ref(loader))
         loader.disclaim()
         self.unclaimed = True
 
     def claim_passes(self) -> None:
-        """The passes under way train: a run that is resumed goes on inside them. To be called by what trains."""
+        """Marks the current passes as training, so that a resumed run continues inside them; called by training."""
         if not self.unclaimed:
             return
         self.unclaimed = False
@@ -332,7 +332,7 @@ class StepClock:
                 loader.claim()
 
     def ended(self, loader: ActiveLoader) -> None:
-        """A pass is over or was abandoned: what was active before it is active again."""
+        """Called when a pass ended or was abandoned: the previously active loader becomes active again."""
         for position in range(len(self._loaders) - 1, -1, -1):
             if self._loaders[position]() is loader:
                 del self._loaders[position]
@@ -349,7 +349,7 @@ class StepClock:
         return None
 
     def reset(self) -> None:
-        """Forgets every window, as at the start."""
+        """Resets all windows to the initial state."""
         self._windows.clear()
         self.claimed.clear()
         self.key = ()
@@ -360,7 +360,7 @@ class StepClock:
         self.correction = 1.0
 
     def state_dict(self) -> dict[str, object]:
-        """Micro-steps by group of models, JSON only. Positions inside open windows come with their gradients."""
+        """Micro-batches by group of models, as JSON. Gradients of open windows are saved separately."""
         steps = {
             ",".join(map(str, key)): [window.step, window.position, window.size]
             for key, window in self._windows.items()
@@ -368,7 +368,7 @@ class StepClock:
         return {STEPS_KEY: steps}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues where ``state_dict`` was taken."""
+        """Restores the counts of ``state_dict``."""
         steps = state[STEPS_KEY]
         assert isinstance(steps, Mapping)
         self.reset()

@@ -1,4 +1,4 @@
-"""The learning rates of a schedule, found on a copy before the first step."""
+"""Preview of a schedule's learning rates, computed on a copy before the first step."""
 
 import copy
 import warnings
@@ -13,12 +13,12 @@ from accel_state.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """A schedule over the optimizer steps of a run, for its first parameter group.
+    """Learning rates of a schedule over the optimizer steps of a run, for its first parameter group.
 
     Attributes:
         first: rate of the first step.
         peak: highest rate.
-        peak_step: the step, from 0, that reaches it first: where warm-up ends.
+        peak_step: the first step, from 0, with that rate: the end of the warm-up.
         last: rate of the last step.
         rates: rate of every step.
     """
@@ -38,9 +38,9 @@ class LearningRates:
 
 
 def learning_rates(scheduler: Any, num_steps: int, *, repeats: int = 1) -> LearningRates:
-    """Runs a copy of ``scheduler`` through ``num_steps`` optimizer steps; the scheduler itself does not move.
+    """Steps a copy of ``scheduler`` through ``num_steps`` optimizer steps; the scheduler itself does not step.
 
-    ``repeats`` is how often it moves for each optimizer step. Schedules that follow a metric cannot be foreseen.
+    ``repeats`` is the number of its steps for each optimizer step. Schedules that follow a metric cannot be previewed.
 
     Raises:
         ConfigError: ``num_steps`` is not at least 1, or the scheduler cannot be stepped without a metric.
@@ -52,7 +52,7 @@ def learning_rates(scheduler: Any, num_steps: int, *, repeats: int = 1) -> Learn
     twin = _without_parameters(scheduler)
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that no optimizer step was taken, which is the point here
+        warnings.simplefilter("ignore")  # torch warns that no optimizer step was taken, which is intended here
         for _ in range(num_steps):
             rates.append(float(twin.optimizer.param_groups[0]["lr"]))
             for _ in range(repeats):
@@ -64,7 +64,7 @@ def learning_rates(scheduler: Any, num_steps: int, *, repeats: int = 1) -> Learn
 
 
 def _without_parameters(scheduler: Any) -> Any:
-    """A copy whose optimizer has the same groups and options over one number instead of the model."""
+    """Copies a scheduler; the copy's optimizer has the same groups and options, and one number as its model."""
     optimizer = scheduler.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = [

@@ -1,4 +1,4 @@
-"""Every rank's results on the last batches, without the samples that were repeated to fill them."""
+"""Results of all ranks for metrics, without the samples that were repeated to fill the last batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,15 +21,15 @@ def gather_for_metrics(
 ) -> Any:
     """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
 
-    Tensors in any nesting are concatenated along dimension 0. Anything else (or everything, with
-    ``use_gather_object``) is sent as objects: a list counts its items as rows, and the result is one list.
-    ``real_counts`` None keeps all rows: nothing was repeated, or nobody can know. Ranks that have no batch in this
-    step (-1: an uneven end of an epoch) are not waited for, and do not get the rows of the others. Tensors on XLA
-    devices have the rows of all ranks already.
+    Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
+    gathered as objects: the items of a list count as rows, and the result is one list. ``real_counts`` None keeps all
+    rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of
+    an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the
+    rows of all ranks.
 
     Args:
-        shard_of: for each rank the data shard that it reads. Ranks with the same one (they split the model, not the
-            samples) have the same rows, of which the first rank's are kept. None: each reads its own.
+        shard_of: data shard of each rank. Ranks with the same shard (they split the model, not the samples) have the
+            same rows, of which the first rank's are kept. None: each rank has its own.
     """
     leaves = nested.flatten(data)[0]
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
@@ -60,10 +60,12 @@ def gather_for_metrics(
 
 
 def join_parts(data: Any, count: int, group: Any) -> Any:
-    """The parts (samples, tokens, ...) of the ``count`` ranks of ``group``, one after the other; collective.
+    """Concatenates the sequence shards (samples, tokens, ...) of the ``count`` ranks of ``group``.
+
+    Collective: every rank of the group must call this.
 
     Raises:
-        DataError: there is something else, of which nobody can say how the parts make a whole.
+        DataError: a leaf is not such a tensor, so that its shards cannot be concatenated.
     """
     from accel_state.collectives.tensors import gather
 
@@ -78,7 +80,7 @@ def join_parts(data: Any, count: int, group: Any) -> Any:
 
 
 def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
-    """All rows of the ranks that speak, in their order."""
+    """Gathers all rows of the ranks for which ``speaks`` is true, in rank order."""
     if as_objects:
         return session.gather_object(data if speaks[session.rank] else [])
     chosen = [rank for rank, one in enumerate(speaks) if one]
@@ -91,7 +93,7 @@ def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_obj
 
 
 def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bool) -> Any:
-    """All ranks keep equally many rows (None: all they have), so they are cut before they are sent."""
+    """Gathers equally many rows of every rank (None: all rows); truncates them before the all-gather."""
     if as_objects:
         return session.gather_object(data if count is None else _first(data, count))
     if count is not None:
@@ -102,8 +104,8 @@ def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bo
 def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_objects: bool) -> Any:
     """Gathers among the ranks that still have data, through the first of them.
 
-    A group of their own would do it in one collective, but making one is a collective of all ranks, and the others
-    have left the loop.
+    A process group of these ranks could do it in one collective, but creating a group is a collective of all ranks, and
+    the others have left the loop.
     """
     from accel_state.collectives.group_argument import resolve
     from accel_state.collectives.pickled import receive_pickled, send_pickled
@@ -136,7 +138,7 @@ def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _keep_rows(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The first ``counts[i]`` rows of the i-th of equal parts; what is not one row a sample is left alone."""
+    """The first ``counts[i]`` rows of the i-th of equal parts; leaves without one row a sample are unchanged."""
     size, rest = divmod(rows.shape[0], len(counts))
     if rest or max(counts) > size:
         return rows

@@ -1,4 +1,4 @@
-"""The block of ``Accelerator.accumulate``: one micro-batch."""
+"""Context manager of ``Accelerator.accumulate``: one micro-batch."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @final
 class MicroBatch:
-    """The block of ``accumulate``: a plain class, because a generator costs three times as much per step."""
+    """Context manager of ``accumulate``: a plain class, because a generator takes three times as long per step."""
 
     __slots__ = ("_accelerator", "_models", "_stack")
 

@@ -1,4 +1,4 @@
-"""The choices made for a run with their reasons, and the traffic of a step, read from the objects that decide."""
+"""Explanation of a run: its choices with reasons, and the communication of a step, read from the deciding objects."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """One prepared model: this rank's parameters by dtype, and all of its own and of its buffers in bytes."""
+    """One prepared model: this rank's parameters by dtype, and bytes of all its parameters and buffers."""
 
     name: str
     wrapped_as: tuple[str, ...]
@@ -32,17 +32,17 @@ class ModelSummary:
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderSummary:
-    """One prepared loader: what it reads, and how its batches make optimizer steps.
+    """One prepared loader: its data, and how its batches form optimizer steps.
 
     Attributes:
         batch_per_step: samples of one micro-batch of all ranks, at most.
         effective_batch: samples of one optimizer step.
         accumulated: micro-batches of one optimizer step.
-        batches_per_epoch: of one rank; None where nobody can know, as in the next two.
+        batches_per_epoch: batches of one rank; None if unknown, as in the next two.
         steps_per_epoch: optimizer steps.
-        samples_per_epoch: of the dataset.
+        samples_per_epoch: samples of the dataset.
         read_amplification: how often all processes and workers read a sample for each time that it is delivered; None
-            while only reading can tell.
+            if only reading can show it.
     """
 
     dataset: str
@@ -58,9 +58,9 @@ class LoaderSummary:
 @final
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """See ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs.
+    """Result of ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs.
 
-    ``communication`` is what ``count_communication`` counted last: collectives by name, with calls and bytes.
+    ``communication`` is the last result of ``count_communication``: collectives by name, with calls and bytes.
     """
 
     backend: str
@@ -78,7 +78,7 @@ class Explanation:
     communication: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As nested plain values."""
+        """Returns nested plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Explanation:
 
 
 def explain(accelerator: "Accelerator") -> Explanation:
-    """Collects what has been decided so far. Nothing is communicated, so any rank may ask."""
+    """Collects the choices made so far. Not a collective: any rank may call it."""
     timeout = accelerator.session.timeout
     return Explanation(
         backend=accelerator.choice.name,
@@ -157,7 +157,7 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
     batches = _known(lambda: len(loader))
     samples = _known(lambda: int(loader.total_dataset_length))
     plugin, batch, window = accelerator.clock.plugin, loader.total_batch_size, loader.global_batch_size
-    # A window that the epoch's end cuts short is a step, unless windows go on over it.
+    # A window that the epoch's end truncates is a step, unless windows continue in the next epoch.
     if window is None:
         effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
         full_only, size = not plugin.sync_with_dataloader, plugin.num_steps
@@ -179,7 +179,7 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
 
 
 def _known(ask: Callable[[], int]) -> int | None:
-    """A length, of what has one."""
+    """Calls ``ask``; returns None if the object has no length."""
     try:
         return ask()
     except TypeError:
@@ -188,9 +188,9 @@ def _known(ask: Callable[[], int]) -> int | None:
 
 @contextmanager
 def counted_communication() -> Iterator[dict[str, dict[str, int]]]:
-    """Counts collectives in the block, and the bytes this rank gives to them, by name, as torch's profiler sees them.
+    """Counts collectives in the block, and the bytes that this rank passes to them, as torch's profiler sees them.
 
-    The mapping is filled when the block ends.
+    The mapping by name is filled when the block ends.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -206,7 +206,7 @@ def counted_communication() -> Iterator[dict[str, dict[str, int]]]:
 
 
 def _bytes_of(event: Any) -> int:
-    """What a recorded collective was given; the profiler tells shapes, and dtypes where it knows them."""
+    """Input bytes of a recorded collective; the profiler records shapes, and dtypes if it knows them."""
     total = 0
     dtypes = list(getattr(event, "input_dtypes", None) or [])
     for position, shape in enumerate(event.input_shapes or ()):
@@ -216,7 +216,7 @@ def _bytes_of(event: Any) -> int:
     return total
 
 
-# As C++ calls them; one of unknown size counts as float.
+# C++ names of dtypes; a dtype of unknown size counts as float.
 _ITEM_SIZES = {
     **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
     **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e4m3fnuz", "c10::Float8_e5m2", "c10::Float8_e5m2fnuz"), 1),

@@ -1,4 +1,4 @@
-"""Runs a script until its steps have been seen, and explains them: ``python -m accel.observe.explain_script SCRIPT``.
+"""Runner that explains a script after two of its steps: ``python -m accel.observe.explain_script SCRIPT``.
 
 Files of the project stay unchanged: the Accelerator of an explained script neither tracks, saves nor resumes.
 """
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @final
 class _SeenEnough(BaseException):
-    """Ends the script: no ``except Exception`` of its own stops that."""
+    """Ends the script; not an ``Exception``, so that the script's own ``except Exception`` does not catch it."""
 
 
 @final
 class _Spectator:
-    """Stands before ``backward``: counts what is sent from the first one of the second window to that of the third."""
+    """Hook before ``backward``: counts communication from the start of the second window to that of the third."""
 
     def __init__(self) -> None:
         self._windows = 0
@@ -44,13 +44,13 @@ class _Spectator:
     def tell(self, accelerator: Accelerator) -> None:
         self._stack.close()
         told = accelerator.explain()
-        own = tuple(row for row in told.settings if row[0] != "module")  # the launch of this module itself
+        own = tuple(row for row in told.settings if row[0] != "module")  # the setting that launched this module itself
         accelerator.print(replace(told, settings=own), flush=True)
 
 
 @final
 class _Silent:
-    """Takes every call and does nothing, in the place of a profiler."""
+    """Stands in for a profiler: accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> "_Silent":
         return self
@@ -65,17 +65,17 @@ def _unprofiled(self: Accelerator, *args: Any, **kwargs: Any) -> Iterator[_Silen
 
 
 def _elsewhere(self: Accelerator, place: Any = None, *args: Any, **kwargs: Any) -> "Location":
-    """The folder that ``save_state`` and ``load_state`` return."""
+    """Returns the folder that ``save_state`` and ``load_state`` return, without reading or writing."""
     from accel_ckpt.io.storage import locate
 
     return locate(place or str(self.project_dir or "."))
 
 
 def _nothing(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Neither reads nor writes."""
+    """Does nothing instead of reading or writing."""
 
 
-# The methods that read or write files of the project, and what they are while a script is explained.
+# Methods that read or write files of the project, and their replacements while a script is explained.
 _WITHOUT_FILES = {
     **dict.fromkeys(("init_trackers", "_warn_untracked", "resume", "on_preemption", "_listen_by_default"), _nothing),
     **dict.fromkeys(("save", "save_model"), _nothing),

@@ -1,4 +1,4 @@
-"""The contents of memory, by name, when it runs out."""
+"""Memory snapshot at an out-of-memory error: the largest tensors, by name."""
 
 import gc
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 @final
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A tensor that takes memory: what it is, as far as that can be told, and its bytes here."""
+    """A tensor that takes memory: its description, as far as known, and its bytes on this rank."""
 
     name: str
     dtype: str
@@ -26,7 +26,7 @@ class HeldTensor:
 
 
 def names_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
-    """By storage: parameters, buffers, gradients and optimizer states of a run."""
+    """Names of a run's parameters, buffers, gradients and optimizer states, keyed by storage."""
     names: dict[int, str] = {}
     of_parameter: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -48,16 +48,16 @@ def names_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optim
 
 
 def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTensor]:
-    """The largest tensors that this process holds, each storage once."""
+    """The largest tensors of this process, each storage once."""
     found: dict[int, HeldTensor] = {}
     for candidate in gc.get_objects():
         try:
-            if not issubclass(type(candidate), torch.Tensor):  # isinstance would wake deprecated objects
+            if not issubclass(type(candidate), torch.Tensor):  # isinstance would trigger warnings of deprecated objects
                 continue
             tensor = _local(candidate)
             storage = tensor.untyped_storage()
             key, nbytes = storage.data_ptr(), storage.nbytes()
-        except Exception:  # objects that are being made or taken apart, and tensors without memory
+        except Exception:  # objects that are half constructed or half destroyed, and tensors without memory
             continue
         if key and (key not in found or tensor.numel() > _count(found[key])):
             kind = "an activation or saved value" if tensor.grad_fn is not None else "unnamed"
@@ -67,7 +67,7 @@ def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTenso
 
 
 def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Any) -> None:
-    """Writes what is known: the error, the allocator's own account where there is one, and the tensors."""
+    """Writes the error, the allocator's own snapshot if there is one, and the tensors."""
     lines = [f"{type(error).__name__}: {error}", "", *map(str, tensors)]
     if device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(device)]

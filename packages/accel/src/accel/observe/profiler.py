@@ -1,4 +1,4 @@
-"""Profiles of a run by torch's profiler: a trace for each rank, all ranks in one, and what took longest."""
+"""Profiles of a run by torch's profiler: a trace for each rank, a merged trace, and the slowest operators."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +19,18 @@ _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKwargs:
-    """What ``accelerator.profile()`` records; each field means what it means to ``torch.profiler.profile``.
+    """Options of ``accelerator.profile()``; each field has its meaning in ``torch.profiler.profile``.
 
     Attributes:
-        activities: of ``cpu``, ``cuda``, ``xpu``, ``mtia``, ``hpu``; None: all that there are.
+        activities: of ``cpu``, ``cuda``, ``xpu``, ``mtia``, ``hpu``; None: all that are available.
         schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps, counted by the profiler's
             ``step()``.
         on_trace_ready: called with the profiler whenever a recording is done.
         output_trace_dir: folder for ``profile_<rank>.json``, a Chrome trace for each rank, one of all ranks, and the
-            summary of the main one.
+            main rank's summary.
 
     Raises:
-        ConfigError: an unknown activity, or one whose device is not there.
+        ConfigError: an unknown activity, or one whose device is not available.
     """
 
     activities: Sequence[str] | None = None
@@ -52,10 +52,10 @@ class ProfileKwargs:
             raise ConfigError(f"a profiler's schedule has no {strange[0]!r}; it has {', '.join(_SCHEDULE)}")
 
     def build(self) -> "profile":
-        """The profiler, not started.
+        """Builds the profiler without starting it.
 
         Raises:
-            ConfigError: an activity whose device is not there.
+            ConfigError: an activity whose device is not available.
         """
         from torch import profiler
 
@@ -82,7 +82,7 @@ class ProfileKwargs:
 
 
 def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
-    """The operators that took longest by themselves: calls, microseconds on host and device, bytes, operations."""
+    """Operators with the longest self time: calls, microseconds on host and device, bytes, operations."""
     rows = sorted(
         profiler.key_averages(),
         key=lambda row: row.self_device_time_total + row.self_cpu_time_total,
@@ -102,7 +102,7 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
 
 
 def summary_table(rows: Iterable[dict[str, Any]]) -> str:
-    """What ``top_operators`` gives as text: the shares of their time, calls, and bytes and operations if recorded."""
+    """Formats the result of ``top_operators``: shares of time, calls, and bytes and operations if recorded."""
     listed = list(rows)
     total = sum(row["cpu_us"] + row["device_us"] for row in listed) or 1
     lines = [f"{'operator':40} {'calls':>7} {'host ms':>10} {'device ms':>10} {'share':>6} {'MiB':>9} {'MFLOP':>10}"]
@@ -115,7 +115,7 @@ def summary_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def merge_traces(traces: Iterable[tuple[int, Path]], target: Path) -> Path:
-    """Writes one Chrome trace of many ranks': every process of rank r is shown as ``rank r`` and what it was."""
+    """Merges the Chrome traces of ranks into one; every process of rank r is named ``rank r`` and its own name."""
     merged: list[dict[str, Any]] = []
     kept: dict[str, Any] = {}
     for rank, path in traces:

@@ -1,13 +1,13 @@
-"""Errors in colour, where somebody looks at them."""
+"""Coloured tracebacks on a terminal."""
 
 import sys
 
 
 def install_tracebacks(*, show_locals: bool = False) -> bool:
-    """Lets uncaught errors of this process be shown by rich, with the lines around each call; False if left as it is.
+    """Makes rich show uncaught errors of this process, with the lines around each call; False if nothing was changed.
 
-    Only on a terminal and on each node's first process: many ranks at once are unreadable in any colour, and a file
-    should hold what Python writes.
+    Only on a terminal and on each node's local rank 0: coloured tracebacks of many ranks are unreadable, and a file
+    should hold Python's own format.
     """
     from accel_state.session import current_topology
 

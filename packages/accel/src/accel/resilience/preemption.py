@@ -1,9 +1,9 @@
-"""Ending a run when its machine is taken away: noticed at once, saved at the same step on all ranks, resumable.
+"""Preemption of a run: detected at once, saved at the same step on all ranks, resumable.
 
-Nothing is asked of the other ranks on ordinary steps. A thread notices (a signal, a file, a hook, another rank) and
-promises, through the store of the process group, how far its own loop will go without asking again. The furthest
-promise of all ranks is where they stop. No thread ever waits for a loop, so the answer comes while a loop waits in a
-collective for another, and the loops go on meanwhile.
+Ordinary steps need no communication. A thread detects preemption (a signal, a file, a check, another rank) and
+publishes, in the store of the process group, the position up to which its own loop will go. All ranks stop at the
+largest of these positions. The threads never wait for a loop, so the ranks agree even while a loop waits in a
+collective for another, and the loops continue meanwhile.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ _END = object()
 @final
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What is listened for.
+    """Triggers of a preemption.
 
-    ``check`` is called about every ``every`` seconds in a thread of the main process, and means preemption when it
-    returns something true, which then is the reason that is printed; ``file`` when it exists.
+    ``check`` is called about every ``every`` seconds in a thread of the main process; a true result means preemption,
+    and is the printed reason. The existence of ``file`` means preemption too.
 
     Raises:
-        ConfigError: a name that is no signal of this system, or an interval that is not positive.
+        ConfigError: a name that is not a signal of this system, or an interval that is not positive.
     """
 
     signals: tuple[str, ...] = DEFAULT_SIGNALS
@@ -63,11 +63,11 @@ class Notice:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The signals as the system numbers them."""
+        """Numbers of the signals."""
         return tuple(int(getattr(signal, name)) for name in self.signals)
 
     def look(self) -> str | None:
-        """Asks the file and the hook; the reason if one of them says so."""
+        """Checks the file and calls the check; returns the reason for a preemption, or None."""
         if self.file is not None and Path(self.file).exists():
             return f"{os.fspath(self.file)} exists"
         told = None if self.check is None else self.check()
@@ -76,9 +76,9 @@ class Notice:
 
 @final
 class Ballot:
-    """How far each rank will go without asking, and where all of them therefore stop.
+    """Consensus on where to stop: each rank publishes the position up to which it goes, and all stop at the largest.
 
-    Every operation returns at once; a store that is gone raises RuntimeError.
+    Every operation returns at once; raises RuntimeError if the store is gone.
     """
 
     def __init__(self, store: "Store | None", rank: int, world_size: int) -> None:
@@ -88,24 +88,24 @@ class Ballot:
         self._own: int | None = None
 
     def call(self, reason: str) -> None:
-        """Asks all ranks for their promise."""
+        """Requests the limits of all ranks."""
         if self._store is not None:
             self._store.set("called", reason)
 
     def called(self) -> str | None:
-        """The reason that some rank gave, if one has called."""
+        """The reason that some rank gave when it called; None if no rank has called."""
         if self._store is None or not self._store.check(["called"]):
             return None
         return self._store.get("called").decode()
 
     def promise(self, limit: int) -> None:
-        """This rank does not go past position ``limit`` before all have promised."""
+        """Publishes that this rank does not go past position ``limit`` before all ranks have published."""
         self._own = limit
         if self._store is not None:
             self._store.set(self._keys[self._rank], str(limit))
 
     def outcome(self) -> int | None:
-        """The first position that no rank has passed, once all have promised."""
+        """The first position that no rank has passed, once all ranks have published; None before."""
         if self._store is None:
             return self._own
         if not self._store.check(self._keys):
@@ -115,15 +115,15 @@ class Ballot:
 
 @final
 class Preemption:
-    """Listens for the end of this process's time, and ends the loop where all ranks agreed to.
+    """Listens for preemption, and ends the loop at the position on which all ranks agreed.
 
-    The loop reports to it at *stop points*, between two batches, where everything done so far is complete: before a
-    prepared loader reads the next batch, or where there is none, where ``accumulate`` or else ``backward`` begins.
-    They are counted alike on all ranks.
+    The loop reports *stop points*, between two batches, where all work so far is complete: before a prepared loader
+    reads the next batch, or without one, where ``accumulate`` or otherwise ``backward`` begins. All ranks count them
+    alike.
 
     Attributes:
-        noticed: why this run must end, or None.
-        position: stop points passed, counted from the start of the loader's pass begun last.
+        noticed: reason why this run must end, or None.
+        position: stop points passed, counted from the start of the most recent pass of a loader.
     """
 
     def __init__(self, notice: Notice, ballot: Ballot, leave: Callable[[str], None], *, is_main: bool = True) -> None:
@@ -148,30 +148,30 @@ class Preemption:
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
 
-    # The loop's side
+    # Called by the loop
 
     def before_batch(self) -> None:
-        """A stop point: the loop is done with everything before it. Does not return if this is where all stop."""
+        """A stop point: the loop has finished all work before it. Does not return if all ranks stop here."""
         self.position += 1
         if self.noticed is not None:
             self._stop_here()
 
     def before_micro_batch(self) -> None:
-        """``accumulate`` begins; a stop point where no prepared loader gives one."""
+        """Called when ``accumulate`` begins; a stop point if there is no prepared loader."""
         self._accumulates = True
         if not self._passes:
             self.before_batch()
 
     def before_backward(self) -> None:
-        """``backward`` begins; a stop point where neither a prepared loader nor ``accumulate`` gives one."""
+        """Called when ``backward`` begins; a stop point if there is neither a prepared loader nor ``accumulate``."""
         if not self._passes and not self._accumulates:
             self.before_batch()
         self._backwards += 1
 
     def reading(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """``batches`` of one pass of ``loader``, with a stop point before and after each is read.
+        """Yields ``batches`` of one pass of ``loader``, with a stop point before and after each is read.
 
-        What is read when the run stops was never delivered, and is read again after a resume.
+        A batch that was read when the run stops was never delivered, and is read again after a resume.
         """
         self.position = (self.position // _PASS + 1) * _PASS
         self._passes += 1
@@ -191,13 +191,13 @@ class Preemption:
             self._restarts.remove(entry)
 
     def rewind_evaluations(self) -> None:
-        """Puts loaders back to the start of a pass in which nothing was trained: half of an evaluation is of no use."""
+        """Resets loaders to the start of a pass in which nothing was trained, because half an evaluation is useless."""
         for loader, start, backwards in self._restarts:
             if self._backwards and backwards == self._backwards:
                 loader.load_state_dict(start)
 
     def _stop_here(self) -> None:
-        """Ends the run if this is the place; waits for the others' promises where this rank's own says so."""
+        """Ends the run if this is the agreed position; waits for the others' limits if this rank reached its own."""
         if self._leaving:
             raise SystemExit(PREEMPTED_STATUS)
         if self._target is None and self.position >= self._limit and not self._decided.wait(_AGREEMENT):
@@ -207,7 +207,7 @@ class Preemption:
             self.leave()
 
     def leave(self) -> None:
-        """Saves, as the run was told to, and ends this process with ``PREEMPTED_STATUS``."""
+        """Runs the preemption action, and ends this process with ``PREEMPTED_STATUS``."""
         if not self._leaving:
             self._leaving = True
             self._leave(self.noticed or "asked to")
@@ -216,9 +216,9 @@ class Preemption:
     # Listening
 
     def start(self, *, replace: bool) -> None:
-        """Begins to listen; ``replace`` also takes signals that the program handles, and then calls its handlers too.
+        """Begins to listen; ``replace`` also takes over signals that the program handles, and calls its handlers too.
 
-        Outside the main thread Python allows no handlers of signals, and only the rest is listened for.
+        Outside the main thread Python allows no signal handlers, so signals are not observed there.
         """
         if threading.current_thread() is threading.main_thread():
             for number in self._notice.numbers:
@@ -226,14 +226,14 @@ class Preemption:
                 if before is signal.SIG_DFL or (replace and before is not signal.SIG_IGN):
                     self._previous[number] = signal.signal(number, self._on_signal)
             if self._previous:
-                # So that the thread hears of it even while the main thread is in a collective.
+                # Wakes the thread even while the main thread is in a collective.
                 other = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
                 if other != -1:
                     signal.set_wakeup_fd(other)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and gives signals back; the other ranks need not wait for this one any more."""
+        """Stops listening and restores signal handlers; the other ranks need not wait for this one any more."""
         if self._closed:
             return
         self._closed = True
@@ -255,9 +255,9 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._leaving:
-            return  # it is being saved; whoever cannot wait sends SIGKILL
+            return  # the run is being saved; SIGKILL ends it at once
         if self._closed or _attempt_failed() or (self._target is None and self.position == 0):
-            _end_by(number)  # nothing to save, or nobody to save it with
+            _end_by(number)  # there is nothing to save, or no process to save it with
         if self._target is not None:
             if self.position == self._target and _reads_here(frame):
                 self.leave()
@@ -269,7 +269,7 @@ class Preemption:
             previous(number, frame)
 
     def _watch(self) -> None:
-        """The thread: notices, promises, and tells the loop where to stop."""
+        """Thread that detects a preemption, publishes this rank's limit, and sets the loop's stop position."""
         looked = time.monotonic()
         try:
             while not self._closed and not self._leaving and self._target is None:
@@ -285,7 +285,7 @@ class Preemption:
             if self._closed:
                 self._ballot.promise(NEVER)
         except RuntimeError:
-            return  # the store has gone with the process that kept it; so has the run
+            return  # the store has gone with the process that held it, and so has the run
 
     def _look(self) -> str | None:
         try:
@@ -302,7 +302,7 @@ class Preemption:
         return f"received {signal.Signals(min(numbers)).name}" if numbers else None
 
     def _announce(self, reason: str, *, own: bool) -> None:
-        # The limit is there before the notice, and the notice before the loop can pass another stop point unseen.
+        # The limit is set before the notice, and the notice before the loop can pass another stop point unseen.
         self._limit = 0
         self.noticed = reason
         self._limit = self.position if self._is_reading() else self.position + 1
@@ -316,11 +316,11 @@ class Preemption:
         self._target = target
         self._decided.set()
         if self.position == target and self._previous and self._is_reading():
-            # Wakes the main thread out of its wait for data.
+            # Interrupts the main thread's wait for data.
             signal.pthread_kill(_main_ident(), next(iter(self._previous)))
 
     def _is_reading(self) -> bool:
-        """Whether the loop waits for a batch, and can be stopped there because no other rank takes part in reading."""
+        """Whether the loop waits for a batch and can be stopped there, since no other rank takes part in reading."""
         frame = sys._current_frames().get(_main_ident())
         return bool(self._restarts) and self._restarts[-1][0].reads_alone and _reads_here(frame)
 
@@ -332,7 +332,7 @@ def _main_ident() -> int:
 
 
 def _reads_here(frame: FrameType | None) -> bool:
-    """Whether ``frame`` belongs to a call that ``Preemption.reading`` has made, before it looks for a notice again."""
+    """Whether ``frame`` is inside a call that ``Preemption.reading`` has made, before its next check for a notice."""
     inner = frame
     while frame is not None:
         if frame.f_code is Preemption.reading.__code__:
@@ -342,12 +342,12 @@ def _reads_here(frame: FrameType | None) -> bool:
 
 
 def _attempt_failed() -> bool:
-    """The launcher is ending this attempt because another process failed; reads its ``TORCHELASTIC_ERROR_FILE``."""
+    """Whether the launcher ends this attempt because another process failed; reads its ``TORCHELASTIC_ERROR_FILE``."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return path is not None and (Path(path).parent / FAILED_MARK).exists()
 
 
 def _end_by(number: int) -> None:
-    """Ends this process as the signal would have without a handler."""
+    """Ends this process as the signal would without a handler."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)

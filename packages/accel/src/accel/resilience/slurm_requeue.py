@@ -1,4 +1,4 @@
-"""Putting a Slurm job back into its queue once it has saved itself."""
+"""Requeueing of a Slurm job after it has saved itself."""
 
 import logging
 import os
@@ -9,11 +9,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def requeue(env: Mapping[str, str] | None = None) -> bool:
-    """Asks Slurm to put this job back into its queue; False where there is none, or the job is being ended for good.
+    """Requeues this Slurm job; returns False if there is none, or the job is being cancelled.
 
     Reads ``SLURM_ARRAY_JOB_ID``, ``SLURM_ARRAY_TASK_ID`` and ``SLURM_JOB_ID`` of ``os.environ`` unless ``env`` is
-    given. A job that somebody has cancelled stays so. One that was submitted with ``--no-requeue`` cannot be requeued;
-    that is logged.
+    given. A cancelled job stays cancelled. A job submitted with ``--no-requeue`` cannot be requeued; that is logged.
     """
     variables = os.environ if env is None else env
     job = variables.get("SLURM_JOB_ID")
@@ -29,7 +28,7 @@ def requeue(env: Mapping[str, str] | None = None) -> bool:
 
 
 def _asked(*argv: str) -> str | None:
-    """What a command of Slurm says, or None where it fails; that is logged."""
+    """Output of a Slurm command; None if it fails, which is logged."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

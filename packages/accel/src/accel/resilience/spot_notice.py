@@ -1,4 +1,4 @@
-"""Notices that a machine is about to be taken back, as clouds give them: asked for at an address."""
+"""Preemption notices of clouds, polled at a URL."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -8,11 +8,11 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def notice_at(url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 2.0) -> Callable[[], str | None]:
-    """A ``check`` for ``Accelerator.on_preemption``: asks ``url`` each time, and gives what it says as the reason.
+    """A ``check`` for ``Accelerator.on_preemption``: polls ``url``, and returns its answer as the reason.
 
-    There is no notice where the answer is an error, like the 404 that one cloud gives until there is something to
-    tell, or says no in a word: nothing at all, FALSE, NONE, 0. An address that cannot be reached within ``timeout``
-    seconds gives none either. Proxies are not asked, as such an address belongs to the machine itself.
+    There is no notice if the answer is an HTTP error, such as the 404 that one cloud returns until there is a notice,
+    or a negative word: empty, FALSE, NONE, 0. A URL that does not answer within ``timeout`` seconds gives no notice
+    either. Proxies are not used, because such a URL belongs to the machine itself.
 
     Raises:
         ConfigError: ``url`` does not begin with http:// or https://.
@@ -30,7 +30,7 @@ def notice_at(url: str, *, headers: Mapping[str, str] | None = None, timeout: fl
             request = Request(url, headers=dict(headers or _NONE))
             with build_opener(ProxyHandler({})).open(request, timeout=timeout) as answer:
                 said = answer.read(4096).decode(errors="replace").strip()
-        except (OSError, HTTPException):  # an answer that is an error is one of these too
+        except (OSError, HTTPException):  # includes HTTP errors
             return None
         return None if said.lower() in _NOTHING else f"{url} says {said[:200]}"
 

@@ -1,4 +1,4 @@
-"""Opens the parts of an Accelerator, in the order in which they need each other."""
+"""Builds the parts of an Accelerator, in the order of their dependencies."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What an Accelerator is made of."""
+    """The parts of an Accelerator."""
 
     config: AccelConfig
     handlers: Handlers
@@ -149,7 +149,7 @@ def open_parts(
 
 
 def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_type: str) -> PrecisionPolicy:
-    """The precision: a policy that was given, or what the configuration says, with the recipe of fp8 if any."""
+    """Precision policy: the given one, or that of the configuration, with the fp8 recipe if there is one."""
     return PrecisionPolicy.parse(
         asked if isinstance(asked, PrecisionPolicy) else config.mixed_precision,
         device_type=device_type,
@@ -158,7 +158,7 @@ def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_
 
 
 def keep_to_cores(topology: Topology, device_type: str) -> None:
-    """Keeps this process to the cores next to its GPU; without one, to its share of those it may use."""
+    """Binds this process to the cores next to its GPU; without one, to its share of the available cores."""
     from accel_state.device.gpus import set_numa_affinity
 
     if device_type == "cuda":
@@ -169,7 +169,7 @@ def keep_to_cores(topology: Topology, device_type: str) -> None:
 
 
 def cores_of(cores: Sequence[int], local_rank: int, count: int) -> list[int]:
-    """The share of neighbouring ``cores`` that one of ``count`` processes gets; at least one, shared if need be."""
+    """Share of neighbouring ``cores`` for one of ``count`` processes; at least one core, shared if too few."""
     if len(cores) < count:
         return [cores[local_rank % len(cores)]]
     return list(cores[local_rank * len(cores) // count : (local_rank + 1) * len(cores) // count])
@@ -178,12 +178,12 @@ def cores_of(cores: Sequence[int], local_rank: int, count: int) -> list[int]:
 def options_of(
     asked: BackendConfig | str | None, ddp: BackendConfig | None, backend: "type[Backend]", *, alone: bool
 ) -> BackendConfig | None:
-    """The options that a backend takes of those that were given; None: its defaults.
+    """The given options that a backend takes; None: its defaults.
 
-    One process alone has no use for options of DDP, so that a script which passes them runs on it all the same.
+    A single process ignores options of DDP, so that a script which passes them also runs on one process.
 
     Raises:
-        ConfigError: ``DistributedDataParallelKwargs`` beside another strategy, which could not follow them.
+        ConfigError: ``DistributedDataParallelKwargs`` with a strategy that cannot apply them.
     """
     if ddp is not None and not alone and not isinstance(ddp, backend.Config):
         raise ConfigError(
@@ -196,7 +196,7 @@ def options_of(
 def accumulation_of(
     steps: object, plugin: GradientAccumulationPlugin | None, config: AccelConfig
 ) -> GradientAccumulationPlugin:
-    """The plugin, or one made of the number of steps; both at once are refused unless they agree."""
+    """The plugin, or one made from the number of steps; both at once are refused unless they agree."""
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps)
     if steps is not None and steps != plugin.num_steps:
@@ -208,7 +208,7 @@ def accumulation_of(
 
 
 def loading_of(options: LoaderOptions | None, split_batches: bool | None, *, num_nodes: int) -> LoaderOptions:
-    """The loader options, with ``split_batches`` where it was given beside them, and the nodes of this run."""
+    """Loader options, with ``split_batches`` if it was given separately, and the number of nodes of this run."""
     options = options or LoaderOptions()
     if options.sharding == "node" and options.num_nodes == 1:
         options = dataclasses.replace(options, num_nodes=num_nodes)
@@ -216,7 +216,7 @@ def loading_of(options: LoaderOptions | None, split_batches: bool | None, *, num
 
 
 def project_of(project: ProjectConfiguration | None, folder: str | None) -> ProjectConfiguration:
-    """The project, its folder filled in where it has none."""
+    """The project, with ``folder`` filled in if it has none."""
     if project is None:
         return ProjectConfiguration(folder)
     if project.project_dir is None and folder is not None:
@@ -225,7 +225,7 @@ def project_of(project: ProjectConfiguration | None, folder: str | None) -> Proj
 
 
 def dynamo_of(backend: object, plugin: "TorchDynamoPlugin | None", config: AccelConfig) -> "TorchDynamoPlugin | None":
-    """The compilation that was asked for, by name or in detail, by the call or else by the configuration, or None."""
+    """Requested compilation, by name or as a plugin; the call overrides the configuration. None without one."""
     if backend is None or plugin is not None:
         if backend is not None:
             raise ConfigError("You can only pass one of dynamo_backend and dynamo_plugin")

@@ -1,4 +1,4 @@
-"""Options of the process group, the project and the run that belong to no single layer."""
+"""Options of the process group, the project and the run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InitProcessGroupKwargs:
-    """How the process group is opened: its backend, where the ranks meet and how long a collective may take."""
+    """Options of the process group: backend, rendezvous, and timeout of collectives."""
 
     backend: str | None = None
     init_method: str | None = None
@@ -25,15 +25,15 @@ class InitProcessGroupKwargs:
 
 @dataclass(slots=True)
 class ProjectConfiguration:
-    """Where a project keeps its files, and how its checkpoints are named and kept.
+    """Folders of a project, and names and retention of its checkpoints.
 
     ``logging_dir`` defaults to ``project_dir``. With ``automatic_checkpoint_naming`` the checkpoints of a run are
     ``<project_dir>/checkpoints/checkpoint_<iteration>`` and at most ``total_limit`` of them are kept; ``iteration``
-    is the number of the next one. ``keep_best`` of them are kept besides, those with the best ``metric`` among the
-    ``metrics`` that ``save_state`` was given: the smallest, or with ``mode="max"`` the largest. Without ``total_limit``
+    is the number of the next one. In addition, ``keep_best`` checkpoints are kept, those with the best ``metric`` among
+    the ``metrics`` passed to ``save_state``: the smallest, or with ``mode="max"`` the largest. Without ``total_limit``
     the newest is kept beside the best, and so is every checkpoint that was saved without that metric. With
-    ``save_on_each_node`` machines share no disk: the first process of each writes what ``save`` is given, and each
-    keeps a whole copy of what ``save_state`` saves, and loads its own.
+    ``save_on_each_node`` nodes share no disk: the first process of each node writes the files of ``save``, and each
+    node keeps a full copy of every ``save_state``, and loads its own.
     """
 
     project_dir: str | Path | None = None
@@ -71,7 +71,7 @@ class ProjectConfiguration:
             )
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Sets the project's folder, and the logging folder to it where that is not set."""
+        """Sets the project's folder, and the logging folder to it if that is not set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -79,7 +79,7 @@ class ProjectConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """The ``kwargs_handlers`` of an Accelerator, one place for each kind."""
+    """The ``kwargs_handlers`` of an Accelerator, a field for each kind."""
 
     process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     ddp: "DistributedDataParallelKwargs | None" = None
@@ -90,10 +90,10 @@ class Handlers:
 
 
 def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
-    """Puts each handler in its place.
+    """Sorts handlers into their fields.
 
     Raises:
-        ConfigError: an object that is no handler, or two of one kind.
+        ConfigError: an object that is not a handler, or two of one kind.
     """
     if not handlers:
         return Handlers()

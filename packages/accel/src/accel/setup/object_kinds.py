@@ -1,4 +1,4 @@
-"""The kinds of objects that ``prepare`` takes, and checks that they belong together."""
+"""Kinds of objects that ``prepare`` accepts, and checks that they belong together."""
 
 from collections.abc import Iterable, Sequence
 from functools import singledispatch
@@ -18,9 +18,9 @@ Kind = Literal["model", "optimizer", "scheduler", "loader", "prepared", "other"]
 
 @singledispatch
 def kind_of(item: object) -> Kind:
-    """How ``prepare`` treats ``item``; what it does not know passes through untouched.
+    """Kind of ``item`` for ``prepare``; objects of other types are returned unchanged.
 
-    A third party teaches it a type of its own with ``kind_of.register``.
+    ``kind_of.register`` adds a type of another library.
     """
     steps = all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))
     return "scheduler" if steps and hasattr(item, "optimizer") else "other"
@@ -57,10 +57,10 @@ def _(item: PreparedScheduler) -> Kind:
 
 
 def check_driven(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
-    """Makes sure that schedulers drive optimizers that are prepared, or are about to be.
+    """Verifies that schedulers drive optimizers that are prepared, or are about to be.
 
     Raises:
-        PrepareError: one drives another, whose learning rates it would change without effect.
+        PrepareError: a scheduler drives another optimizer, whose learning rates it would change without effect.
     """
     for scheduler in schedulers:
         driven = getattr(scheduler, "optimizer", None)
@@ -75,6 +75,6 @@ def check_driven(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> 
 
 
 def batch_sizes(items: Sequence[Any], kinds: Sequence[str], share: float) -> tuple[int, ...]:
-    """Samples of a micro-batch of each loader among ``items`` that says, of whose batches a process gets ``share``."""
+    """Micro-batch sizes of the loaders among ``items`` that have one, if a process gets ``share`` of their batches."""
     given = [getattr(item, "batch_size", None) for item, kind in zip(items, kinds, strict=True) if kind == "loader"]
     return tuple(max(1, int(size * share)) for size in given if isinstance(size, int))

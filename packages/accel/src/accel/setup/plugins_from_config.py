@@ -1,4 +1,4 @@
-"""Plugins made of the configuration where a call gives none: options by the names of the plugins' fields."""
+"""Plugins built from the configuration, for calls that pass none: options by the names of the plugins' fields."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,12 @@ _DEEPSPEED_FIELDS = {
 
 
 def named_backend(config: AccelConfig) -> str | None:
-    """The backend that the configuration names, if it does; that of Megatron-LM has a switch of its own."""
+    """Backend that the configuration names, or None; Megatron-LM's has a switch of its own."""
     return "megatron" if config.backend is None and config.use_megatron_lm else config.backend
 
 
 def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
-    """Options of FSDP that somebody gave, where it is on; None where it is off."""
+    """Given options of FSDP, if it is on; None if it is off."""
     if not config.use_fsdp:
         return None
     given = (name for name in settings() if name.startswith("fsdp_") and config.is_given(name))
@@ -44,7 +44,7 @@ def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
 
 
 def deepspeed_options(config: AccelConfig) -> dict[str, Any] | None:
-    """Options of DeepSpeed that somebody gave, and where, where it is on; None where it is off."""
+    """Given options of DeepSpeed with their origins, if it is on; None if it is off."""
     if not config.use_deepspeed:
         return None
     given = {name: field for name, field in _DEEPSPEED_FIELDS.items() if config.is_given(name)}
@@ -53,7 +53,7 @@ def deepspeed_options(config: AccelConfig) -> dict[str, Any] | None:
 
 
 def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
-    """The degrees of parallelism that somebody gave, with the options of their axes; None where nobody did."""
+    """Given degrees of parallelism, with the options of their axes; None without any."""
     given: dict[str, Any] = degrees(config)
     if not given:
         return None
@@ -73,7 +73,7 @@ _SEQUENCE = ("seq_length", "seq_length_is_variable", "attn_implementation")
 
 
 def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs | TERecipeKwargs | None":
-    """The recipe of ``mixed_precision=fp8`` that settings and variables describe; None at another precision."""
+    """Recipe of ``mixed_precision=fp8`` from settings and variables; None at another precision."""
     if config.mixed_precision != "fp8":
         return None
     from accel_precision.recipes import recipe_from_env
@@ -83,7 +83,7 @@ def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs |
 
 
 def compilation_of(config: AccelConfig) -> "TorchDynamoPlugin | None":
-    """What is compiled and how, or None where nothing is."""
+    """Options of compilation; None if nothing is compiled."""
     if config.dynamo_backend == "no":
         return None
     from accel_backends import TorchDynamoPlugin

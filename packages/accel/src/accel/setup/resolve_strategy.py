@@ -1,4 +1,4 @@
-"""The strategy that the arguments of an Accelerator ask for together, and a check that the rest fits it."""
+"""Resolution of the strategy that an Accelerator's arguments request together, and checks that the rest fits it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ def requested_strategy(
     parallelism: ParallelismConfig | None,
     env: Mapping[str, str],
 ) -> "BackendConfig | str | None":
-    """The one strategy that ``strategy``, a sharding plugin, degrees and ``ACCELERATE_USE_FSDP`` ask for, or None.
+    """The strategy that ``strategy``, a sharding plugin, degrees and ``ACCELERATE_USE_FSDP`` request, or None.
 
-    Degrees go into the plugin, so that a backend has all its options in one place.
+    Degrees are added to the plugin, so that a backend has all its options in one object.
 
     Raises:
         ConfigError: they contradict each other.
@@ -61,10 +61,10 @@ def requested_strategy(
 def requested_deepspeed(
     strategy: "BackendConfig | str | None", plugin: "DeepSpeedConfig | Mapping[str, Any] | None", others: object
 ) -> "DeepSpeedConfig | None":
-    """DeepSpeed's options, where ``strategy`` or ``deepspeed_plugin`` asks for it; ``others`` is another plugin.
+    """DeepSpeed's options, if ``strategy`` or ``deepspeed_plugin`` requests DeepSpeed; ``others`` is another plugin.
 
     Raises:
-        ConfigError: something else is asked for beside it.
+        ConfigError: another strategy is requested too.
     """
     name = strategy if isinstance(strategy, str) else getattr(strategy, "backend", None)
     if plugin is None and name != "deepspeed":
@@ -102,10 +102,10 @@ def several_deepspeed(
 
 
 def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
-    """The configuration with what a backend's options say about it, where nobody else says anything.
+    """Adds the settings that a backend's options imply to the configuration, if they are not given.
 
     Raises:
-        ConfigError: somebody says something else; both are named.
+        ConfigError: a given setting contradicts an implied one; names both origins.
     """
     for name, said in implied.items():
         own = getattr(config, name)
@@ -120,10 +120,10 @@ def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
 
 
 def requested_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
-    """The options of ``strategy="auto"``, if that is asked for.
+    """Options of ``strategy="auto"``, if it is requested.
 
     Raises:
-        ConfigError: something that the planner is to choose was given beside it.
+        ConfigError: an option that the planner is to choose was given too.
     """
     auto = as_auto(strategy)
     given = [type(other).__name__ for other in others if other is not None]
@@ -136,10 +136,10 @@ def requested_auto(strategy: "BackendConfig | str | None", *others: object) -> A
 
 
 def apply_degrees(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
-    """Tells DeepSpeed's options, where it trains, how many ranks share every sequence, and every layer.
+    """Sets the sequence-parallel and tensor-parallel degrees in DeepSpeed's options, if DeepSpeed trains.
 
     Raises:
-        ConfigError: they say something else.
+        ConfigError: the options have other degrees.
     """
     if options is not None:
         wanted = parallelism or ParallelismConfig()
@@ -149,7 +149,7 @@ def apply_degrees(options: "DeepSpeedConfig | None", parallelism: ParallelismCon
 
 
 def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:
-    """The degrees of parallelism as the backend carries them out; what was not given is data parallelism.
+    """Degrees of parallelism as the backend applies them; the remaining ranks are data-parallel.
 
     Raises:
         TopologyError: their product is not the number of processes.
@@ -158,7 +158,8 @@ def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: 
     replicas, shards = backend.degrees
     given = parallelism or ParallelismConfig()
     if given.data_parallel_size == 1 and given.size("tp") == backend.shared_degrees.get("tp", 1) > 1:
-        given = dataclasses.replace(given, dp_shard_size=shards)  # the backend's own groups: the rest reads other data
+        # the backend shards within its own groups; ranks of different groups read different data
+        given = dataclasses.replace(given, dp_shard_size=shards)
     fitted = given.fitted(topology.world_size)
     able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
     other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.shared_degrees)]
@@ -176,7 +177,7 @@ def _is_sharding(strategy: "BackendConfig | str | None") -> bool:
 
 
 def _degrees(parallelism: ParallelismConfig | None) -> dict[str, int]:
-    """The data-parallel degrees that were given, by the names of the sharding options."""
+    """Given data-parallel degrees, by the names of the sharding options."""
     if parallelism is None or parallelism.total_size == 1:
         return {}
     return {"shard_size": parallelism.size("dp_shard"), "replicate_size": parallelism.size("dp_replicate")}

@@ -1,4 +1,4 @@
-"""File names and lists of choices that clients of Accelerate know by name."""
+"""File names and lists of choices that users of Accelerate know by name."""
 
 from typing import Final
 
@@ -42,7 +42,7 @@ SAGEMAKER_PYTHON_VERSION: Final = "py38"
 SAGEMAKER_TRANSFORMERS_VERSION: Final = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES: Final = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge")
 
-# Options that torchrun understands, spelled as attributes.
+# Options of torchrun, spelled as attributes.
 TORCH_LAUNCH_PARAMS: Final = (
     "nnodes",
     "nproc_per_node",
@@ -80,7 +80,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
     "MULTI_HPU",
     "MULTI_NEURON",
 )
-# Layers whose weights are kept in float32 when the rest of a model is not; names in torch.nn.
+# Layers in torch.nn whose weights stay in float32 while the rest of a model is cast.
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
     "Conv1d",
     "Conv2d",

@@ -1,4 +1,4 @@
-"""Names that DeepSpeed's users write into their scripts; DeepSpeed itself is imported where it is used."""
+"""Names that DeepSpeed's users import in their scripts; DeepSpeed itself is imported when they are used."""
 
 from accel_deepspeed.config.ds_json import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_deepspeed.config.dummies import DummyOptim as DummyOptim

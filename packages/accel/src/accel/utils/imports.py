@@ -1,7 +1,7 @@
-"""Optional libraries and device types of this environment.
+"""Probes for optional libraries and device types.
 
-A probe is called like a function. It looks for the package and its metadata and imports nothing, so that a stray folder
-of the same name does not count and asking stays cheap. What needs a device asks :mod:`accel_state.device.device`.
+A probe is called like a function. It looks up the package and its metadata without importing, so that a stray folder of
+the same name does not count and the call is cheap. Probes for devices use :mod:`accel_state.device.device`.
 """
 
 import os
@@ -19,10 +19,10 @@ from accel_state.environment import parse_flag
 @final
 @dataclass(frozen=True, slots=True)
 class PackageProbe:
-    """Answers whether a package can be imported and one of its distributions, in an allowed version, is installed.
+    """Probe: whether a package can be imported and one of its distributions is installed in an allowed version.
 
     ``metadata`` lists the distributions that may provide it, by default the package's own name; ``requires`` holds
-    bounds such as ``(">=", "0.8.0")``; ``gate`` is a variable that must be true besides.
+    bounds such as ``(">=", "0.8.0")``; ``gate`` is a variable that must also be true.
     """
 
     package: str
@@ -31,7 +31,7 @@ class PackageProbe:
     gate: str | None = None
 
     def __call__(self) -> bool:
-        """Whether the package is there, as described."""
+        """Whether the package is available as described."""
         if self.gate is not None and not parse_flag(os.environ, self.gate):
             return False
         if not has_package(self.package):
@@ -41,14 +41,14 @@ class PackageProbe:
         return bool(found) and (self.requires is None or compare_versions(found[0], *self.requires))
 
     def at_least(self, min_version: str | None) -> bool:
-        """Whether the package is there in ``min_version`` or newer (in any version for None)."""
+        """Whether the package is available in ``min_version`` or newer (None: any version)."""
         if min_version is None:
             return self()
         return PackageProbe(self.package, self.metadata, (">=", min_version), self.gate)()
 
 
 def has_package(name: str) -> bool:
-    """Whether ``import name`` would find something; nothing is imported."""
+    """Whether ``import name`` would find a module; nothing is imported."""
     from importlib.util import find_spec
 
     if name in sys.modules:
@@ -111,7 +111,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes says that it supports devices besides CUDA. Imports it."""
+    """Whether bitsandbytes supports devices besides CUDA. Imports it."""
     if not is_bnb_available():
         return False
     import importlib
@@ -130,12 +130,12 @@ def is_tensorboard_available() -> bool:
 
 
 def is_transformer_engine_available() -> bool:
-    """Whether Transformer Engine is installed, NVIDIA's or on Gaudi Intel's."""
+    """Whether Transformer Engine is installed: NVIDIA's, or Intel's on Gaudi."""
     return _GAUDI_TRANSFORMER_ENGINE() if is_hpu_available() else _TRANSFORMER_ENGINE()
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether Transformer Engine supports MXFP8 on this GPU. Imports it and asks the GPU."""
+    """Whether Transformer Engine supports MXFP8 on this GPU. Imports it and queries the GPU."""
     if not is_transformer_engine_available() or not is_cuda_available():
         return False
     import importlib
@@ -145,12 +145,12 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Whether a library for float8 training is installed; whether the hardware can is another question."""
+    """Whether a library for float8 training is installed; does not check the hardware."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron-LM is asked for by ``ACCELERATE_USE_MEGATRON_LM`` and megatron-core >= 0.8.0 is installed."""
+    """Whether Megatron-LM is requested by ``ACCELERATE_USE_MEGATRON_LM`` and megatron-core >= 0.8.0 is installed."""
     if not parse_flag(os.environ, "ACCELERATE_USE_MEGATRON_LM") or not has_package("megatron"):
         return False
     core = installed_version("megatron-core")
@@ -163,7 +163,7 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load(weights_only=True)`` can be trusted."""
+    """Whether ``torch.load(weights_only=True)`` is reliable in this version of torch."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -175,14 +175,14 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Whether this build of torch has Intel's collectives."""
+    """Whether this build of torch has Intel's collectives (XCCL)."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_xccl_available()
 
 
 def _has_device(type_: str, check_device: bool = False) -> bool:
-    """Whether a device of ``type_`` is there. Counting is how it is found, so ``check_device`` changes nothing."""
+    """Whether a device of ``type_`` is available. Counting devices finds it, so ``check_device`` changes nothing."""
     return count_devices(type_) > 0
 
 
@@ -196,7 +196,7 @@ is_xpu_available: Final[Callable[..., bool]] = partial(_has_device, "xpu")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether a Gaudi is there; ``init_hccl`` also loads its collectives."""
+    """Whether a Gaudi is available; ``init_hccl`` also loads its collectives."""
     if count_devices("hpu") == 0:
         return False
     if init_hccl:
@@ -207,7 +207,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the HPU is of the first generation, which computes neither float16 nor float8."""
+    """Whether the HPU is of the first generation, which supports neither float16 nor float8."""
     if not is_hpu_available():
         return False
     import importlib
@@ -217,26 +217,26 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether Apple's GPU is there and torch is ``min_version`` or newer."""
+    """Whether Apple's GPU is available and torch is ``min_version`` or newer."""
     return is_torch_version(">=", min_version) and count_devices("mps") > 0
 
 
 def is_rocm_available() -> bool:
-    """Whether an AMD GPU is there, which torch calls cuda."""
+    """Whether an AMD GPU is available, whose device type in torch is cuda."""
     import torch
 
     return torch.version.hip is not None and is_cuda_available()
 
 
 def is_fp16_available() -> bool:
-    """Whether float16 can be computed here: everywhere but on Gaudi's first generation."""
+    """Whether float16 is supported: everywhere but on Gaudi's first generation."""
     return not is_habana_gaudi1()
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether bfloat16 can be computed here: on TPUs, on CPUs, and where the accelerator says so.
+    """Whether bfloat16 is supported: on TPUs, on CPUs, and on accelerators that report it.
 
-    With ``ignore_tpu`` a TPU counts as not capable.
+    With ``ignore_tpu`` a TPU does not count.
     """
     import torch
 
@@ -250,7 +250,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and not switched off by ``USE_TORCH_XLA``; the flags also ask what it runs on.
+    """Whether torch_xla is installed and not disabled by ``USE_TORCH_XLA``; the flags also check its device.
 
     Raises:
         AssertionError: both flags are set.

@@ -29,11 +29,11 @@ def installed_version(distribution: str) -> Version | None:
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
     """Returns whether ``library_or_version operation requirement_version`` holds, as in ``("torch", ">=", "2.9")``.
 
-    A plain ``str`` names an installed distribution; anything else is read by its text: a version object of any
-    library, or ``torch.__version__``, which is a subclass of ``str``. Versions are ordered as PEP 440 says.
+    A plain ``str`` names an installed distribution; other arguments are parsed as text: a version object of any
+    library, or ``torch.__version__``, which is a subclass of ``str``. Versions are ordered by PEP 440.
 
     Raises:
-        ValueError: ``operation`` is not one of the six, or a version cannot be read.
+        ValueError: ``operation`` is not one of the six, or a version cannot be parsed.
         importlib.metadata.PackageNotFoundError: the library is not installed.
     """
     if operation not in _OPERATORS:
@@ -48,7 +48,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Returns whether this torch's version compares so with ``version``."""
+    """Returns whether this torch's version satisfies ``operation version``."""
     import torch
 
     return compare_versions(Version(str(torch.__version__)), operation, version)

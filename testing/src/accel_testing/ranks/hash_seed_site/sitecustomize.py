@@ -1,4 +1,4 @@
-"""Restarts a process with the hash seed that its run was given, before anything else is imported."""
+"""Restarts a process with the hash seed of its run, before any other module is imported."""
 
 import os
 import sys

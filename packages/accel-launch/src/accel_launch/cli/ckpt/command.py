@@ -1,4 +1,4 @@
-"""``accel ckpt``: looking into checkpoints, without the model and without a process group."""
+"""``accel ckpt``: inspection and maintenance of checkpoints, without the model and without a process group."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -121,10 +121,10 @@ def verify(paths: tuple[str, ...], *, as_json: bool) -> int:
 @click.argument("second", metavar="B")
 @as_json
 def diff(first: str, second: str, *, as_json: bool) -> int:
-    """Shows which tensors and values of two checkpoints differ, and by how much. Ends with 1 if any does.
+    """Shows which tensors and values of two checkpoints differ, and by how much. Ends with 1 if any differ.
 
-    Of a tensor: the largest absolute difference, and the norm of the difference over the norm of A's. Memory holds
-    two tensors at a time.
+    For each tensor: the largest absolute difference, and the norm of the difference divided by the norm of A's tensor.
+    Memory holds two tensors at a time.
     """
     from accel_ckpt.tools.inspection import compare_checkpoints
 
@@ -201,7 +201,7 @@ def _print_places(title: str, places: Iterable[str]) -> None:
 
 
 def _where_else(folder: Path) -> str:
-    """A hint for those who name the checkpoint itself, or the project around its checkpoints."""
+    """A hint for users who pass the checkpoint itself, or the project folder that holds the checkpoints."""
     from accel_ckpt.format.manifest import MANIFEST
 
     if (folder / MANIFEST).exists():

@@ -16,8 +16,8 @@ from accel_state.sizes import readable_bytes
 def export(path: str, out: str, *, name: str, max_shard_size: str, as_json: bool) -> int:
     """Writes a model of the checkpoint at PATH to the folder or URL OUT, as plain safetensors files with an index.
 
-    Other tools read these. Parts that several ranks wrote are put together; memory holds one tensor at a time. Files of
-    an earlier export of the same name are replaced, others are left alone.
+    Other tools read these files. Shards of several ranks are merged into full tensors; memory holds one tensor at a
+    time. Files of an earlier export of the same name are replaced, other files are kept.
     """
     from accel_ckpt import export_checkpoint
     from accel_ckpt.io.storage import storage_of

@@ -7,7 +7,7 @@ import rich_click as click
 
 @final
 class Place(click.ParamType):  # type: ignore[type-arg]
-    """A folder that exists, or a URL of which nothing is known before it is asked."""
+    """Click type of an existing folder, or of a URL, which is not checked here."""
 
     name = "place"
 

@@ -13,9 +13,9 @@ from accel_state.sizes import readable_bytes
 @click.option("--files", type=click.IntRange(min=1), required=True, metavar="N", help="Files of tensors to write.")
 @as_json
 def reshard(path: str, out: str, *, files: int, as_json: bool) -> int:
-    """Writes the checkpoint at PATH anew to OUT, with its tensors cut into N files.
+    """Rewrites the checkpoint at PATH to OUT, with its tensors sharded into N files.
 
-    Any number of ranks reads any number of files; N ranks of FSDP then read one file each. Memory holds one part of a
+    Any number of ranks reads any number of files; N ranks of FSDP then read one file each. Memory holds one shard of a
     tensor at a time.
     """
     import accel_ckpt

@@ -35,10 +35,10 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Removes numbered checkpoints in DIR that no rule keeps; first shows which.
+    """Removes the numbered checkpoints in DIR that no rule keeps; without --yes, only lists them.
 
-    The newest checkpoint stays in any case, and so does the newest that is whole. With --keep_best alone, so do those
-    that were saved without the metric.
+    The newest checkpoint is always kept, and so is the newest intact one. With --keep_best alone, checkpoints that were
+    saved without the metric are kept too.
     """
     import accel_ckpt
 
@@ -67,10 +67,10 @@ def prune(
 
 
 def _measured(folder: str, entries: "Sequence[SavedCheckpoint]", metric: str) -> "dict[Location, str]":
-    """The metric of each checkpoint for the table.
+    """Metric of each checkpoint, for the table.
 
     Raises:
-        UsageError: none has it; names those there are.
+        UsageError: no checkpoint has the metric; the message names the recorded ones.
     """
     from accel_ckpt.series.retention import metric_of, metrics_of
 
@@ -96,7 +96,7 @@ def _measured(folder: str, entries: "Sequence[SavedCheckpoint]", metric: str) ->
 def repair(folder: str, *, grace: float | None, as_json: bool) -> int:
     """Removes what killed saves left in DIR, then verifies every checkpoint there. Ends with 1 if one is damaged.
 
-    Saves that are under way are left alone. What is damaged stays where it is: loading the latest passes over it.
+    Saves in progress are not touched. Damaged checkpoints stay in place; loading the latest checkpoint skips them.
     """
     import accel_ckpt
     from accel_ckpt.tools.inspection import list_checkpoints, verify

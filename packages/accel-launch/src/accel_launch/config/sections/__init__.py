@@ -1,1 +1,1 @@
-"""The rows of the table of settings, a file for each subject; ``accel_launch.config.model`` puts them together."""
+"""Rows of the settings table, one module for each subject; ``accel_launch.config.model`` combines them."""

@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed, as ``DeepSpeedPlugin`` takes them, and of how its jobs are started."""
+"""Settings of DeepSpeed, as ``DeepSpeedPlugin`` takes them, and of the way its jobs are started."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ def _deepspeed(env: str, help: str, **more: object) -> Facts:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class DeepSpeedSettings:
-    """The engine's configuration, or the parts of it that have a name here."""
+    """DeepSpeed's configuration: a file, or settings for parts of it."""
 
     use_deepspeed: bool = setting(False, Facts("Train with DeepSpeed.", _GROUP, env=("ACCELERATE_USE_DEEPSPEED",)))
     deepspeed_config_file: str | None = setting(

@@ -1,4 +1,4 @@
-"""Settings of where and how processes are started."""
+"""Settings of the processes to start: number, devices, machines and output."""
 
 # ruff: noqa: RUF009
 
@@ -19,7 +19,7 @@ _PLACE, _PROCESSES, _MACHINES, _CLUSTER, _PROGRAM, _OUTPUT = (
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ProcessSettings:
-    """Processes of one machine, and what they compute on."""
+    """Processes of one machine, and their devices."""
 
     cpu: bool = setting(
         False,
@@ -84,7 +84,7 @@ class ProcessSettings:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MachineSettings:
-    """Machines that form one job, each with a launcher of its own."""
+    """Machines of one job, each with a launcher of its own."""
 
     num_machines: int = setting(1, Facts("Machines of this job.", _MACHINES, minimum=1, launch_only=True))
     nnodes: str | None = setting(
@@ -186,7 +186,7 @@ class MachineSettings:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class OutputSettings:
-    """What becomes of what processes print, and of their ends."""
+    """Output of the processes, and handling of their exits."""
 
     prefix_output: bool = setting(
         False, Facts("Write the rank before each line that a process prints.", _OUTPUT, launch_only=True)

@@ -24,7 +24,7 @@ def _switch(env: str, help: str, *, default: bool | None = False) -> bool:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MegatronSettings:
-    """Options of the ``megatron`` backend, where one is installed."""
+    """Options of the ``megatron`` backend, if one is installed."""
 
     use_megatron_lm: bool = setting(
         False, Facts("Train with Megatron-LM.", _GROUP, env=("ACCELERATE_USE_MEGATRON_LM",))

@@ -14,7 +14,7 @@ def _tpu(help: str, **more: object) -> Facts:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class TPUSettings:
-    """What a launch on TPUs is made of."""
+    """Settings of a launch on TPUs."""
 
     tpu: bool = setting(False, Facts("Train on all TPU cores of a machine, in one process.", _GROUP, launch_only=True))
     tpu_cluster: bool = setting(

@@ -1,4 +1,4 @@
-"""Settings of the training itself: precision, accumulation, what is compiled, what is checked."""
+"""Settings of the training itself: precision, accumulation, compilation, checks."""
 
 # ruff: noqa: RUF009  - setting() returns a dataclass field, as dataclasses.field() does.
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from accel_launch.config.setting import Facts, setting
 
-# Other names of precisions, and roles. accel_precision reads them, and cannot be asked here: it needs torch.
+# Other names of precisions, and roles. accel_precision parses them, but cannot be imported here because it needs torch.
 _PRECISIONS = r"none|half|double|fp32|fp64|(fp|bf)?16-mixed|(16|32|64)-true|32|64|.*=.*"
 _TRAIN, _COMPILE, _FP8 = "Training", "Compilation", "FP8"
 _COMPILING = "dynamo_backend"
@@ -16,7 +16,7 @@ _IN_FP8, _BY_TORCHAO, _BY_TRANSFORMER_ENGINE = "mixed_precision=fp8", "fp8_backe
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class TrainingSettings:
-    """What every script can be told."""
+    """Settings that apply to every script."""
 
     mixed_precision: str = setting(
         "no",

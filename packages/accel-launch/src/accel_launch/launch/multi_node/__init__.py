@@ -1,1 +1,1 @@
-"""Launches on several machines that find each other."""
+"""Launches on several nodes that find each other at a rendezvous."""

@@ -1,4 +1,4 @@
-"""A meeting whose machines may join and leave within the limits that the user sets."""
+"""Elastic rendezvous: nodes may join and leave within the limits that the user sets."""
 
 import socket
 import uuid
@@ -18,17 +18,17 @@ from accel_launch.launch.supervisor.ports import reserved_port
 from accel_state.environment import patch_environment
 from accel_state.errors import LaunchError
 
-# Seconds that a meeting waits for more machines once enough are there; between two signs of life; and how many of
-# those may be missing before a machine counts as gone.
+# Seconds to wait for further nodes once enough have joined, seconds between two heartbeats, and number of missed
+# heartbeats after which a node counts as lost.
 _DEFAULTS = {"last_call_timeout": 5.0, "keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0, "join_timeout": 0.0}
 
 
 @final
 class ElasticMeeting(MeetingPoint):
-    """Torch elastic's dynamic rendezvous over our store: it gives ranks to the machines that are there.
+    """Torch elastic's dynamic rendezvous over our store: assigns ranks to the nodes that are present.
 
-    A machine that comes later waits until the others have ended their round, which they do at once; one that dies is
-    noticed by its missing signs of life. The store lives and dies with the machine that has ``main_process_ip``.
+    A node that joins later waits until the others have ended their round, which they do at once. A node that dies is
+    detected by its missing heartbeats. The store exists as long as the launcher on the node of ``main_process_ip``.
     """
 
     def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
@@ -47,13 +47,14 @@ class ElasticMeeting(MeetingPoint):
         return self._host
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until enough machines are there, and a little longer for more; the first names a port for all."""
+        """Waits for the minimum number of nodes, and briefly for more; the first node chooses a port for all."""
         self._held.close()
         if self._inner is None:
             self._inner = self._make_inner()
         with self._lost():
             try:
-                # Torch would otherwise name its own store in the first round only, where newcomers do not look.
+                # Otherwise torch would publish its own store in the first round only, where nodes that join later do
+                # not look.
                 with patch_environment(torch_disable_share_rdzv_tcp_store="1"):
                     info = self._inner.next_rendezvous()
             except RendezvousError as error:
@@ -68,13 +69,13 @@ class ElasticMeeting(MeetingPoint):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port_text)))
 
     def num_nodes_waiting(self) -> int:
-        """Machines that wait to join, or to begin again after a failure; the rest then joins them."""
+        """Number of nodes that wait to join, or to restart after a failure; the other nodes then start a new round."""
         assert self._inner is not None
         with self._lost():
             return self._inner.num_nodes_waiting()
 
     def restarts_left(self, max_restarts: int) -> int:
-        """Rounds that failed are counted once, whoever failed in them; those that ended for a newcomer are not."""
+        """Restarts left. A failed round counts once for all nodes; a round that ended for a new node does not."""
         with self._lost():
             mine = self._store.compare_set(f"round/{self.round}/failed", "", self._name).decode() == self._name
             return max_restarts - (self._store.add("failures", int(mine)) - 1)
@@ -84,7 +85,7 @@ class ElasticMeeting(MeetingPoint):
         return "c10d"
 
     def _leave(self, error: BaseException) -> None:
-        """Only the machine that keeps the store takes the others with it."""
+        """Ends the job on all nodes only if this node holds the store."""
         if self._host:
             super()._leave(error)
 
@@ -106,7 +107,7 @@ class ElasticMeeting(MeetingPoint):
         return made
 
     def _own_address(self) -> str:
-        """The address by which the machine that keeps the store reaches this one."""
+        """Address by which the node that holds the store reaches this one."""
         if self._host:
             return self._address
         with socket.create_connection((self._address, self._port), timeout=30.0) as link:
@@ -114,10 +115,10 @@ class ElasticMeeting(MeetingPoint):
 
 
 def options_of(text: str | None) -> dict[str, float]:
-    """The options of ``rdzv_conf`` and the defaults of the others, in seconds or as counts.
+    """Parses ``rdzv_conf``; other options have their defaults, in seconds or as counts.
 
     Raises:
-        LaunchError: an unknown option, with the nearest known one, or a value that is no number.
+        LaunchError: an unknown option, with the nearest known one, or a value that is not a number.
     """
     options = dict(_DEFAULTS)
     for part in filter(None, (text or "").split(",")):
@@ -134,7 +135,7 @@ def options_of(text: str | None) -> dict[str, float]:
 
 
 def _is_mine(address: str, port: int) -> bool:
-    """Whether this launcher can keep the store: the address is this machine's, and nobody listens there yet."""
+    """Whether this launcher can hold the store: the address is this machine's, and the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

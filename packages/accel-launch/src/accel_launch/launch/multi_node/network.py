@@ -1,4 +1,4 @@
-"""The network interface of this machine that leads to an address."""
+"""Network interface of this machine that leads to an address."""
 
 import contextlib
 import socket
@@ -10,14 +10,14 @@ _NAME = 16  # bytes for an interface's name in struct ifreq, see netdevice(7)
 
 
 def interface_to(address: str) -> str | None:
-    """The interface over which the IPv4 host ``address`` is reached; sends nothing.
+    """Returns the interface over which the IPv4 host ``address`` is reached; sends no packet.
 
-    None where that is the loopback, which no other machine reaches, or where it cannot be found out.
+    None if that is the loopback interface, which other machines cannot reach, or if it cannot be determined.
     """
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 1))  # for a datagram socket this only chooses the route
+        probe.connect((address, 1))  # for a datagram socket, connect only chooses the route
         mine = probe.getsockname()[0]
         if not mine.startswith("127."):
             return next((name for _, name in socket.if_nameindex() if _address_of(name, probe) == mine), None)
@@ -29,6 +29,6 @@ def _address_of(name: str, probe: socket.socket) -> str | None:
 
     try:
         answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[: _NAME - 1]))
-    except OSError:  # it has no IPv4 address
+    except OSError:  # the interface has no IPv4 address
         return None
-    return socket.inet_ntoa(answer[_NAME + 4 : _NAME + 8])  # past the family and port of struct sockaddr_in
+    return socket.inet_ntoa(answer[_NAME + 4 : _NAME + 8])  # skips the family and port of struct sockaddr_in

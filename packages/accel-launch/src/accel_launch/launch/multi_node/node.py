@@ -1,4 +1,4 @@
-"""Running a plan that spans several machines: torch elastic's agent over our own processes and meeting point."""
+"""Execution of a plan on several nodes: torch elastic's agent with our own processes and rendezvous."""
 
 import logging
 import signal
@@ -30,13 +30,13 @@ _NO_PAUSE = 0.001
 
 
 def run_machine(plan: LaunchPlan) -> int:
-    """Runs this machine's part of ``plan`` in step with the others and gives the exit status.
+    """Runs this node's part of ``plan`` in step with the other nodes and returns the exit status.
 
-    When processes fail on one machine all machines end theirs and meet again for the next attempt, or end the job
-    together when the restarts are used up.
+    When processes fail on one node, all nodes end their processes and meet again for the next attempt, or end the job
+    together if no restarts are left.
 
     Raises:
-        LaunchError: where the machines do not find each other or were given contradicting settings.
+        LaunchError: the nodes do not find each other or were given contradicting settings.
     """
     _quieten("torch.distributed.elastic")
     with Interrupts(FOR_PROCESSES) as interrupts, Guard() as guard:
@@ -68,10 +68,10 @@ def _meeting(plan: LaunchPlan, interrupts: Interrupts) -> MeetingPoint:
 
 @final
 class MachineAgent(SimpleElasticAgent):
-    """Torch elastic's loop of attempts, over processes that we start, watch and end ourselves.
+    """Torch elastic's loop of attempts, with processes that accel starts, watches and ends.
 
-    Its own way with processes knows their ends in tenths of a second and their errors in whole ones, which is too
-    coarse to tell the first failure from those that follow it.
+    Torch's own supervision detects exits within tenths of a second and records errors in full seconds, which is too
+    coarse to distinguish the first failure from those that follow it.
     """
 
     def __init__(self, plan: LaunchPlan, *, meeting: MeetingPoint, interrupts: Interrupts, guard: Guard) -> None:
@@ -83,7 +83,7 @@ class MachineAgent(SimpleElasticAgent):
                 rdzv_handler=meeting,
                 entrypoint=plan.processes[0].argv[0],
                 max_restarts=config.max_restarts,
-                # The wait is ours, in _monitor_workers, and ends at once when a process does.
+                # _monitor_workers waits itself, and returns at once when a process ends.
                 monitor_interval=_NO_PAUSE,
             )
         )
@@ -136,7 +136,7 @@ class MachineAgent(SimpleElasticAgent):
             return self._end(1)
         if workers.running:
             return RunResult(state=WorkerState.HEALTHY)
-        # Machines end together: until then one whose processes are done still takes part in a restart.
+        # Nodes end together: until then, a node whose processes have ended still takes part in a restart.
         if not self._meeting.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         if workers.preempted:
@@ -169,7 +169,7 @@ class MachineAgent(SimpleElasticAgent):
 
 
 def placed(processes: Sequence[ProcessPlan], group: WorkerGroup) -> list[ProcessPlan]:
-    """The planned processes at the places that this round of the meeting gives them."""
+    """The planned processes with the ranks that this round of the rendezvous assigned."""
     made = []
     for process, worker in zip(processes, group.workers, strict=True):
         place = {
@@ -190,7 +190,8 @@ def _say(text: str) -> None:
 
 
 def _quieten(prefix: str) -> None:
-    # Each of these loggers sets a level of its own, so the parent's would not do. What they say, we say shorter.
+    # Each of these loggers has its own level, so the parent's level has no effect. accel prints shorter messages
+    # instead.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefix):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""The meeting point at which the launchers of a job's machines agree on each attempt."""
+"""Rendezvous of the launchers of a job's nodes, at which they agree on each attempt."""
 
 import contextlib
 import json
@@ -31,10 +31,10 @@ _PATIENCE = 5.0
 
 
 class MeetingPoint(RendezvousHandler, ABC):
-    """The store of a job's launchers, which machine 0 keeps at the address that all know.
+    """Store of a job's launchers, held by node 0 at the address that all nodes were given.
 
-    Every round of the meeting has keys of its own there, and the processes get a port of their own for each round. So
-    nothing of a failed attempt reaches the next one.
+    Each round of the rendezvous has its own keys in the store, and each round's processes have their own port. So no
+    state of a failed attempt reaches the next one.
     """
 
     def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
@@ -53,11 +53,11 @@ class MeetingPoint(RendezvousHandler, ABC):
     @property
     @abstractmethod
     def _is_host(self) -> bool:
-        """Whether this launcher keeps the store."""
+        """Whether this launcher holds the store."""
 
     @abstractmethod
     def restarts_left(self, max_restarts: int) -> int:
-        """How many restarts are left for all machines together, now that processes have failed; 0 ends the job."""
+        """Restarts left for all nodes together after processes have failed; 0 ends the job."""
 
     def __enter__(self) -> Self:
         stop_name_lookups()
@@ -82,7 +82,7 @@ class MeetingPoint(RendezvousHandler, ABC):
             self._leave(error)
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
-            # The store ends with machine 0, which therefore leaves last.
+            # The store ends with node 0, which therefore leaves last.
             deadline = time.monotonic() + _FAREWELL
             while self._is_host and self._store.add("left", 0) < self._store.add("came", 0):
                 if time.monotonic() > deadline:
@@ -90,40 +90,40 @@ class MeetingPoint(RendezvousHandler, ABC):
                 time.sleep(_POLL)
 
     def all_done(self) -> bool:
-        """Says that the processes of this machine have ended well, and whether those of all machines have."""
+        """Records that this node's processes have succeeded; returns whether those of all nodes have."""
         with self._lost():
             added = int(self._done_round != self.round)
             self._done_round = self.round
             return self._store.add(f"round/{self.round}/done", added) >= self.size
 
     def give_up(self, reason: str) -> None:
-        """Tells the other machines that the job is over."""
+        """Ends the job on the other nodes, with the reason."""
         with contextlib.suppress(RuntimeError):
             self._store.set("over", reason)
 
     def given_up(self) -> str | None:
-        """Why another machine has ended the job, or None."""
+        """Reason for which another node has ended the job; None if none has."""
         with self._lost():
             return self._store.get("over").decode() if self._store.check(["over"]) else None
 
     def get_run_id(self) -> str:
-        """What tells this job from others; the same on all machines."""
+        """Id of the job; the same on all nodes."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Never: a job that is over ends its launchers."""
+        """Always False: the launchers exit when the job is over."""
         return False
 
     def set_closed(self) -> None:
-        """Ends the job on all machines."""
+        """Ends the job on all nodes."""
         self.give_up("the job was closed")
 
     def shutdown(self) -> bool:
-        """Nothing to do before the end of the ``with`` block."""
+        """No-op: the store is closed at the end of the ``with`` block."""
         return True
 
     def _leave(self, error: BaseException) -> None:
-        """Tells the others that this machine ends early."""
+        """Ends the job on the other nodes because this node ends early."""
         self.give_up(f"machine {self._name} has ended: {error}")
 
     def _open(self, host_name: str, *, host: bool) -> TCPStore:
@@ -137,7 +137,7 @@ class MeetingPoint(RendezvousHandler, ABC):
         self._store.add("came", 1)
 
     def _find_host(self) -> None:
-        """Waits until machine 0's store answers, as other programs accept connections too."""
+        """Waits until node 0's store answers, because other programs may accept connections on the port."""
         place = f"{self._address}:{self._port}"
         problems = {
             False: f"nobody listens at {place}, where machine 0 should be",
@@ -188,7 +188,7 @@ class MeetingPoint(RendezvousHandler, ABC):
 
 @final
 class Meeting(MeetingPoint):
-    """A rendezvous of a fixed set of machines, whose ranks are those the user gave them."""
+    """Rendezvous of a fixed set of nodes, whose ranks the user gave."""
 
     def __init__(self, plan: LaunchPlan, interrupts: Interrupts) -> None:
         super().__init__(plan, interrupts)
@@ -199,7 +199,7 @@ class Meeting(MeetingPoint):
         return self._rank == 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for all machines and agrees with them on a fresh port for the processes."""
+        """Waits for all nodes and agrees with them on a fresh port for the processes."""
         self.round += 1
         arrived = f"round/{self.round}/arrived"
         self._held.close()
@@ -218,7 +218,7 @@ class Meeting(MeetingPoint):
         return RendezvousInfo(agents, self._rank, self.size, RendezvousStoreInfo(self._address, port))
 
     def num_nodes_waiting(self) -> int:
-        """Machines that have gone on to the next round, because their processes failed in this one."""
+        """Number of nodes that have gone on to the next round because their processes failed in this one."""
         with self._lost():
             waiting = self._store.add(f"round/{self.round + 1}/arrived", 0)
         if waiting:
@@ -226,11 +226,11 @@ class Meeting(MeetingPoint):
         return waiting
 
     def restarts_left(self, max_restarts: int) -> int:
-        """All machines count the same rounds, whichever of them failed."""
+        """Restarts left. All nodes count the same rounds, whichever of them failed."""
         return max_restarts - (self.round - 1)
 
     def get_backend(self) -> str:
-        """The name of this kind of rendezvous."""
+        """Name of this kind of rendezvous."""
         return "accel"
 
     def _introduce(self) -> None:

@@ -1,4 +1,4 @@
-"""A probe for the store of a launcher at an address."""
+"""Probe for a launcher's store at an address."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from accel_launch.launch.child_main import end_with_parent
 
 @final
 class StoreProbe:
-    """A connection that is tried in a child process, as torch's client cannot be interrupted.
+    """Connection that is tried in a child process, because torch's client cannot be interrupted.
 
-    The client ignores signals, exceeds its timeout where something other than a store answers, and prints pages about
-    each try. The child can be ended at once, is silent, and ends with this process.
+    The client ignores signals, exceeds its timeout if another program answers, and prints long messages at each try.
+    The child can be killed at once, is silent, and ends with this process.
 
     Args:
-        keys: the keys that tell a launcher's store from that of another program.
+        keys: the keys that distinguish a launcher's store from that of another program.
     """
 
     def __init__(self, address: str, port: int, timeout: timedelta, keys: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class StoreProbe:
             os.waitpid(self._child, 0)
 
     def answered(self) -> bool:
-        """Whether the store has answered by now; a try that failed is followed by another. Does not wait."""
+        """Whether the store has answered by now; restarts a try that failed. Does not wait."""
         if self._child is None:
             self._child = self._fork()
         ended, status = os.waitpid(self._child, os.WNOHANG)

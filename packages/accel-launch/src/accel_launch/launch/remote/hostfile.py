@@ -1,4 +1,4 @@
-"""The machines of a hostfile, in the form of DeepSpeed and Open MPI (``name slots=4``) or of MPICH (``name:4``)."""
+"""Machines of a hostfile, in the format of DeepSpeed and Open MPI (``name slots=4``) or of MPICH (``name:4``)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _LINE = re.compile(r"(?P<name>[^\s:=]+)(?::(?P<count>\d+))?(?P<rest>(?:\s+\S+)*)
 @final
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine and what runs there: ``num_processes`` processes, on the accelerators ``gpu_ids`` where chosen."""
+    """One machine with ``num_processes`` processes, on the accelerators ``gpu_ids`` if they are given."""
 
     name: str
     num_processes: int | None = None
@@ -23,10 +23,10 @@ class Machine:
 
 
 def read_hostfile(path: str) -> tuple[Machine, ...]:
-    """The machines that a file lists.
+    """Reads the machines of a file.
 
     Raises:
-        LaunchError: the file is missing, empty, or a line of it cannot be read, named by its number.
+        LaunchError: the file is missing or empty, or a line is invalid (named by its number).
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -37,10 +37,10 @@ def read_hostfile(path: str) -> tuple[Machine, ...]:
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Machine, ...]:
-    """The machines that ``text`` lists, one a line; what follows a ``#`` is a comment.
+    """Parses the machines of ``text``, one a line; ``#`` starts a comment.
 
     Raises:
-        LaunchError: a line that cannot be read, a machine given twice, or none at all.
+        LaunchError: an invalid line, a machine given twice, or no machine at all.
     """
     machines: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -68,10 +68,10 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Machine, ...]:
 
 
 def filtered(machines: Sequence[Machine], include: str | None, exclude: str | None) -> tuple[Machine, ...]:
-    """The machines and slots that DeepSpeed's filters leave: ``host1@host2:0,2`` names machines, or slots of one.
+    """Applies DeepSpeed's filters to machines and slots: ``host1@host2:0,2`` names machines, or slots of one.
 
     Raises:
-        LaunchError: both filters are given, a machine or slot is unknown, or nothing is left.
+        LaunchError: both filters are given, a machine or slot is unknown, or none is left.
     """
     if include and exclude:
         raise LaunchError(f"the inclusion filter {include!r} and the exclusion filter {exclude!r} exclude each other")

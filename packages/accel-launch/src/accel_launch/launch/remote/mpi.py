@@ -1,4 +1,4 @@
-"""A launch through mpirun, which starts the processes on all machines."""
+"""Launch through mpirun, which starts the processes on all machines."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ Flavour = Literal["openmpi", "hydra"]
 @final
 @dataclass(frozen=True, slots=True)
 class MpiPlan:
-    """The command, and what its environment has beyond the launcher's own."""
+    """mpirun's command, and the variables that are added to the launcher's environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -44,7 +44,7 @@ def plan_mpi(
     flavour: Flavour,
     env: Mapping[str, str],
 ) -> MpiPlan:
-    """The mpirun command for ``program`` on ``machines``; the processes know their places from its variables."""
+    """Plans the mpirun command of ``program`` on ``machines``; the processes read their ranks from its variables."""
     slots = sum(machine.num_processes or 1 for machine in machines)
     total = config.num_processes or slots
     each = str(max(1, total // len(machines)))
@@ -68,10 +68,10 @@ def plan_mpi(
 
 
 def mpi_flavour() -> Flavour:
-    """Which mpirun is on the path: Open MPI's, or one of MPICH's kin (Intel MPI, MVAPICH), whose options differ.
+    """Detects the mpirun on the path: Open MPI's, or one of the MPICH family (Intel MPI, MVAPICH) with other options.
 
     Raises:
-        LaunchError: there is none, or it does not say.
+        LaunchError: there is no mpirun, or its version output is unknown.
     """
     tool = shutil.which("mpirun")
     if tool is None:
@@ -90,7 +90,7 @@ def mpi_flavour() -> Flavour:
 
 
 def become_mpirun(plan: MpiPlan) -> None:
-    """Replaces this process by mpirun, which ends its processes itself and passes their status on.
+    """Replaces this process by mpirun, which ends its processes itself and returns their status.
 
     Raises:
         LaunchError: mpirun cannot be run.

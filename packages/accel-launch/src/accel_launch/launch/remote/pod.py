@@ -1,4 +1,4 @@
-"""The machine of a TPU pod that the launcher runs on, from the environment or from the machine itself."""
+"""Position of this machine in a TPU pod, read from the environment or from the metadata server."""
 
 import re
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ _PATIENCE_S = 5.0
 
 
 def on_pod(config: AccelConfig, env: Mapping[str, str]) -> AccelConfig:
-    """With this machine's place among those of its pod, where it is one of several; what was given stays.
+    """Adds this machine's rank and the pod's number of machines, if the pod has several; given settings are kept.
 
     Raises:
-        LaunchError: the pod has another number of machines than was given, or the machine does not tell its place.
+        LaunchError: the given number of machines is not the pod's, or the machine's rank cannot be determined.
         TopologyError: the variables contradict each other.
     """
     if config.is_given("machine_rank") and config.main_process_ip is not None:
@@ -49,10 +49,10 @@ def on_pod(config: AccelConfig, env: Mapping[str, str]) -> AccelConfig:
 
 
 def _ask(env: Mapping[str, str]) -> PodPlace | None:
-    """What Google's server of facts about machines says to this one; None elsewhere, and where there is one machine.
+    """Reads the pod from Google's metadata server; None on other machines, and for a pod of one machine.
 
-    The attributes are those that torch_xla reads. ``GCE_METADATA_HOST`` is the server, where it has another name, and
-    ``TPU_SKIP_MDS_QUERY`` says not to ask.
+    Reads the same attributes as torch_xla. ``GCE_METADATA_HOST`` replaces the server's name, and ``TPU_SKIP_MDS_QUERY``
+    disables the query.
     """
     server = env.get("GCE_METADATA_HOST")
     if parse_flag(env, "TPU_SKIP_MDS_QUERY") or not (server or _is_of_google()):

@@ -1,4 +1,4 @@
-"""The command line of a launcher on another machine: this launch again, with that machine's place in it."""
+"""Command line of a launcher on another machine: this launch again, with that machine's rank."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ _FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "TORCH_", "PYTHON
 def launcher_argv(
     config: AccelConfig, program: Sequence[str], *, instead: Mapping[str, str | None], python: str = sys.executable
 ) -> list[str]:
-    """``accel launch`` with every setting that was given, from whatever source, as a flag.
+    """``accel launch`` with every given setting, from any source, as a flag.
 
-    ``instead`` replaces settings by texts, or leaves them out (None).
+    ``instead`` replaces settings by texts, or omits them (None).
     """
     argv = [python, "-m", "accel", "launch"]
     for row in settings().values():
@@ -46,5 +46,5 @@ def launcher_argv(
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a process on another machine should have too: those of libraries, and no secrets."""
+    """Variables to forward to a process on another machine: those of libraries, without secrets."""
     return {name: value for name, value in sorted(env.items()) if name.startswith(_FORWARDED)}

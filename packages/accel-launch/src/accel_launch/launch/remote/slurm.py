@@ -1,4 +1,4 @@
-"""A launch as a batch job of Slurm: the script, and handing it in."""
+"""Launch as a Slurm batch job: the script and its submission."""
 
 import contextlib
 import re
@@ -27,7 +27,7 @@ _WHERE = {
 @final
 @dataclass(frozen=True, slots=True)
 class SlurmPlan:
-    """An sbatch script, where it will be kept, and the command that hands it in."""
+    """An sbatch script, its path, and the command that submits it."""
 
     script: str
     path: str
@@ -42,10 +42,10 @@ class SlurmPlan:
 
 
 def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
-    """One launcher on each machine of the job, which start the processes and restart them together.
+    """Plans one launcher on each node of the job; the launchers start the processes and restart them together.
 
     Raises:
-        LaunchError: ``slurm_args`` hold something that is no option.
+        LaunchError: ``slurm_args`` hold something that is not an option.
     """
     few, many = machine_range(config)
     name = re.sub(r"[^\w.-]+", "_", Path(program[0]).stem) or "accel"
@@ -60,7 +60,7 @@ def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
         *(f"#SBATCH {option}" for option in options),
         "",
         "# One launcher on each machine; they meet on the first one.",
-        # By the address that Slurm itself uses: a node's name need not be known to the others.
+        # Uses the address that Slurm itself uses, because a node's name may be unknown to the other nodes.
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         _port(config),
@@ -81,10 +81,10 @@ def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
 
 
 def submit(plan: SlurmPlan) -> int:
-    """Writes the script, hands it in and prints what Slurm says; gives the exit status of sbatch.
+    """Writes the script, submits it and prints Slurm's output; returns the exit status of sbatch.
 
     Raises:
-        LaunchError: the script cannot be written, or sbatch is not there.
+        LaunchError: the script cannot be written, or sbatch is not installed.
     """
     try:
         Path(plan.path).write_text(plan.script, encoding="utf-8")

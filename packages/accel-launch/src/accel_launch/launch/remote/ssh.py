@@ -1,4 +1,4 @@
-"""A launch on the machines of a hostfile: over SSH, a launcher on each that ends when the connection does."""
+"""Launch on the machines of a hostfile: a launcher on each, started over SSH, that ends with its connection."""
 
 import shlex
 import subprocess
@@ -16,15 +16,15 @@ from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_launch.launch.supervisor.supervisor import interrupted
 from accel_state.errors import LaunchError
 
-# The remote launchers end their processes within their grace period, and need a moment to notice and to say so.
+# Extra seconds for the remote launchers, which end their processes within the grace period, to notice and report.
 _MORE_GRACE = 10.0
-_LOST = 255  # what ssh itself ends with when the connection fails
+_LOST = 255  # exit status of ssh when the connection fails
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SshPlan:
-    """The ssh command for each machine, by its name."""
+    """The ssh command of each machine, by the machine's name."""
 
     machines: tuple[tuple[str, tuple[str, ...]], ...]
     num_processes: int
@@ -44,10 +44,10 @@ class SshPlan:
 def plan_ssh(
     config: AccelConfig, program: Sequence[str], machines: Sequence[Machine], *, folder: str, env: Mapping[str, str]
 ) -> SshPlan:
-    """One launcher per machine, in the same folder and with the same Python as here.
+    """Plans one launcher for each machine, in the same folder and with the same Python as here.
 
     Raises:
-        LaunchError: the machines would hold different numbers of processes.
+        LaunchError: the machines would have different numbers of processes.
     """
     counts = {machine.num_processes for machine in machines}
     if config.num_processes is not None:
@@ -80,10 +80,10 @@ def plan_ssh(
 
 
 def run_ssh(plan: SshPlan) -> int:
-    """Starts all launchers and gives the exit status of the first that failed; a signal here ends them all.
+    """Starts all launchers and returns the exit status of the first that failed; a signal here ends them all.
 
     Raises:
-        LaunchError: there is no ssh.
+        LaunchError: ssh is not installed.
     """
     with Interrupts() as interrupts:
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -104,7 +104,7 @@ def run_ssh(plan: SshPlan) -> int:
 
 
 def _wait(running: Mapping[str, "subprocess.Popen[bytes]"], interrupts: Interrupts) -> list[tuple[str, int]]:
-    """How each ended, in that order; after a lost connection nobody is waited for, as nobody there can be told."""
+    """Names and exit statuses in order of exit; stops waiting after a lost connection."""
     ended: list[tuple[str, int]] = []
     while len(ended) < len(running) and not interrupts.received:
         known = {name for name, _ in ended}
@@ -117,7 +117,7 @@ def _wait(running: Mapping[str, "subprocess.Popen[bytes]"], interrupts: Interrup
 
 
 def _end(running: Mapping[str, "subprocess.Popen[bytes]"], grace: float) -> None:
-    """Closes the launchers' inputs, which ends them there, and waits; a client that hangs is killed."""
+    """Closes the launchers' standard inputs, which ends them remotely, and waits; kills ssh clients that hang."""
     for process in running.values():
         assert process.stdin is not None
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""A launch on TPUs: one process drives all cores of a machine (SPMD), and gcloud starts that on machines of a pod."""
+"""Launch on TPUs: one process drives all cores of a machine (SPMD); gcloud starts it on the machines of a pod."""
 
 import shlex
 import shutil
@@ -22,12 +22,12 @@ REMOTE_PYTHON = "python3"
 @final
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """What gcloud runs on machines of a pod, and what starts on each of them.
+    """The gcloud command for machines of a pod, and the plan of each machine's launcher.
 
     Attributes:
-        argv: of gcloud, here.
-        worker: which machines: ``all``, or their numbers with commas.
-        there: the plan that the launcher on each of them makes.
+        argv: the gcloud command on this machine.
+        worker: the machines: ``all``, or their numbers with commas.
+        there: the plan that the launcher on each machine will make.
     """
 
     argv: tuple[str, ...]
@@ -46,7 +46,7 @@ class PodPlan:
 
 
 def settled(config: AccelConfig) -> AccelConfig:
-    """With ``downcast_bf16`` carried out: parameters are bf16 as well, in a precision of that name."""
+    """Applies ``downcast_bf16``: parameters are bf16 too, through a precision of that name."""
     if not config.downcast_bf16:
         return config
     origins = {**config.origins, "mixed_precision": config.origin("downcast_bf16")}
@@ -54,7 +54,7 @@ def settled(config: AccelConfig) -> AccelConfig:
 
 
 def without_pod(config: AccelConfig) -> AccelConfig:
-    """What is left for each machine of a pod: everything but where the pod is and what to do there first."""
+    """Settings for each machine of a pod: all but the pod's name and zone, and the commands that run there first."""
     rows = settings()
     values: dict[str, Any] = {name: rows[name].default for name in _OF_THE_POD}
     origins = {**config.origins, **dict.fromkeys(_OF_THE_POD, Origin("default"))}
@@ -62,7 +62,7 @@ def without_pod(config: AccelConfig) -> AccelConfig:
 
 
 def require_library(env: Mapping[str, str]) -> None:
-    """Raises LaunchError where torch_xla is missing: the script would train on the CPU."""
+    """Raises LaunchError if torch_xla is missing, because the script would train on the CPU."""
     if find_spec("torch_xla") is None:
         raise LaunchError(
             f"tpu: torch_xla is not installed here, and the program would find no {env.get('PJRT_DEVICE', 'TPU')}; "
@@ -71,10 +71,10 @@ def require_library(env: Mapping[str, str]) -> None:
 
 
 def plan_pod(config: AccelConfig, program: Sequence[str], there: LaunchPlan) -> PodPlan:
-    """gcloud's command line for a pod; reads ``command_file``.
+    """Plans gcloud's command line for a pod; reads ``command_file``.
 
     Raises:
-        LaunchError: no name or zone, or a file that cannot be read.
+        LaunchError: no name or zone is given, or the file cannot be read.
     """
     if not (config.tpu_name and config.tpu_zone):
         raise LaunchError("tpu_cluster needs tpu_name and tpu_zone, as gcloud knows them")
@@ -87,7 +87,7 @@ def plan_pod(config: AccelConfig, program: Sequence[str], there: LaunchPlan) -> 
 
 
 def pod_commands(config: AccelConfig) -> list[str]:
-    """The commands of ``command_file``, a file of this machine with one in each line, and those of ``commands``.
+    """Commands of the local file ``command_file``, one a line, and those of ``commands``.
 
     Raises:
         LaunchError: the file cannot be read.
@@ -104,16 +104,16 @@ def pod_commands(config: AccelConfig) -> list[str]:
 def ssh_argv(
     name: str, zone: str, commands: Sequence[str], *, worker: str = _EVERY_WORKER, alpha: bool = False
 ) -> tuple[str, ...]:
-    """gcloud's command line that runs ``commands`` in one shell on machines of a pod."""
+    """The gcloud command line that runs ``commands`` in one shell on machines of a pod."""
     gcloud = ("gcloud", *(("alpha",) if alpha else ()), "compute", "tpus", "tpu-vm", "ssh")
     return (*gcloud, name, "--zone", zone, "--command", "; ".join(commands), "--worker", worker)
 
 
 def run_gcloud(argv: Sequence[str]) -> int:
-    """Runs gcloud and gives its exit status.
+    """Runs gcloud and returns its exit status.
 
     Raises:
-        LaunchError: it is not installed here.
+        LaunchError: gcloud is not installed.
     """
     if shutil.which(argv[0]) is None:
         raise LaunchError(f"cannot run {argv[0]!r}, which is not installed here; it would be: {shlex.join(argv)}")

@@ -1,4 +1,4 @@
-"""The processes of one attempt on this machine: started together, watched, and ended to the last one."""
+"""Processes of one attempt on this machine: started together, watched, and ended together."""
 
 import contextlib
 import os
@@ -28,11 +28,11 @@ from accel_launch.launch.supervisor.orphan_reaper import Guard
 from accel_launch.launch.supervisor.output import Output
 from accel_state.errors import LaunchError
 
-# Seconds between two looks where the system cannot tell when a process ends.
+# Seconds between two polls on systems that cannot signal when a process ends.
 _POLL = 0.05
-# Seconds after which a killed process is given up: it hangs in the kernel, and nothing can end it.
+# Seconds after which a killed process is abandoned: it hangs in the kernel and cannot be ended.
 _UNKILLABLE = 5.0
-# Seconds to wait for the error that caused those that only repeat it, and for a peer's report about a killed rank.
+# Seconds to wait for the error of the culprit rank, and for a peer's report about a killed rank.
 _CAUSE = 5.0
 _WITNESS = 2.0
 _MAY_SAVE = (signal.SIGTERM, *FOR_PROCESSES)
@@ -40,10 +40,10 @@ _MAY_SAVE = (signal.SIGTERM, *FOR_PROCESSES)
 
 @final
 class Workers:
-    """Processes that begin and end together, each the leader of a session and process group of its own.
+    """Processes that start and end together, each the leader of its own session and process group.
 
-    An ended process stays unreaped until ``close``: its id, which is also its group's, then belongs to nobody else
-    while the group is being ended.
+    An exited process stays unreaped until ``close``, so that its id, which is also its group's, cannot be reused while
+    the group is being ended.
     """
 
     def __init__(self, *, folder: Path, output: Output | None, interrupts: Interrupts, guard: Guard) -> None:
@@ -58,10 +58,10 @@ class Workers:
         self._commands: set[int] = set()
 
     def start(self, processes: Sequence[ProcessPlan], attempt: Mapping[str, str]) -> None:
-        """Starts all; ``attempt`` joins the environment of each. After an error ``close`` ends those that did start.
+        """Starts all; ``attempt`` is added to each environment. After an error, ``close`` ends the started processes.
 
         Raises:
-            LaunchError: where the system refuses another process.
+            LaunchError: the system refuses another process.
         """
         for process in processes:
             env = {**process.environment(os.environ), **attempt}
@@ -74,7 +74,7 @@ class Workers:
                 raise LaunchError(f"cannot start rank {process.rank} ({process.argv[0]}): {error.strerror}") from error
             self._processes[process.rank] = started
             self._guard.watch([started.pid for started in self._processes.values()])
-            if process.argv[3:5] == (WORKER_MODULE, COMMAND):  # a shell, say, which passes nothing on
+            if process.argv[3:5] == (WORKER_MODULE, COMMAND):  # for example a shell, which does not forward signals
                 self._commands.add(process.rank)
             if hasattr(os, "pidfd_open"):
                 self._watches[process.rank] = os.pidfd_open(started.pid)
@@ -96,16 +96,16 @@ class Workers:
 
     @property
     def failed(self) -> bool:
-        """Whether a process has ended badly of its own accord."""
+        """Whether a process has failed without being stopped by the launcher."""
         return any(ended.status not in (0, PREEMPTED_STATUS) and not ended.stopped for ended in self._exits.values())
 
     @property
     def preempted(self) -> bool:
-        """Whether a process has saved and ended because its time was over; the others are about to."""
+        """Whether a process has saved and exited because of a preemption; the others are about to."""
         return any(ended.status == PREEMPTED_STATUS for ended in self._exits.values())
 
     def wait(self, timeout: float) -> None:
-        """Waits until a process ends, a signal comes or ``timeout`` seconds have passed, and notes who has ended."""
+        """Waits until a process exits, a signal arrives or ``timeout`` seconds have passed; records the exits."""
         unwatched = [rank for rank in self.running if rank not in self._watches]
         with selectors.DefaultSelector() as selector:
             selector.register(self._interrupts, selectors.EVENT_READ)
@@ -123,7 +123,7 @@ class Workers:
                 self._exits[rank] = Exit(rank, pid, status, time.time(), stopped=self._stopping)
 
     def stuck(self, patience: float) -> bool:
-        """Whether a process has written down its error ``patience`` seconds ago and still has not ended.
+        """Whether a process recorded its error more than ``patience`` seconds ago and is still running.
 
         It may hang in its exit handlers or in a thread while the other ranks wait for it in a collective.
         """
@@ -132,27 +132,27 @@ class Workers:
         return any(at is not None and now - at > patience for at in times)
 
     def stop(self, number: signal.Signals, grace: float) -> None:
-        """Ends all: sends ``number``, and kills processes that live on after ``grace`` seconds or a second signal.
+        """Ends all: sends ``number``, and kills processes that still run after ``grace`` seconds or a second signal.
 
-        After an error that another rank's would explain, it first waits a moment for that rank to record its own.
+        If the known errors only follow from another rank's, waits briefly for that rank to record its own.
         """
         if self.failed and not self._interrupts.received:
             self._wait_for_cause()
         self._stopping = True
         if not self._interrupts.received and not self.preempted:
-            (self._folder / FAILED_MARK).touch()  # so that the signal is not taken for a preemption
+            (self._folder / FAILED_MARK).touch()  # so that the processes do not take the signal for a preemption
         self._ask(number)
         self.wait_all(grace)
         self._signal_groups(signal.SIGKILL, self.running)
         self._wait_all(_UNKILLABLE, lambda: True)
 
     def wait_all(self, seconds: float) -> None:
-        """Waits for all to end, for ``seconds`` at most or until a signal comes."""
+        """Waits until all have exited, at most ``seconds`` or until a signal arrives."""
         asked = len(self._interrupts.received)
         self._wait_all(seconds, lambda: len(self._interrupts.received) == asked)
 
     def failures(self) -> list[Failure]:
-        """What went wrong, the cause first."""
+        """Failures, the cause first."""
         failures, ends = (
             [read(ended, self._error_file(rank)) for rank, ended in self._exits.items()]
             for read in (read_failure, read_end)
@@ -160,9 +160,9 @@ class Workers:
         return in_order(filter(None, failures), filter(None, ends))
 
     def close(self) -> None:
-        """Ends what the processes have left behind in their groups, and takes in the last of their output.
+        """Ends the processes left in the groups, and reads the rest of the output.
 
-        After a success the rest is asked to end, as it may have something to finish; after a failure it is killed.
+        After a success they receive SIGTERM, because they may have work to finish; after a failure they are killed.
         """
         if self.running:
             self.stop(signal.SIGKILL, 0.0)
@@ -183,7 +183,7 @@ class Workers:
         return self._folder / f"error_{rank}.json"
 
     def _wait_for_cause(self) -> None:
-        """Waits for an error that repeats no other, and for a peer's report about a rank that recorded none."""
+        """Waits for an error that does not follow from another, and for a peer's report about a silent rank."""
         start = time.monotonic()
         while self.running and not self._interrupts.received:
             failures, waited = self.failures(), time.monotonic() - start
@@ -202,7 +202,7 @@ class Workers:
             self.wait(left)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Tells all. A Python program gets it alone where it may save then, for which it needs its loaders' workers."""
+        """Sends a signal to all: to a Python process alone if it may save, as saving needs its loaders' workers."""
         alone = [rank for rank in self.running if number in _MAY_SAVE and rank not in self._commands]
         for rank in alone:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -216,7 +216,7 @@ class Workers:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """How ``process`` ended, negative for a signal, or None while it runs; leaves it unreaped where that can be."""
+    """Exit status of ``process``, negative for a signal; None while it runs. Leaves it unreaped if possible."""
     if not hasattr(os, "waitid"):
         return process.poll()
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""The first failure among the processes of an attempt, and the report about it."""
+"""First failure among the processes of an attempt, and the report about it."""
 
 import json
 import signal
@@ -15,9 +15,9 @@ _NOTICED_AFTER = 0.5
 @final
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one process. ``status`` is negative for a signal; ``at`` is the wall clock in seconds.
+    """Exit of one process. ``status`` is negative for a signal; ``at`` is the wall-clock time in seconds.
 
-    ``stopped`` says that the launcher was ending the process at the time, so that its status explains nothing.
+    ``stopped``: the launcher was ending the process at the time, so its status explains nothing.
     """
 
     rank: int
@@ -30,9 +30,9 @@ class Exit:
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A process that failed: its exit, and the error that it recorded, if it could.
+    """A failed process: its exit, and its recorded error, if there is one.
 
-    ``relayed``: its error only says that another rank has failed or is gone.
+    ``relayed``: the error only reports that another rank has failed or is gone.
     """
 
     exit: Exit
@@ -43,22 +43,22 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """The exit status that a shell would show; never 0."""
+        """Exit status as a shell would show it; never 0."""
         if self.exit.stopped or self.exit.status == 0:
-            return 1  # stopped after it had failed, or ended well before the others failed
+            return 1  # stopped after it had failed, or exited with 0 before the others failed
         return 128 - self.exit.status if self.exit.status < 0 else self.exit.status
 
     @property
     def ending(self) -> str:
-        """How the process ended, in words."""
+        """Describes how the process ended."""
         return "stopped after its error" if self.exit.stopped else _ending(self.exit.status)
 
 
 def read_failure(ended: Exit, error_file: Path) -> Failure | None:
-    """The failure that ``ended`` is; None for a success, a run that was preempted, or one that was only stopped.
+    """Returns the failure of an exit; None for a success, a preempted run, or a process that was only stopped.
 
-    The time is that of the error, where one was written: a process may take long to end after it, and would then
-    seem to have failed after those that failed because of it.
+    Its time is that of the recorded error, if there is one: a process may take long to exit after its error, and would
+    then seem to have failed after the ranks that failed because of it.
     """
     if ended.status == PREEMPTED_STATUS or (ended.status == 0 and not ended.stopped):
         return None
@@ -69,7 +69,7 @@ def read_failure(ended: Exit, error_file: Path) -> Failure | None:
 
 
 def read_end(ended: Exit, error_file: Path) -> Failure | None:
-    """The end of a process that succeeded, as a possible cause of other failures; None if it failed or was stopped."""
+    """Returns the exit of a successful process as a possible cause of other failures; None if it did not succeed."""
     if ended.status != 0 or ended.stopped:
         return None
     record = _read(error_file)
@@ -77,17 +77,17 @@ def read_end(ended: Exit, error_file: Path) -> Failure | None:
 
 
 def failed_at(error_file: Path, pid: int) -> float | None:
-    """When process ``pid`` wrote down the error that will end it, or None if it has not.
+    """Time at which process ``pid`` recorded the error that will end it; None if it recorded none.
 
-    A file without its number came from a process that it started, and does not speak for it. An exit on purpose is no
-    error, however long threads go on after it.
+    A file without its pid was written by a child process and is ignored. ``sys.exit`` is not an error, however long
+    threads run on after it.
     """
     record = _error_of(error_file, pid)
     return None if record is None else record.at
 
 
 def has_relayed(error_file: Path, pid: int) -> bool | None:
-    """Whether the error that process ``pid`` wrote down only repeats another rank's; None if it wrote none."""
+    """Whether the error of process ``pid`` only follows from another rank's; None if it recorded none."""
     record = _error_of(error_file, pid)
     return None if record is None else record.relayed
 
@@ -115,7 +115,7 @@ def _read(path: Path) -> _Record | None:
         if isinstance(message, str):
             return _Record(at, 0, message, "")
         extra = message.get("extraInfo", {})
-        # Torch's own writer knows whole seconds only; the file's date is finer.
+        # Torch's own writer records full seconds only; the file's modification time is finer.
         at, pid = float(extra.get("seconds", at)), int(extra.get("pid", 0))
         status = extra.get("exit")
         return _Record(
@@ -131,9 +131,10 @@ def _read(path: Path) -> _Record | None:
 
 
 def in_order(failures: Iterable[Failure], ends: Iterable[Failure] = ()) -> list[Failure]:
-    """The failures, the cause of the others first, which is none that only repeats another rank's.
+    """Sorts failures, the cause first: the earliest failure that does not follow from another rank's.
 
-    Where all do, the first of ``ends`` is the cause: a rank that has ended well while the others still needed it.
+    If all follow from another, the first of ``ends`` is the cause: a rank that exited successfully while others
+    needed it.
     """
     found = sorted(failures, key=lambda failure: (failure.relayed, _began(failure), failure.exit.rank))
     if found and found[0].relayed:
@@ -142,17 +143,17 @@ def in_order(failures: Iterable[Failure], ends: Iterable[Failure] = ()) -> list[
 
 
 def _began(failure: Failure) -> float:
-    # A killed process is noticed a little later than it ended, and its peers may have failed because of it meanwhile.
-    # No process is killed because a peer failed, unlike an abort, which may well be a consequence.
+    # The exit of a killed process is noticed a little late, and its peers may have failed because of it meanwhile. No
+    # process is killed because a peer failed, whereas an abort may well be a consequence.
     return failure.at - (_NOTICED_AFTER if failure.exit.status == -signal.SIGKILL else 0.0)
 
 
 def report(failures: list[Failure], num_processes: int, *, quiet: bool = False) -> str:
-    """The report of an attempt that failed: the first failure, then the others, then the first one's traceback.
+    """Report of a failed attempt: the first failure, then the others, then the first one's traceback.
 
-    The traceback stands last, where a reader looks; where the first recorded no error, that of a rank that failed
-    because of it. The first line has the message where no traceback has it, and where it names another rank. ``quiet``
-    leaves only the traceback, or the first line where there is none.
+    The traceback is last, where a reader looks; if the culprit recorded no error, it is that of a rank that failed
+    because of it. The first line includes the message if there is no traceback, or if the error only follows from
+    another rank's. ``quiet`` leaves only the traceback, or the first line if there is none.
     """
     first, *others = failures
     if quiet and first.trace:

@@ -1,4 +1,4 @@
-"""Signals to the launcher, turned into something its loops can wait for."""
+"""Signals to the launcher, converted to events that its loops can wait for."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ from typing import final
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FOR_PROCESSES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that mean something to the processes and not to their launcher, which schedulers send all the same."""
+"""Signals for the processes, not for the launcher, which schedulers nevertheless send to the launcher too."""
 
 
 @final
 class Interrupts:
-    """While open, notes SIGINT, SIGTERM and SIGHUP instead of letting them end the launcher.
+    """While open, records SIGINT, SIGTERM and SIGHUP instead of letting them end the launcher.
 
-    ``fileno`` becomes readable when one arrives, so that a selector wakes at once. A signal that was ignored before
-    (nohup) stays ignored. Outside the main thread Python allows no handlers, and nothing is noted. Signals in ``other``
-    are noted too, apart from those that end the launcher.
+    ``fileno`` becomes readable when a signal arrives, so that a selector wakes at once. A signal that was ignored
+    before (nohup) stays ignored. Outside the main thread Python allows no handlers, and no signal is recorded. Signals
+    in ``other`` are recorded separately from those that end the launcher.
     """
 
     def __init__(self, other: Sequence[signal.Signals] = ()) -> None:
@@ -46,11 +46,11 @@ class Interrupts:
         os.close(self._writer)
 
     def fileno(self) -> int:
-        """Readable once a signal has arrived."""
+        """File descriptor that is readable once a signal has arrived."""
         return self._reader
 
     def drain(self) -> None:
-        """Makes ``fileno`` unreadable again, until the next signal."""
+        """Makes ``fileno`` unreadable until the next signal."""
         while True:
             try:
                 os.read(self._reader, 64)
@@ -58,9 +58,9 @@ class Interrupts:
                 return
 
     def take_other(self) -> list[signal.Signals]:
-        """The other signals that have arrived since this was last asked."""
+        """Returns the other signals that have arrived since the last call."""
         told = []
-        while self._told:  # a handler may add to it meanwhile
+        while self._told:  # a handler may append meanwhile
             told.append(self._told.pop(0))
         return told
 

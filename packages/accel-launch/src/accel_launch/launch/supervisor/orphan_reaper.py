@@ -1,4 +1,4 @@
-"""A small process that cleans up after a launcher that was killed: its processes' groups and its temporary folder."""
+"""Cleanup process of a launcher that was killed: ends its processes' groups and removes its temporary folder."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-# Each line that comes is the whole list of groups; the end of the input is the end of the launcher.
+# Each input line is the full list of groups; the end of the input means that the launcher has ended.
 _SCRIPT = """
 trap '' HUP INT TERM
 while read -r line; do groups=$line; done
@@ -21,11 +21,10 @@ rm -rf -- "$1"
 
 @final
 class Guard:
-    """A temporary folder, and process groups, that do not outlive this launcher however it ends.
+    """A temporary folder and process groups that do not outlive this launcher, however it ends.
 
-    A shell reads from a pipe whose other end only the launcher holds. Even SIGKILL closes that, and the shell then
-    kills the groups that it was last told of and removes the folder. Where there is no shell, an ordinary end cleans
-    up all the same.
+    A shell reads from a pipe whose other end only the launcher holds. Even SIGKILL closes that end, and the shell then
+    kills the groups of the last line and removes the folder. Without a shell, a regular exit still cleans up.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class Guard:
             self._shell.wait()
 
     def watch(self, groups: Collection[int]) -> None:
-        """From now on these groups, and no others, end with the launcher."""
+        """Replaces the groups that end with the launcher."""
         if self._shell is not None:
             assert self._shell.stdin is not None
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Output of the processes: untouched, or through the launcher with the rank before each line."""
+"""Output of the processes: inherited, or copied by the launcher with the rank before each line."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 @final
 class Output:
-    """Copies what the processes of one attempt print to the launcher's own streams and to one file per rank.
+    """Copies the output of one attempt's processes to the launcher's own streams and to one file for each rank.
 
-    Used only where a prefix or files are asked for; otherwise the processes write to the launcher's streams directly,
-    and a progress bar still sees a terminal. ``tee`` chooses streams as torchrun does: 1 stdout, 2 stderr, 3 both, for
-    all processes or by local rank; they get the prefix, and only they are followed where any are chosen. ``role``
-    stands before the rank. On a terminal each rank has a colour.
+    Used only for a prefix or files; otherwise the processes write to the launcher's streams directly, and progress bars
+    still see a terminal. ``tee`` selects streams as torchrun does: 1 stdout, 2 stderr, 3 both, for all processes or by
+    local rank. Selected streams get the prefix, and if any are selected, only these are copied. ``role`` precedes the
+    rank. On a terminal each rank has a colour.
 
     Raises:
-        LaunchError: where ``folder`` cannot be made.
+        LaunchError: ``folder`` cannot be created.
     """
 
     def __init__(self, *, prefix: bool, folder: Path | None, tee: str = "0", role: str = "") -> None:
@@ -42,27 +42,27 @@ class Output:
                 raise LaunchError(f"log_dir: cannot make {folder}: {error.strerror}") from error
 
     def pipes(self, local_rank: int) -> tuple[int | None, int | None]:
-        """What a process is started with as stdout and stderr: a pipe to follow, or None for the launcher's own."""
+        """stdout and stderr of a new process: a pipe to copy, or None for the launcher's own."""
         streams = 3 if self._tee == "0" else streams_of(self._tee, local_rank)
         return (PIPE if streams & 1 else None, PIPE if streams & 2 else None)
 
     def keep_log(self, rank: int) -> None:
-        """Opens the file of ``rank``, where files are asked for."""
+        """Opens the file of ``rank``, if files are requested."""
         if self._folder is not None and rank not in self._logs:
             self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb")
 
     def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
-        """Copies ``source`` until its end, in a thread of its own."""
+        """Copies ``source`` until its end, in its own thread."""
         thread = threading.Thread(target=self._copy, args=(rank, source, sink), name=f"output-{rank}", daemon=True)
         thread.start()
         self._threads.append(thread)
 
     def note(self, rank: int, text: str) -> None:
-        """Adds to the file of ``rank`` what the process could not print itself."""
+        """Appends text to the file of ``rank`` that the process could not print itself."""
         self._log(rank, text.encode(errors="replace"))
 
     def close(self, timeout: float = 2.0) -> None:
-        """Waits for what is on its way; a process that outlived its rank may hold a stream open for longer."""
+        """Waits for pending output, at most ``timeout``: a process that outlived its rank may hold a stream open."""
         for thread in self._threads:
             thread.join(timeout)
         with self._lock:
@@ -98,14 +98,14 @@ class Output:
                 self._logs[rank].flush()
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        # A reader that has gone away must not stop the processes, which would block on a full pipe.
+        # A closed reader of our output must not stop the processes, which would block on a full pipe.
         with self._lock, contextlib.suppress(OSError):
             sink.write(data)
             sink.flush()
 
 
 def streams_of(tee: str, local_rank: int) -> int:
-    """Which streams of a process ``tee`` chooses: 1 stdout, 2 stderr, 3 both, 0 none."""
+    """Streams of a process that ``tee`` selects: 1 stdout, 2 stderr, 3 both, 0 none."""
     if ":" not in tee:
         return int(tee)
     chosen = dict(part.split(":") for part in tee.split(","))
@@ -113,14 +113,14 @@ def streams_of(tee: str, local_rank: int) -> int:
 
 
 def coloured(sink: BinaryIO, env: Mapping[str, str]) -> bool:
-    """Whether ``sink`` shows colours: a terminal that is not told otherwise (no-color.org), or FORCE_COLOR."""
+    """Whether ``sink`` shows colours: a terminal without NO_COLOR (no-color.org), or FORCE_COLOR."""
     if env.get("NO_COLOR") or env.get("TERM") == "dumb":
         return False
     return bool(env.get("FORCE_COLOR")) or sink.isatty()
 
 
 def _whole_lines(data: bytes) -> tuple[bytes, bytes]:
-    """``data`` up to the end of its last line, and what follows; a progress bar ends lines with a carriage return."""
+    """Splits ``data`` after its last full line; a carriage return ends a line too, for progress bars."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     return data[:end], data[end:]
 

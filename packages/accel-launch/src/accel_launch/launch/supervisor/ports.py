@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from accel_state.errors import LaunchError
 
 DEFAULT_PORT = 29500
-"""Port of the rendezvous of several machines where none is given, as with torchrun and Accelerate."""
+"""Default port of the rendezvous of several machines, as with torchrun and Accelerate."""
 
 
 @contextmanager
 def reserved_port(port: int, address: str = "") -> Iterator[int]:
-    """Holds ``port``, or a free one for 0, and gives its number.
+    """Holds ``port``, or a free one for 0, and yields its number.
 
-    The socket is bound and never listens: the kernel gives the port to nobody who asks for any free one, while rank 0,
-    which binds with SO_REUSEADDR as torch's store does, still can listen on it.
+    The socket is bound and never listens: the kernel does not assign the port to a process that requests any free port,
+    while rank 0, which binds with SO_REUSEADDR as torch's store does, can still listen on it.
 
     Raises:
-        LaunchError: where somebody listens on the port or this user may not have it.
+        LaunchError: another process listens on the port, or this user may not bind it.
     """
     if port:
         check_free(port, address)
@@ -28,10 +28,10 @@ def reserved_port(port: int, address: str = "") -> Iterator[int]:
 
 
 def check_free(port: int, address: str = "") -> None:
-    """Refuses a port that somebody listens on.
+    """Refuses a port on which a process listens.
 
     Raises:
-        LaunchError: naming the port and why it cannot be used.
+        LaunchError: names the port and why it cannot be used.
     """
     with _bound(port, address) as probe:
         try:

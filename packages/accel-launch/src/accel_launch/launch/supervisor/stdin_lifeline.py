@@ -1,4 +1,4 @@
-"""A launcher's input as its lifeline: when it ends, so does the job."""
+"""Standard input of a launcher as its lifeline: the job ends when the input ends."""
 
 import os
 import signal
@@ -7,10 +7,10 @@ import threading
 
 
 def end_with_stdin() -> None:
-    """Has the end of standard input act like a hang-up; a launcher on another machine so learns of a lost connection.
+    """Treats the end of standard input as SIGHUP, so that a launcher on another machine notices a lost connection.
 
-    Where hang-ups are ignored (under ``nohup``, as notebook servers often are) it acts like a request to end. The
-    processes get no input, which would be read from two places.
+    If SIGHUP is ignored (under ``nohup``, as notebook servers often are), it is treated as SIGTERM. The processes get
+    no standard input, because two readers would share it.
     """
     source = os.dup(sys.stdin.fileno())
     empty = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Running a plan on one machine: attempt after attempt, without torch."""
+"""Execution of a plan on one machine, attempt after attempt, without torch."""
 
 import os
 import signal
@@ -19,11 +19,10 @@ _STOPPED_BY_SIGNAL = 128
 
 
 def run_local(plan: LaunchPlan) -> int:
-    """Runs the processes of ``plan`` until all have ended well or the restarts are used up; gives the exit status.
+    """Runs the processes of ``plan`` until all succeed or no restarts are left; returns the exit status.
 
-    Every attempt has a port of its own, unless one was asked for, and rank 0 opens the store on it. So a restart
-    never meets what the attempt before it has left in a store, which is what makes restarts fail when the launcher
-    keeps one store for all of them.
+    Every attempt has its own port, unless a port was given, and rank 0 opens the store on it. So a restart never sees
+    store entries of an earlier attempt, which make restarts fail if the launcher keeps one store for all attempts.
     """
     config = plan.config
     run_id = uuid.uuid4().hex
@@ -58,7 +57,7 @@ def run_local(plan: LaunchPlan) -> int:
 
 
 def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
-    """Torch elastic's variables, which programs read to learn about restarts."""
+    """Torch elastic's variables, from which programs read the number of restarts."""
     return {
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -69,7 +68,7 @@ def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
 
 
 def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
-    """What copies the output of an attempt, or None where the processes write it themselves."""
+    """The copier of an attempt's output; None if the processes write to the launcher's streams directly."""
     config = plan.config
     if not config.prefix_output and config.log_dir is None and config.tee == "0":
         return None
@@ -79,13 +78,13 @@ def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
 
 
 def interrupted(number: signal.Signals, num_processes: int) -> int:
-    """Says what ended the job and gives the exit status that says so to a shell."""
+    """Prints which signal ended the job and returns the exit status of that signal."""
     print(f"accel launch: ended by {number.name}, and {num_processes} processes with it", file=sys.stderr, flush=True)
     return _STOPPED_BY_SIGNAL + number
 
 
 def preempted(num_processes: int) -> int:
-    """Says that the run saved itself before it ended, and gives the status by which others know."""
+    """Prints that the run saved itself before it ended, and returns the exit status of a preempted run."""
     print(f"accel launch: preempted; {num_processes} processes have saved and ended", file=sys.stderr, flush=True)
     return PREEMPTED_STATUS
 

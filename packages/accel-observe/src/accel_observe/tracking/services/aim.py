@@ -1,4 +1,4 @@
-"""Aim."""
+"""Tracker of Aim."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from accel_observe.tracking.values import as_json, flatten
 
 @final
 class AimTracker(RunTracker):
-    """Writes to the Aim repository at ``logging_dir``, experiment ``run_name``; ``kwargs`` go to ``aim.Run``."""
+    """Logs to the Aim repository at ``logging_dir``, experiment ``run_name``; ``kwargs`` are passed to ``aim.Run``."""
 
     name = "aim"
     requires_logging_directory = True
@@ -41,7 +41,7 @@ class AimTracker(RunTracker):
             self.run.track(value, name=name, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Images, or pairs of an image and its caption; options under ``aim_image`` and ``track``."""
+        """Logs images, or pairs of an image and its caption; options under ``aim_image`` and ``track``."""
         options = kwargs.get("kwargs") or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")

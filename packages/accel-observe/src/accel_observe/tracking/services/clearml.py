@@ -1,4 +1,4 @@
-"""ClearML."""
+"""Tracker of ClearML."""
 
 import json
 import os
@@ -16,11 +16,11 @@ _DEFAULT = "train"
 
 @final
 class ClearMLTracker(GeneralTracker):
-    """Reports to the script's task, or to one of the project ``run_name``; ``kwargs`` go to ``Task.init``.
+    """Reports to the script's task, or to a task of the project ``run_name``; ``kwargs`` are passed to ``Task.init``.
 
-    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over the arguments. A name like ``eval_loss`` becomes the series
-    ``eval`` of ``loss``; without a prefix the series is ``train``. A run that continues is the same task, and what that
-    holds already is not reported again.
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` override the arguments. A name such as ``eval_loss`` becomes the series
+    ``eval`` of ``loss``; without a prefix the series is ``train``. A resumed run keeps its task, and values that the
+    task already holds are not reported again.
 
     Raises:
         ValueError: a table without data and without a data frame.
@@ -58,7 +58,7 @@ class ClearMLTracker(GeneralTracker):
 
     def resume(self, run: Continuation) -> None:
         if "task_id" in run.state:
-            # 0 is what ClearML adds to our steps; told no more than to continue, it adds the last of the earlier ones.
+            # ClearML adds this number to our steps; with True instead of 0 it would add the last earlier step.
             self._options.update(reuse_last_task_id=run.state["task_id"], continue_last_task=0)
 
     def marks(self) -> Mapping[str, int]:
@@ -87,7 +87,7 @@ class ClearMLTracker(GeneralTracker):
         for name, images in values.items():
             title, series = title_and_series(name)
             for number, image in enumerate(pictures(images)):
-                place = f"{series} {number}" if number else series  # one picture to a name, step and series
+                place = f"{series} {number}" if number else series  # one image for each name, step and series
                 logger.report_image(title=title, series=place, iteration=step, image=image, **kwargs)
 
     def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ class ClearMLTracker(GeneralTracker):
 
 
 def title_and_series(name: str) -> tuple[str, str]:
-    """Where a name is plotted: ``eval_loss`` is the series ``eval`` of ``loss``."""
+    """Title and series of a name: ``eval_loss`` is the series ``eval`` of ``loss``."""
     for series in _SERIES:
         prefix = f"{series}_"
         if name.startswith(prefix):
@@ -120,7 +120,7 @@ def title_and_series(name: str) -> tuple[str, str]:
 
 
 def _reported(task: Any) -> Iterator[tuple[str, str, int]]:
-    """Title, series and step of every scalar of a task; offline, of the file that waits to be sent."""
+    """Title, series and step of every scalar of a task; for an offline task, from the file awaiting upload."""
     if task.is_offline():
         file = Path(task.get_offline_mode_folder()) / "metrics.jsonl"
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():

@@ -1,4 +1,4 @@
-"""Comet."""
+"""Tracker of Comet."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from accel_observe.tracking.values import as_json, image_of, pictures
 
 @final
 class CometMLTracker(RunTracker):
-    """Logs to the project ``run_name``; ``kwargs`` go to ``comet_ml.start``. Needs comet_ml 3.41 or newer."""
+    """Logs to the project ``run_name``; ``kwargs`` are passed to ``comet_ml.start``. Needs comet_ml 3.41 or newer."""
 
     name = "comet_ml"
     module = "comet_ml"
@@ -45,7 +45,8 @@ class CometMLTracker(RunTracker):
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
             for image in pictures(images):
-                # Comet needs Matplotlib for an array, stretches it, and only prints what it cannot take.
+                # Comet needs Matplotlib for arrays, rescales them, and only prints its failures; so arrays are
+                # converted to images here.
                 picture = image_of(image) if hasattr(image, "ndim") else image
                 if self.run.log_image(picture, name=name, step=step, **kwargs) is None:
                     raise ValueError(f"Comet does not take the image {name!r} of step {step}; its own message says why")

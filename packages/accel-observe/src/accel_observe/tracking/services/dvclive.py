@@ -1,4 +1,4 @@
-"""DVCLive."""
+"""Tracker of DVCLive."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -11,9 +11,9 @@ from accel_observe.tracking.values import as_json, flatten, pictures
 
 @final
 class DVCLiveTracker(GeneralTracker):
-    """Writes to ``live``, or to a ``dvclive.Live`` made of ``kwargs``; it has no use for a run's name.
+    """Logs to ``live``, or to a ``dvclive.Live`` made from ``kwargs``; ``run_name`` is not used.
 
-    A run that continues goes on with the files that are there; what they hold already is not recorded again.
+    A resumed run continues the existing files; values that they already hold are not recorded again.
     """
 
     name = "dvclive"
@@ -67,7 +67,7 @@ class DVCLiveTracker(GeneralTracker):
 
 
 def _last_step(table: Path) -> int:
-    """The highest step in a table of DVCLive's, whose first line names the columns; -1 in an empty one."""
+    """Highest step in a DVCLive table, whose first line names the columns; -1 if the table is empty."""
     head, *rows = table.read_text(encoding="utf-8").splitlines() or [""]
     column = head.split("\t").index("step") if rows else 0
     return max((int(row.split("\t")[column]) for row in rows), default=-1)

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracker of MLflow."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ _PARAMETERS_AT_ONCE = 100
 
 @final
 class MLflowTracker(GeneralTracker):
-    """Logs to an experiment, new or existing, through a client of its own: no run of the script's thread is touched.
+    """Logs to an experiment, new or existing, through its own client; does not touch the script's active run.
 
-    The variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and ``MLFLOW_NESTED_RUN`` win
-    over the arguments. A run that continues keeps its id; what it holds already is not recorded again.
+    The variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and ``MLFLOW_NESTED_RUN``
+    override the arguments. A resumed run keeps its id; values that it already holds are not recorded again.
     """
 
     name = "mlflow"
@@ -133,11 +133,11 @@ class MLflowTracker(GeneralTracker):
         self._client.log_dict(self.run_id, as_json(data), f"{table_name}.json")
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keeps a figure as a file of the run."""
+        """Stores a figure as a file of the run."""
         self._client.log_figure(self.run_id, figure, artifact_file, **save_kwargs)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keeps a folder with the run."""
+        """Stores a folder with the run."""
         self._client.log_artifacts(self.run_id, local_dir, artifact_path)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None, step: int | None = None) -> None:

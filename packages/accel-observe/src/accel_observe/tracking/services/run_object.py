@@ -1,4 +1,4 @@
-"""The common part of trackers whose library makes an object for each run."""
+"""Base class of trackers whose library makes an object for each run."""
 
 from abc import ABC
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from accel_observe.tracking.values import as_json
 
 
 class RunTracker(GeneralTracker, ABC):
-    """Base of trackers whose library makes an object for each run; the defaults are for those modelled on W&B's.
+    """Base class of trackers whose library makes an object for each run; the defaults fit libraries modelled on W&B.
 
     Attributes:
         module: the library, imported when the run is started.
-        identity: its argument that names a run to go on with; also what the run calls it.
-        continued: further arguments for a run that goes on.
+        identity: argument of the library that names a run to resume; also the attribute of the run with that name.
+        continued: further arguments for a resumed run.
         run: the library's object, once started.
     """
 

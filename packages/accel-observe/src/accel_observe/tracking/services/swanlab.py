@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""Tracker of SwanLab."""
 
 from typing import Any, ClassVar, final
 
@@ -8,7 +8,7 @@ from accel_observe.tracking.values import pictures
 
 @final
 class SwanLabTracker(RunTracker):
-    """Logs to the project ``run_name``; ``kwargs`` go to ``swanlab.init``. Nothing is added to the configuration."""
+    """Logs to the project ``run_name``; ``kwargs`` are passed to ``swanlab.init``. The configuration is unchanged."""
 
     name = "swanlab"
     main_process_only: ClassVar[bool] = False

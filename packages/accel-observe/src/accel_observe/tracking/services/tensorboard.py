@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Tracker of TensorBoard's event files."""
 
 import os
 import time
@@ -12,13 +12,13 @@ from accel_observe.tracking.values import as_json, flatten, pictures
 
 @final
 class TensorBoardTracker(GeneralTracker):
-    """Writes event files to ``<logging_dir>/<run_name>/<run_id>``; ``kwargs`` go to ``SummaryWriter``.
+    """Writes event files to ``<logging_dir>/<run_name>/<run_id>``; ``kwargs`` are passed to ``SummaryWriter``.
 
-    So each run of a project is a run in TensorBoard, and a run that continues is the same one. Outside of an
-    Accelerator that knows a logging folder, where runs have no id, they are in ``<logging_dir>/<run_name>``.
+    Each run of a project is a run in TensorBoard, and a resumed run is the same one. Outside of an Accelerator with a
+    logging folder, runs have no id and are in ``<logging_dir>/<run_name>``.
 
-    The configuration becomes hyperparameters of this run and the file ``<time>/hparams.yml``, nested as it was given. A
-    run that continues tells TensorBoard from which step on earlier events no longer count (``purge_step``).
+    The configuration becomes hyperparameters of this run, and the nested file ``<time>/hparams.yml``. A resumed run
+    passes TensorBoard the step from which earlier events no longer count (``purge_step``).
     """
 
     name = "tensorboard"
@@ -67,7 +67,7 @@ class TensorBoardTracker(GeneralTracker):
             for name, value in flatten(nested)
         }
         hparams = _library("torch.utils.tensorboard.summary", "tensorboardX.summary").hparams
-        # add_hparams would open a second run; these are the same three records, in this one.
+        # ``add_hparams`` would open a second run; these are the same three records, in this run.
         for record in hparams(flat, {}):
             self.writer.file_writer.add_summary(record)
         self.writer.flush()
@@ -99,7 +99,7 @@ class TensorBoardTracker(GeneralTracker):
 
 
 def _library(first: str, second: str) -> Any:
-    """torch's writer, which needs tensorboard; else that of tensorboardX."""
+    """torch's writer if tensorboard is installed, otherwise that of tensorboardX."""
     try:
         return import_module(first)
     except ImportError:

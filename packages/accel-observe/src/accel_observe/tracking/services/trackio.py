@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Tracker of Trackio."""
 
 import time
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ _PATIENCE = 5.0
 
 @final
 class TrackioTracker(RunTracker):
-    """Logs to the project ``run_name``; ``kwargs`` go to ``trackio.init``.
+    """Logs to the project ``run_name``; ``kwargs`` are passed to ``trackio.init``.
 
-    A run that continues keeps its name; what its database on this machine holds already is not recorded again.
+    A resumed run keeps its name; values that its local database already holds are not recorded again.
     """
 
     name = "trackio"
@@ -28,12 +28,12 @@ class TrackioTracker(RunTracker):
         try:
             storage = import_module("trackio.sqlite_storage").SQLiteStorage
             rows = storage.get_logs(self.run_name, self.run.name)
-        except (ImportError, AttributeError):  # it is not documented where the rows are
+        except (ImportError, AttributeError):  # the location of the rows is not documented
             return {}
         return {name: row["step"] for row in sorted(rows, key=lambda row: int(row["step"])) for name in row}
 
     def flush(self) -> None:
-        """Trackio writes twice a second and has no call to wait for it, so its queue is looked at."""
+        """Waits until Trackio's queue is empty: Trackio writes twice a second and has no call that waits."""
         until = time.monotonic() + _PATIENCE
         while any(getattr(self.run, queue, None) for queue in _QUEUES) and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker of Weights & Biases."""
 
 from typing import Any, ClassVar, final
 
@@ -8,10 +8,10 @@ from accel_observe.tracking.values import as_json, pictures
 
 @final
 class WandBTracker(RunTracker):
-    """Logs to the project ``run_name``; ``kwargs`` go to ``wandb.init``.
+    """Logs to the project ``run_name``; ``kwargs`` are passed to ``wandb.init``.
 
-    A run that continues keeps its id (``resume="allow"``). The service itself refuses steps that it has; offline, what
-    was recorded after the checkpoint is in the earlier offline folder still.
+    A resumed run keeps its id (``resume="allow"``). The service rejects steps that it already has; offline, values
+    recorded after the checkpoint remain in the earlier offline folder.
     """
 
     name = "wandb"
