@@ -328,10 +328,11 @@ class PreparedLoader:
         The end of an epoch is the start of the next, unless ``set_epoch`` names the epoch that has ended: the next pass
         is empty then, as a script expects that counts epochs.
 
-        ``allow_changed_data`` (None: as the options say) takes a position inside an epoch of a map-style dataset that
-        has changed since. If it has grown, the epoch is finished over the samples that it began with, and the new ones
+        ``allow_changed_data`` (None: as the options say) takes a position inside an epoch of a dataset that has changed
+        since. If a map-style one has grown, the epoch is finished over the samples that it began with, and the new ones
         come from the next epoch on. If it has shrunk and is read in sequence, or has another fingerprint and the same
-        length, the position is kept. Otherwise the epoch begins anew. A warning says which, in numbers.
+        length, or is iterable and does not end before it, the position is kept. Otherwise the epoch begins anew. A
+        warning says which, in numbers.
 
         Raises:
             DataStateError: the state is of a newer version, incomplete, or of other data. Nothing has changed then.

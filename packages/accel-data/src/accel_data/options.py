@@ -31,7 +31,7 @@ class LoaderOptions:
         already_sharded: an iterable dataset yields this rank's part only (found out by itself where it can be).
         exact_streams: never let an iterable dataset shard itself over ranks or workers. Every reader then reads all of
             it, and a position in it holds for any number of ranks and workers.
-        allow_changed_data: load a position inside an epoch of a map-style dataset that has changed since, with a
+        allow_changed_data: load a position inside an epoch of a dataset that has changed since, with a
             warning in numbers instead of a refusal; ``PreparedLoader.load_state_dict`` says what follows.
 
     Raises:

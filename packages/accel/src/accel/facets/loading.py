@@ -40,6 +40,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         *,
         strict: bool = True,
         parts: str | Iterable[str] | None = None,
+        allow_changed_data: bool | None = None,
     ) -> Location:
         """Puts everything back as ``save_state`` found it, on any number of processes, and returns the folder read.
 
@@ -53,6 +54,10 @@ class LoadingFacet(CheckpointFacet, ABC):
         stays as it is, random state, clock and open windows included, and the checkpoint may hold what the run has
         not prepared. Only the bytes that are read are compared with their digests then.
 
+        ``allow_changed_data=True`` loads the positions of loaders inside an epoch of data that have changed since, with
+        a warning in numbers, as ``PreparedLoader.load_state_dict`` says; False refuses them; None leaves it to
+        ``DataLoaderConfiguration(allow_changed_data=...)``.
+
         Raises:
             ConfigError: no place is given or known, or ``parts`` names nothing.
             CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or another one.
@@ -62,7 +67,7 @@ class LoadingFacet(CheckpointFacet, ABC):
                 hold a part of the checkpoint then, as the error says, until another ``load_state`` succeeds.
         """
         self._wait_for_save()
-        options = self._agreed_options(strict, parts)
+        options = self._agreed_options(strict, parts, allow_changed_data)
         checkpoint, restoration = self._loaded(input_dir, options)
         restore_local(checkpoint, self.session, self.backend, self._models, self.clock, options)
         if options.parts is None:
@@ -73,11 +78,16 @@ class LoadingFacet(CheckpointFacet, ABC):
         self.last_load = restoration.report(self._run_facts())
         return checkpoint.path
 
-    def _agreed_options(self, strict: bool, parts: str | Iterable[str] | None) -> LoadOptions:
+    def _agreed_options(
+        self, strict: bool, parts: str | Iterable[str] | None, allow_changed_data: bool | None
+    ) -> LoadOptions:
         """The options, the same on all ranks; otherwise they would enter different collectives."""
         from accel_ckpt.rank_group import RankGroup
 
-        told = RankGroup.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
+        def options() -> LoadOptions:
+            return LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
+
+        told = RankGroup.of(self._ranks()).together("load_state", options)
         if other := [rank for rank, one in enumerate(told) if one != told[0]]:
             raise CheckpointError(
                 f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "
