@@ -1,5 +1,6 @@
 """Process group of a loader, separate from the groups of the step."""
 
+import os
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,7 +52,7 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Lo
         return None
     limit = read_timeout(whole)
     own = sibling_group(whole, backend="gloo", timeout=_LIFETIME)
-    weakref.finalize(owner, _destroy, own).atexit = False
+    weakref.finalize(owner, _destroy, own, os.getpid()).atexit = False
     shares = all_gather_object((shard.index, shard.count), group=own)
     if {index for index, _ in shares} != set(range(shard.count)) or any(count != shard.count for _, count in shares):
         raise DataError(
@@ -63,7 +64,14 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Lo
     )
 
 
-def _destroy(group: "ProcessGroup") -> None:
+def _destroy(group: "ProcessGroup", process: int) -> None:
+    """Ends a group in the process that made it.
+
+    A forked worker has a copy of every loader of its parent, and its garbage collector may free one. The threads of
+    the group are the parent's only: a worker that ended its copy would wait for them without end, or crash.
+    """
+    if os.getpid() != process:
+        return
     import torch.distributed as dist
 
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:

@@ -31,8 +31,8 @@ class LoaderOptions:
         already_sharded: an iterable dataset yields only this rank's shard (detected automatically where possible).
         exact_streams: never let an iterable dataset shard itself over ranks or workers. Every reader then reads all of
             it, and a position in it is valid for any number of ranks and workers.
-        allow_changed_data: load a position inside an epoch of a map-style dataset that has changed since, with a
-            warning instead of an error; see ``PreparedLoader.load_state_dict``.
+        allow_changed_data: load a position inside an epoch of a dataset that has changed since, with a warning in
+            numbers instead of an error; see ``PreparedLoader.load_state_dict``.
 
     Raises:
         ConfigError: two options exclude each other.

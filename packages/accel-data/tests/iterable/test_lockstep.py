@@ -1,5 +1,7 @@
 """Ranks with streams of different lengths take equally many steps, and know what in them is real."""
 
+import gc
+
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
@@ -117,3 +119,32 @@ def test_a_rank_in_another_pass_is_found_out(rank):
 
 def test_without_other_processes_each_rank_is_on_its_own():
     assert listed(prepared(0)) == [[0, 1], [2, 3], [4, 0]]
+
+
+class Collecting(Files):
+    """Files whose reader frees all unreachable objects of its process after the first element."""
+
+    def shard(self, num_shards, index):
+        return Collecting(self.files[index::num_shards])
+
+    def __iter__(self):
+        for number, element in enumerate(super().__iter__()):
+            if number == 1:
+                gc.collect()
+            yield element
+
+
+@pytest.mark.ranks(2)
+def test_workers_leave_the_groups_of_freed_loaders_to_the_process_that_made_them(rank):
+    freed = prepared(rank)
+    listed(freed)
+    gc.disable()
+    try:
+        cycle = [freed]
+        cycle.append(cycle)
+        del freed, cycle  # unreachable, and not freed before the workers have been forked
+        loader = DataLoader(Collecting(UNEVEN), batch_size=2, num_workers=1, timeout=30)
+        got = listed(prepare_loader(loader, DataShard(rank, 2), options=OPTIONS))
+    finally:
+        gc.enable()
+    assert len(got) == 4

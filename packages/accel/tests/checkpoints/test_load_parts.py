@@ -1,16 +1,24 @@
 """``load_state`` loads parts by name, tolerates new and missing parameters, and reports what it did."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from accel_ckpt import open_checkpoint
-from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+from accel_state.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataStateError,
+)
 from accel_testing.pytest.logs import heard
 
 STRATEGIES = ["ddp", "fsdp"]
@@ -387,3 +395,55 @@ def test_other_versions_are_said_and_no_warning(tmp_path: Path) -> None:
     saved = {"number of processes": 1, "torch": "2.9.0", "accel": "0.1.0"}
     (change,) = differences(saved, {**saved, "torch": "2.13.0"})
     assert (str(change), change.numbers) == ("torch is 2.13.0 here and was 2.9.0 when it was saved", False)
+
+
+class Counted(IterableDataset):
+    """The numbers below a length, which it knows."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(float(self.length)))
+
+
+def loader_over(length: int, kind: str, *, allowed: bool) -> tuple[Accelerator, DataLoader]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(allow_changed_data=allowed))
+    dataset = Counted(length) if kind == "iterable" else TensorDataset(torch.arange(float(length)))
+    return accelerator, accelerator.prepare(DataLoader(dataset, batch_size=2))
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.ranks(1)), pytest.param(2, marks=pytest.mark.ranks(2))]
+)
+def test_a_load_of_changed_data_is_allowed_or_refused(rank: int, ranks: int, kind: str, tmp_path: Path) -> None:
+    accelerator, loader = loader_over(24, kind, allowed=False)
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    done = 4 * ranks
+    folder = accelerator.save_state(tmp_path / "saved")
+
+    strict, grown = loader_over(32, kind, allowed=False)
+    with pytest.raises(DataStateError, match="load with allow_changed_data=True"):
+        strict.load_state(folder)
+    left = 32 - done if kind == "iterable" else 24 - done
+    with heard_warning(rank, f"{left} are left to deliver"):
+        strict.load_state(folder, allow_changed_data=True)
+    rows = sum(len(batch if kind == "iterable" else batch[0]) for batch in grown)
+    assert rows * ranks == left
+
+    lenient, _ = loader_over(32, kind, allowed=True)
+    with pytest.raises(DataStateError, match="load with allow_changed_data=True"):
+        lenient.load_state(folder, allow_changed_data=False)
+    with heard_warning(rank, "are left to deliver"):
+        lenient.load_state(folder)
+
+
+def heard_warning(rank: int, text: str) -> AbstractContextManager[object]:
+    """Expects a warning on the main process; the others are silent."""
+    return pytest.warns(RuntimeWarning, match=text) if rank == 0 else nullcontext()

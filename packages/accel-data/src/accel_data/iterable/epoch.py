@@ -67,8 +67,8 @@ class StreamEpoch(Pass):
 
     def close(self) -> None:
         super().close()
+        self._pool.close(self._iterator)
         self._iterator = iter(())
-        self._pool.close()
 
     def step(self, number: int) -> Step:
         if number == 0 and self._behind[-1][0] < 0:  # the batches to drop have not been read

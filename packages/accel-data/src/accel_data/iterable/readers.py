@@ -34,6 +34,7 @@ class ReaderPool:
         self._reader = reader
         init = WorkerInit(loader.worker_init_fn, reader)
         self._inner = _with(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
+        self._reading: Iterator[Any] | None = None
 
     def begin(self, start: Start) -> None:
         """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""
@@ -42,14 +43,24 @@ class ReaderPool:
         self._reader.begin(start)
 
     def open(self, shard: int) -> Iterator[Delivered]:
-        """Starts the readers; the random state of this process stays as it is, also that of a resumed run."""
-        generator = torch.Generator()
-        if self._inner.num_workers:
-            generator.manual_seed(derive_key(torch.initial_seed(), self._reader.start.epoch, shard))
-        return iterated(self._inner, generator)
+        """Starts the readers; the random state of this process stays as it is, also that of a resumed run.
 
-    def close(self) -> None:
-        """Ends the readers, unless they are to stay."""
+        Workers that stay serve one pass at a time, so a pass inside another one starts workers, which stay instead.
+        """
+        inner, generator = self._inner, torch.Generator()
+        if inner.num_workers:
+            key = derive_key(torch.initial_seed(), self._reader.start.epoch, shard)
+            generator.manual_seed(key)
+            self._reader.seed(key >> 1)
+            if self._reading is not None and self._reading is inner._iterator:
+                inner._iterator = None
+        self._reading = iterated(inner, generator)
+        return self._reading
+
+    def close(self, items: Iterator[Any]) -> None:
+        """Ends the readers of the pass over ``items``, unless they are to stay."""
+        if items is self._reading:
+            self._reading = None
         let_go(self._inner)
 
     def first_batch(self) -> Delivered | None:

@@ -165,12 +165,40 @@ class StreamSource(Source):
             record[LENGTH_KEY] = self.total_dataset_length
         return record
 
-    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+    def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
+        """Keeps the position in a dataset of another length, unless the dataset now ends before it.
+
+        The epoch begins anew then.
+        """
+        change, here = self._change(record), _size(self._dataset)
+        if change is None or here is None:
+            return record, cursor
+        epoch, done = f"epoch {cursor.epoch}", cursor.samples
+        if not done:
+            told = f"{epoch} begins with this one"
+        elif done >= record[LENGTH_KEY]:
+            told = f"position {done} of {epoch}, where it ended, is kept"
+        elif done < here:
+            told = f"position {done} of {epoch} is kept, and {here - done} are left to deliver"
+        else:
+            told = f"{epoch} begins anew: the {done} that were delivered of it may come again"
+            cursor = Cursor(cursor.epoch)
+        if self._shard.index == 0:
+            warnings.warn(f"the loader's state was saved with {change}; {told}", RuntimeWarning, stacklevel=3)
+        return {**record, LENGTH_KEY: here}, cursor
+
+    def _change(self, record: Mapping[str, Json]) -> str | None:
+        """How the dataset of ``record`` differs from this one; None: it does not, or that is not known."""
         here, saved = _size(self._dataset), record.get(LENGTH_KEY)
-        if saved is not None and here is not None and saved != here:
+        if saved is None or here is None or saved == here:
+            return None
+        return f"an iterable dataset with {saved} samples; this one has {here}"
+
+    def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        if (change := self._change(record)) is not None:
             raise DataStateError(
-                f"the state is of an iterable dataset with {saved} samples; this one has {here}: give the dataset "
-                "of the saved run, or begin a new epoch with set_epoch"
+                f"the state is of {change}: give the dataset of the saved run, begin a new epoch with set_epoch, or "
+                "load with allow_changed_data=True"
             )
         position = StreamPosition.load(record, cursor, private)
         position.check_skip(self._readers, self.total_batch_size)

@@ -13,6 +13,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride, parts
+from accel_data.map.global_rng import seed_globals
+from accel_data.order.counter_rng import derive_key
 from accel_state.errors import DataError, DataStateError
 
 _SNAPSHOT_SHARE = 0.05
@@ -113,19 +115,23 @@ class StreamReader(IterableDataset[Delivered]):
         self.start = Start()
         self.view: WorkerView | None = None
         self._camera: _Camera | None = None
-        # Living workers hold a copy of this object: the number of the epoch reaches them through shared memory.
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        # Living workers hold a copy of this object: the epoch and the key of its draws reach them in shared memory.
+        self._pass = torch.zeros(2, dtype=torch.int64)
         if shared:
-            self._epoch.share_memory_()
+            self._pass.share_memory_()
 
     def begin(self, start: Start) -> None:
         """Chooses the epoch and the position at which the next iteration begins."""
         self.start = start
-        self._epoch.fill_(start.epoch)
+        self._pass[0] = start.epoch
         choose_epoch(self.dataset, start.epoch)
 
+    def seed(self, key: int) -> None:
+        """Chooses the key, of 63 bits, of what workers draw in the next iteration."""
+        self._pass[1] = key
+
     def __iter__(self) -> Iterator[Delivered]:
-        epoch = int(self._epoch)
+        epoch, key = self._pass.tolist()
         start = self.start if self.start.epoch == epoch else Start(epoch)
         info = get_worker_info() or self.view
         choose_epoch(self.dataset, epoch)
@@ -133,6 +139,7 @@ class StreamReader(IterableDataset[Delivered]):
             return self._deliver(start, 0, 1, None)
         assert isinstance(info, WorkerView), "the loader's worker_init_fn was replaced after the loader was prepared"
         info.begin(start)
+        info.seed_pass(key)
         return self._deliver(start, info.number, info.count, info)
 
     def _deliver(self, start: Start, worker: int, workers: int, view: "WorkerView | None") -> Iterator[Delivered]:
@@ -170,10 +177,10 @@ class StreamReader(IterableDataset[Delivered]):
     def _collated(self, content: Any, view: "WorkerView | None") -> Any:
         if view is None:
             return self.collate(content)
-        asked = view.asked
+        asked, view.asked = view.asked, True  # collation may use the number of its worker, and divides nothing by it
         with view.installed(hidden=False):
             batch = self.collate(content)
-        view.asked = asked  # collation may use the number of its worker, and divides nothing by it
+        view.asked = asked
         return batch
 
 
@@ -205,6 +212,9 @@ class WorkerView:
 
     Its number is rotated: torch takes the first batch of a pass from worker 0, and after a resume that has to be the
     one whose turn it was.
+
+    Workers that read the same stream draw the same numbers, so that each element is drawn for alike whichever of them
+    delivers it; one that reads a stream of its own draws numbers of its own from when it asks for its number.
     """
 
     def __init__(self, info: Any, dataset: Any) -> None:
@@ -212,6 +222,17 @@ class WorkerView:
         self.number: int = info.id
         self.count: int = info.num_workers
         self.asked = self.touched = self.divided_at_start = False
+        self._key: int | None = None
+
+    def seed_pass(self, key: int) -> None:
+        """Seeds the global generators of this worker for one pass."""
+        self._key = key
+        seed_globals(derive_key(key, self.number) if self.asked and self.number else key)
+
+    def _ask(self) -> None:
+        if not self.asked and self.number and self._key is not None:
+            seed_globals(derive_key(self._key, self.number))
+        self.asked = True
 
     def begin(self, start: Start) -> None:
         """Takes the number that is due at ``start``."""
@@ -240,13 +261,13 @@ class WorkerView:
     @property
     def id(self) -> int:
         """The number of the worker; a dataset that reads it is taken to divide itself by it."""
-        self.asked = True
+        self._ask()
         return self.number
 
     @property
     def num_workers(self) -> int:
         """How many workers there are; reading it counts as for ``id``."""
-        self.asked = True
+        self._ask()
         return self.count
 
     @property

@@ -22,27 +22,30 @@ class LoadOptions:
     Attributes:
         strict: a checkpoint has every parameter of the run and no other.
         parts: names of what is loaded, as the checkpoint names them; None: everything.
+        allow_changed_data: loaders take positions inside an epoch of data that have changed; None: as each loader's
+            own options say.
     """
 
     strict: bool = True
     parts: frozenset[str] | None = None
+    allow_changed_data: bool | None = None
 
     @classmethod
-    def of(cls, *, strict: bool, parts: str | Iterable[str] | None) -> Self:
+    def of(cls, *, strict: bool, parts: str | Iterable[str] | None, allow_changed_data: bool | None = None) -> Self:
         """The options from a call's arguments.
 
         Raises:
             ConfigError: ``parts`` names nothing, or holds something that is no name.
         """
         if parts is None:
-            return cls(strict)
+            return cls(strict, allow_changed_data=allow_changed_data)
         names = [parts] if isinstance(parts, str) else list(parts)
         if not names or not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 f"load_state(parts={parts!r}): expected names of parts, like 'model' or ['model', 'optimizer']; "
                 "None loads everything"
             )
-        return cls(strict, frozenset(names))
+        return cls(strict, frozenset(names), allow_changed_data)
 
     def wants(self, name: str) -> bool:
         """Whether the part of this name is to be loaded."""

@@ -101,11 +101,16 @@ class OptimizerState:
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """A prepared loader's position, which all ranks share, and what an opaque dataset of one rank needs besides."""
+    """A prepared loader's position, which all ranks share, and what an opaque dataset of one rank needs besides.
+
+    ``allow_changed_data``: a position inside an epoch of data that have changed is loaded; None: as the loader's
+    options say.
+    """
 
     PRIVATE: ClassVar[str] = "private"
 
     loader: Any
+    allow_changed_data: bool | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self.loader.state_dict().items() if key != self.PRIVATE}
@@ -115,7 +120,7 @@ class LoaderState:
         return self.loader.state_dict().get(self.PRIVATE)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state, allow_changed_data=self.allow_changed_data)
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes what is loaded from now on; a pass that is under way goes on counting."""

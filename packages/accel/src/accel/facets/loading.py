@@ -40,6 +40,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         *,
         strict: bool = True,
         parts: str | Iterable[str] | None = None,
+        allow_changed_data: bool | None = None,
     ) -> "Location":
         """Restores the state that ``save_state`` saved, on any number of processes; returns the folder that was read.
 
@@ -55,6 +56,10 @@ class LoadingFacet(CheckpointFacet, ABC):
 
         Collective: every rank of the group must call this.
 
+        ``allow_changed_data=True`` loads positions of loaders inside an epoch of data that has changed since, with a
+        warning in numbers (see ``PreparedLoader.load_state_dict``); False refuses them; None takes the value of
+        ``DataLoaderConfiguration(allow_changed_data=...)``.
+
         Raises:
             ConfigError: no location is given or known, or ``parts`` is empty.
             CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or a part that does not
@@ -65,7 +70,7 @@ class LoadingFacet(CheckpointFacet, ABC):
                 then hold a part of the checkpoint, as the error says, until another ``load_state`` succeeds.
         """
         self._wait_for_save()
-        options = self._agreed_options(strict, parts)
+        options = self._agreed_options(strict, parts, allow_changed_data)
         checkpoint, restoration = self._loaded(input_dir, options)
         restore_local(checkpoint, self.session, self.backend, self._models, self.clock, options)
         if options.parts is None:
@@ -76,11 +81,16 @@ class LoadingFacet(CheckpointFacet, ABC):
         self.last_load = restoration.report(self._run_facts())
         return checkpoint.path
 
-    def _agreed_options(self, strict: bool, parts: str | Iterable[str] | None) -> LoadOptions:
+    def _agreed_options(
+        self, strict: bool, parts: str | Iterable[str] | None, allow_changed_data: bool | None
+    ) -> LoadOptions:
         """Verifies that the options are the same on all ranks, because they decide which collectives the ranks call."""
         from accel_ckpt.rank_group import RankGroup
 
-        told = RankGroup.of(self._ranks()).together("load_state", lambda: LoadOptions.of(strict=strict, parts=parts))
+        def options() -> LoadOptions:
+            return LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
+
+        told = RankGroup.of(self._ranks()).together("load_state", options)
         if other := [rank for rank, one in enumerate(told) if one != told[0]]:
             raise CheckpointError(
                 f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "

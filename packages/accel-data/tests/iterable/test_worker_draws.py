@@ -1,0 +1,56 @@
+"""Random draws of streams in workers: alike where workers read the same stream, different where they divide it."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accel_data.prepare import prepare_loader
+from accel_state.parallelism.config import DataShard
+
+pytestmark = pytest.mark.filterwarnings("ignore:every reader of")
+
+
+class Drawing(IterableDataset):
+    """A draw for each of eight elements; divided among workers or not."""
+
+    def __init__(self, divided=False):
+        self.divided = divided
+
+    def __iter__(self):
+        info = get_worker_info() if self.divided else None
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (torch.rand(()).item() for _ in range(first, 8, step))
+
+
+class NumberedCollation:
+    """Asks for the number of the worker in each collation."""
+
+    def __call__(self, samples):
+        assert get_worker_info().id is not None
+        return samples
+
+
+def epochs(dataset, **kwargs):
+    torch.manual_seed(3)
+    loader = DataLoader(dataset, batch_size=2, **{"collate_fn": list, **kwargs})
+    prepared = prepare_loader(loader, DataShard())
+    return [[draw for batch in prepared for draw in batch] for _ in range(2)]
+
+
+def test_workers_of_one_stream_draw_the_same_numbers_whatever_their_number():
+    one = epochs(Drawing(), num_workers=1)
+    assert len(set(one[0] + one[1])) == 16
+    assert epochs(Drawing(), num_workers=2) == one
+    assert epochs(Drawing(), num_workers=2, persistent_workers=True) == one
+
+
+def test_workers_of_streams_of_their_own_draw_others():
+    first, second = epochs(Drawing(divided=True), num_workers=2)
+    assert len(set(first + second)) == 16
+    assert epochs(Drawing(divided=True), num_workers=2, persistent_workers=True) == [first, second]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_collation_that_asks_for_its_worker_changes_no_draw(divided):
+    expected = epochs(Drawing(divided), num_workers=2)
+    assert epochs(Drawing(divided), num_workers=2, collate_fn=NumberedCollation()) == expected
