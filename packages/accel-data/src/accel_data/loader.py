@@ -328,9 +328,9 @@ class PreparedLoader:
         A position at the end of an epoch starts the next epoch, unless ``set_epoch`` names the finished epoch: then the
         next pass is empty, as scripts that count epochs expect.
 
-        ``allow_changed_data`` (None: as in the options) accepts a position inside an epoch of a dataset that has changed
-        since. If a map-style dataset has grown, the epoch is finished over its original samples, and the new samples
-        are read from the next epoch on. The position is kept if a map-style dataset has shrunk and is read
+        ``allow_changed_data`` (None: as in the options) accepts a position inside an epoch of a dataset that has
+        changed since. If a map-style dataset has grown, the epoch is finished over its original samples, and the new
+        samples are read from the next epoch on. The position is kept if a map-style dataset has shrunk and is read
         sequentially, if it has another fingerprint and the same length, or if an iterable dataset does not end before
         it. Otherwise the epoch starts again. A warning with numbers reports which case applies.
 
