@@ -45,7 +45,7 @@ def sentences(page: str) -> Iterator[str]:
         if block.lstrip().startswith(("|", "#", "    ")):
             continue
         running = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", block))
-        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(running.split()))
+        yield from filter(None, re.split(r"(?<=[.!?:;])\s+", " ".join(running.split())))
 
 
 def complaints() -> Iterator[str]:

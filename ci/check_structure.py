@@ -1,4 +1,6 @@
-"""Structure of the sources: modules per folder, import cycles, and imports between the rooms of each package.
+"""Structure of the sources: modules per folder, import cycles, imports between the rooms of each package.
+
+A folder of tests has the name of the folder of sources that it tests.
 
 A room is a folder or a module at the top of a package. An arrow is a pair of rooms of which one imports the other at
 run time (imports under ``TYPE_CHECKING`` do not count). The floors of a package are the longest chain of arrows.
@@ -125,7 +127,17 @@ def floors(graph: Graph) -> int:
     return max(map(depth, list(above)), default=0)
 
 
+def strangers(root: Path) -> Iterator[str]:
+    """Folders of tests that no folder of sources of the same package has."""
+    for tests in [*sorted(root.glob("packages/*/tests")), root / "testing" / "tests"]:
+        package = next((path for path in sorted((tests.parent / "src").glob("*")) if path.is_dir()), None)
+        for folder in sorted(path for path in tests.glob("*") if path.is_dir() and any(path.glob("test_*.py"))):
+            if package is None or not (package / folder.name).is_dir():
+                yield f"{folder.relative_to(root)}: the sources have no folder {folder.name!r}"
+
+
 def complaints() -> Iterator[str]:
+    yield from strangers(ROOT)
     modules = sources()
     folders: dict[Path, int] = defaultdict(int)
     for path in modules.values():

@@ -204,6 +204,7 @@ def test_the_environment_of_a_dry_run_is_the_one_that_a_run_has(tmp_path: Path) 
     argv = ["--num_processes", "2", "--seed", "3", "script.py"]
     planned = json.loads(launch(tmp_path, "--dry_run", "--json", *argv, script=script).stdout)["processes"]
     real = {row["RANK"]: row for row in map(json.loads, launch(tmp_path, *argv, script=script).stdout.splitlines())}
+    assert len(planned) == 2
     for process in planned:
         assert process["env"].items() <= real[process["env"]["RANK"]].items()
 
