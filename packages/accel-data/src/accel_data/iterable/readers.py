@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import Delivered, Start, StreamReader, WorkerInit
 from accel_data.map.skip import iterated, let_go
@@ -35,6 +36,8 @@ class ReaderPool:
         init = WorkerInit(loader.worker_init_fn, reader)
         self._inner = _with(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
         self._reading: Iterator[Any] | None = None
+        # A dataset that has loaded a state begins there again; this copy begins at the front.
+        self._unsought = _copied(dataset) if is_seekable(dataset) else dataset
 
     def begin(self, start: Start) -> None:
         """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""
@@ -66,7 +69,8 @@ class ReaderPool:
     def first_batch(self) -> Delivered | None:
         """The first batch of this rank's stream, read here: it fills up steps of a pass that begins behind its end."""
         reader = copy.copy(self._reader)
-        reader.start = Start(reader.start.epoch)
+        reader.start, reader.dataset = Start(reader.start.epoch), self._unsought
+        choose_epoch(reader.dataset, reader.start.epoch)
         return next(iter(reader), None)
 
 
@@ -75,6 +79,14 @@ def _with(loader: "DataLoader[Any]", **changes: Any) -> "DataLoader[Any]":
     other = copy.copy(loader)
     # A DataLoader refuses to have these set once it exists, because its own sampler is made from them.
     other.__dict__.update(changes, _iterator=None)
+    return other
+
+
+def _copied(dataset: Any) -> Any:
+    """Returns a shallow copy with attributes of its own; copies of Hugging Face ``datasets`` share their dict."""
+    other = copy.copy(dataset)
+    if hasattr(dataset, "__dict__"):
+        other.__dict__ = dict(vars(dataset))
     return other
 
 
