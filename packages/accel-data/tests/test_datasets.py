@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accel_data import LoaderOptions, ShuffleBuffer, prepare_loader
-from accel_data.iterable.capabilities import Capabilities, inspect_stream
+from accel_data.iterable.capabilities import StreamCapabilities, inspect_stream
 from accel_state.errors import ConfigError
 from accel_state.parallelism.config import DataShard
 
@@ -48,7 +48,7 @@ def stopped(loader, steps):
 
 
 def test_what_it_can_do_is_seen():
-    assert inspect_stream(stream()) == Capabilities(shardable=True, num_shards=FILES, seekable=True)
+    assert inspect_stream(stream()) == StreamCapabilities(shardable=True, num_shards=FILES, seekable=True)
     assert inspect_stream(stream().map(lambda row: row)).seekable
     assert inspect_stream(stream().shard(num_shards=2, index=0)).num_shards == FILES // 2
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from accel_data.loader_state import LoaderState
+from accel_data.loader_state import SavedLoader
 from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
 from accel_data.order.cursor import Cursor, Window
@@ -320,7 +320,7 @@ class PreparedLoader:
         live = progress.live
         step = None if live is None else live.step(live.delivered)
         record = self._source.record(between=live is None or position.ended)
-        return LoaderState(position.cursor, record, position.ended, None if step is None else step.private).state_dict()
+        return SavedLoader(position.cursor, record, position.ended, None if step is None else step.private).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_changed_data: bool | None = None) -> None:
         """Makes the next pass start at a saved position, for any number of ranks and workers and any batch size.
@@ -337,7 +337,7 @@ class PreparedLoader:
         Raises:
             DataStateError: the state is of a newer version, incomplete, or of other data. The loader is unchanged then.
         """
-        saved = LoaderState.read(state_dict)
+        saved = SavedLoader.read(state_dict)
         state = saved
         if self.options.allow_changed_data if allow_changed_data is None else allow_changed_data:
             state = saved.moved(*self._source.adapted(saved.record, saved.cursor))

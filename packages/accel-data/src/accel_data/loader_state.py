@@ -17,7 +17,7 @@ ENDED_KEY = "ended"
 
 @final
 @dataclass(frozen=True, slots=True)
-class LoaderState:
+class SavedLoader:
     """A position, with the facts for which it is valid.
 
     Attributes:
@@ -46,7 +46,7 @@ class LoaderState:
         return state
 
     @classmethod
-    def read(cls, state: Mapping[str, Any]) -> "LoaderState":
+    def read(cls, state: Mapping[str, Any]) -> "SavedLoader":
         """Parses a result of ``state_dict``; raises ``DataStateError`` for a missing, malformed or too new value."""
         version = state.get(VERSION_KEY)
         if not isinstance(version, int) or version > STATE_VERSION:
@@ -57,6 +57,6 @@ class LoaderState:
         cursor = Cursor.from_state(state)
         return cls(cursor, state.get(SOURCE_KEY) or {}, bool(state.get(ENDED_KEY)), state.get(PRIVATE_KEY))
 
-    def moved(self, record: Mapping[str, Json], cursor: Cursor) -> "LoaderState":
+    def moved(self, record: Mapping[str, Json], cursor: Cursor) -> "SavedLoader":
         """Returns this state with another record and position; at another position the epoch is not finished."""
         return replace(self, record=record, cursor=cursor, ended=self.ended and cursor == self.cursor)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from torch.utils.data import IterableDataset
 
-from accel_data.iterable.capabilities import Capabilities, inspect_stream, is_seekable, resolve
+from accel_data.iterable.capabilities import StreamCapabilities, inspect_stream, is_seekable, resolve
 from accel_state.errors import ConfigError
 
 
@@ -48,13 +48,13 @@ class Shardable(Numbers):
     ],
 )
 def test_the_strategy_follows_from_what_the_dataset_can_do(capabilities, options, mode, amplification):
-    strategy = resolve(Capabilities(**capabilities), **options)
+    strategy = resolve(StreamCapabilities(**capabilities), **options)
     assert (strategy.mode, strategy.amplification) == (mode, amplification)
 
 
 def test_exact_streams_of_a_dataset_that_was_split_are_refused():
     with pytest.raises(ConfigError, match="it was split by node"):
-        resolve(Capabilities(presharded="it was split by node"), ranks=2, exact=True)
+        resolve(StreamCapabilities(presharded="it was split by node"), ranks=2, exact=True)
 
 
 def test_a_shard_method_of_another_kind_is_not_asked():
@@ -62,9 +62,9 @@ def test_a_shard_method_of_another_kind_is_not_asked():
         def shard(self, path):
             return path
 
-    assert inspect_stream(Other()) == Capabilities()
-    assert inspect_stream(Seekable()) == Capabilities(seekable=True)
-    assert inspect_stream(Shardable()) == Capabilities(shardable=True, num_shards=2)
+    assert inspect_stream(Other()) == StreamCapabilities()
+    assert inspect_stream(Seekable()) == StreamCapabilities(seekable=True)
+    assert inspect_stream(Shardable()) == StreamCapabilities(shardable=True, num_shards=2)
 
 
 def test_a_shuffle_buffer_that_would_be_lost_is_not_sought():
@@ -86,7 +86,7 @@ def test_every_combination_has_a_name_a_promise_and_an_amplification():
     for ranks, workers, shardable, dependent, presharded, seekable in itertools.product(
         (1, 3), (0, 1, 2), (False, True), (False, True), (None, "it says so"), (False, True)
     ):
-        capabilities = Capabilities(
+        capabilities = StreamCapabilities(
             shardable=shardable, presharded=presharded, seekable=seekable, worker_dependent=dependent
         )
         strategy = resolve(capabilities, ranks=ranks, workers=workers)
@@ -107,6 +107,6 @@ def test_every_combination_has_a_name_a_promise_and_an_amplification():
 
 
 def test_exactness_hides_workers_from_the_dataset():
-    strategy = resolve(Capabilities(shardable=True, worker_dependent=True), ranks=2, workers=2, exact=True)
+    strategy = resolve(StreamCapabilities(shardable=True, worker_dependent=True), ranks=2, workers=2, exact=True)
     assert (strategy.name, strategy.amplification) == ("one stream", 4)
     assert "because exact_streams=True: 2 ranks x 2 workers = 4 times" in strategy.warning("X")

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, ShuffleBuffer, prepare_loader
 from accel_data.iterable import worker
-from accel_data.iterable.capabilities import Capabilities, inspect_stream
+from accel_data.iterable.capabilities import StreamCapabilities, inspect_stream
 from accel_state.errors import ConfigError, DataStateError
 from accel_state.parallelism.config import DataShard
 
@@ -218,8 +218,8 @@ def test_a_state_of_another_order_is_refused_and_changes_nothing():
 
 
 def test_it_can_do_what_its_source_can():
-    assert inspect_stream(ShuffleBuffer(Numbers(3), 2)) == Capabilities(seekable=True)
-    assert inspect_stream(ShuffleBuffer(Files([[1], [2]]), 2)) == Capabilities(True, 2, None, True)
+    assert inspect_stream(ShuffleBuffer(Numbers(3), 2)) == StreamCapabilities(seekable=True)
+    assert inspect_stream(ShuffleBuffer(Files([[1], [2]]), 2)) == StreamCapabilities(True, 2, None, True)
     marked = Numbers(3)
     marked.already_sharded = True
     assert inspect_stream(ShuffleBuffer(marked, 2)).presharded is not None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.iterable.dataset_shard import IterableDatasetShard
-from accel_data.iterable.stride import Part, Stride, parts
+from accel_data.iterable.stride import Stride, StridePart, parts
 from accel_state.errors import ConfigError
 
 
@@ -121,8 +121,8 @@ def test_a_stream_left_anywhere_goes_on_with_any_number_of_shards(data, n, optio
 
 
 def test_the_last_group_says_how_much_of_it_is_real():
-    assert read(10, batch_size=4, shards=2)[0][1] == Part([8, 9, 0, 1], 2, 2, 10)
-    assert read(10, batch_size=4, shards=2)[1][1] == Part([2, 3, 4, 5], 0, 2, 10)
+    assert read(10, batch_size=4, shards=2)[0][1] == StridePart([8, 9, 0, 1], 2, 2, 10)
+    assert read(10, batch_size=4, shards=2)[1][1] == StridePart([2, 3, 4, 5], 0, 2, 10)
 
 
 @pytest.mark.parametrize(("workers", "n"), [(0, 10), (1, 10), (2, 10), (2, 37), (2, 3)])

@@ -14,7 +14,7 @@ Mode = Literal["stride", "native", "given", "left"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class StreamCapabilities:
     """What one dataset can do, found by its methods, so that the library it comes from is never imported.
 
     Attributes:
@@ -103,7 +103,12 @@ class Strategy:
 
 
 def resolve(
-    capabilities: Capabilities, *, ranks: int, workers: int = 0, already_sharded: bool = False, exact: bool = False
+    capabilities: StreamCapabilities,
+    *,
+    ranks: int,
+    workers: int = 0,
+    already_sharded: bool = False,
+    exact: bool = False,
 ) -> Strategy:
     """The strategy by which ``ranks`` with ``workers`` loader workers each share a dataset.
 
@@ -134,7 +139,7 @@ def resolve(
     return Strategy("stride", reason, ranks, workers, divided, seekable)
 
 
-def inspect_stream(dataset: object) -> Capabilities:
+def inspect_stream(dataset: object) -> StreamCapabilities:
     """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods."""
     presharded = None  # split_dataset_by_node leaves a record on what it returns
     if getattr(dataset, "_distributed", None) is not None:
@@ -143,7 +148,7 @@ def inspect_stream(dataset: object) -> Capabilities:
         presharded = "it has already_sharded = True"
     counts = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
     shards = next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)
-    return Capabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset))
+    return StreamCapabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset))
 
 
 def is_seekable(stream: object) -> bool:

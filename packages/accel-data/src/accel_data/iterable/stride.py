@@ -53,7 +53,7 @@ class Stride:
         return full * self.batch_size + tail
 
 
-class Part(NamedTuple):
+class StridePart(NamedTuple):
     """One batch worth of elements of one reader, padding included.
 
     The first ``real`` are not padding. The full group holds ``group_real`` elements of the stream, over all shards, and
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[Part]:
+def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[StridePart]:
     """The batches of one reader, after ``skip`` elements of ``stream`` that were delivered before.
 
     Groups are cut from element ``skip`` on, so a stream that was left with one number of shards goes on with another
@@ -89,16 +89,16 @@ def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[P
             return
 
 
-def _part(group: list[Any], first: list[Any], stride: Stride, stop: int) -> Part | None:
+def _part(group: list[Any], first: list[Any], stride: Stride, stop: int) -> StridePart | None:
     """This shard's slice of a group, completed or dropped when the stream ended inside the group."""
     start = stride.index * stride.batch_size
     kept = group[start : start + stride.batch_size]
     if len(group) == stride.group_size:
-        return Part(kept, len(kept), len(group), stop)
+        return StridePart(kept, len(kept), len(group), stop)
     if not group or stride.drop_last or not (kept or stride.even):
         return None
     filling = range(start + len(kept) - len(group), start + stride.batch_size - len(group)) if stride.even else ()
-    return Part(kept + [first[i % len(first)] for i in filling], len(kept), len(group), stop)
+    return StridePart(kept + [first[i % len(first)] for i in filling], len(kept), len(group), stop)
 
 
 def check_split(batch_size: int, shards: int) -> int:

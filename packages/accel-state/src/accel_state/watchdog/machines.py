@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Comparison:
+class MachineComparison:
     """Compares the collectives of all ranks by a digest; started at one operation, read before the next.
 
     Ranks of one machine compare each operation through shared memory. Between machines that would need a message per

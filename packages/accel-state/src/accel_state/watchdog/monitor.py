@@ -26,7 +26,7 @@ from accel_state.watchdog.diagnosis import (
     question,
 )
 from accel_state.watchdog.flight_recorder import flight_record
-from accel_state.watchdog.machines import Comparison
+from accel_state.watchdog.machines import MachineComparison
 from accel_state.watchdog.operation_record import Record, describe_place, is_library
 from accel_state.watchdog.peer_states import LEFT, PeerStates
 
@@ -65,7 +65,7 @@ class Doctor:
         self._lock = threading.Lock()
         self._memories: list[Any] = []
         self._shown_by = sys.excepthook
-        self._comparison: Comparison | None = None
+        self._comparison: MachineComparison | None = None
         self._alone = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"{_NAME}{name}", daemon=True)
@@ -162,7 +162,7 @@ class Doctor:
 
         if self._comparison is None and any(all_gather_object(self._peers.scattered, group=self._group)):
             assert self._group is not None
-            self._comparison = Comparison(sibling_group(self._group, backend="gloo"))
+            self._comparison = MachineComparison(sibling_group(self._group, backend="gloo"))
 
     def compare(self) -> None:
         """Starts a comparison of the collectives so far; the next operation fails if the ranks differ.

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigError
 
 @final
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SaveMetrics:
     """Arguments of ``save_state`` beside the state: the user's metadata, and metrics by name or None."""
 
     metadata: Mapping[str, Any]

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.checkpoints import partial_accumulation as open_window
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, PartReport
-from accel.checkpoints.run_facts import SEED_KEY, RunFacts
+from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
 from accel.checkpoints.validation import check_keys, check_parts
 from accel.loop.accumulator import StepClock
@@ -149,7 +149,7 @@ class Restoration:
             error.add_note(self._in_parts())
             raise
 
-    def report(self, facts: RunFacts) -> LoadReport:
+    def report(self, facts: RunDescription) -> LoadReport:
         """What was loaded, and in what the run differs from the one that saved; said in the log by the main process.
 
         A difference is a warning where training goes on with other numbers because of it.

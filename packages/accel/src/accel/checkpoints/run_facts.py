@@ -43,7 +43,7 @@ class Change:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunDescription:
     """Facts of an Accelerator that determine how it computes."""
 
     session: "Session"

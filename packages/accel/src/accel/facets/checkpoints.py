@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.load_report import LoadOptions
-from accel.checkpoints.run_facts import RunFacts
+from accel.checkpoints.run_facts import RunDescription
 from accel.checkpoints.train_state import (
     Companion,
     LoaderState,
@@ -116,8 +116,8 @@ class CheckpointFacet(ABC):
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
 
-    def _run_facts(self) -> RunFacts:
-        return RunFacts(
+    def _run_facts(self) -> RunDescription:
+        return RunDescription(
             session=self.session,
             backend=self.backend,
             policy=self.policy,

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.checkpoints import partial_accumulation as open_window
 from accel.checkpoints.load_report import RNG
-from accel.checkpoints.metrics_of_saves import Measured
+from accel.checkpoints.metrics_of_saves import SaveMetrics
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY
 from accel.checkpoints.save_quorum import Attendance
 from accel.checkpoints.train_state import LoaderState, ModelState
@@ -78,7 +78,7 @@ class SavingFacet(CheckpointFacet, ABC):
         """
         self._wait_for_save()
         self._check_place(output_dir)
-        notes = Measured(metadata or {}, metrics, self.project_configuration)
+        notes = SaveMetrics(metadata or {}, metrics, self.project_configuration)
         if not self._missing():
             target = self._save_together(output_dir, notes, asynchronous=asynchronous)
         elif self.session.is_main_process:
@@ -93,7 +93,7 @@ class SavingFacet(CheckpointFacet, ABC):
 
     @recorded("save_state")
     def _save_together(
-        self, output_dir: str | os.PathLike[str] | None, notes: Measured, *, asynchronous: bool
+        self, output_dir: str | os.PathLike[str] | None, notes: SaveMetrics, *, asynchronous: bool
     ) -> "Location":
         import accel_ckpt
 
@@ -131,7 +131,7 @@ class SavingFacet(CheckpointFacet, ABC):
             series.prune()
         return target
 
-    def _save_alone(self, output_dir: str | os.PathLike[str] | None, notes: Measured) -> "Location":
+    def _save_alone(self, output_dir: str | os.PathLike[str] | None, notes: SaveMetrics) -> "Location":
         """Saves on the main process only, after the others were found absent; waits for no other rank."""
         import accel_ckpt
 
@@ -202,7 +202,7 @@ class SavingFacet(CheckpointFacet, ABC):
                 _LOG.info("removed what a killed save had left: %s", leftover)
         return series, series.next_path(at_least=self.project_configuration.iteration)
 
-    def _collect(self, notes: Measured, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _collect(self, notes: SaveMetrics, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Collects the state common to all ranks, and this rank's own.
 
         Collective: every rank of the group must call this. With ``alone``, it is local. A user's object may fail on one
@@ -231,13 +231,13 @@ class SavingFacet(CheckpointFacet, ABC):
             local[open_window.GRADIENTS] = open_window.collect(self.backend, self._models)
         return state, local
 
-    def _warn_of_metrics(self, notes: Measured) -> None:
+    def _warn_of_metrics(self, notes: SaveMetrics) -> None:
         warning = notes.warning()
         if warning is not None and not (notes.metrics is None and self._warned_unmeasured):
             self._warned_unmeasured = self._warned_unmeasured or notes.metrics is None
             _LOG.warning("%s", warning)
 
-    def _described(self, notes: Measured) -> dict[str, Any]:
+    def _described(self, notes: SaveMetrics) -> dict[str, Any]:
         """Metadata that describes the run in its checkpoint."""
         return {
             **self._run_facts().document(),
