@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from accel_launch.notebook.pickle_by_value import dumps, loads
 from accel_testing.equivalence.divergence import Departure, compare_runs, distance_of
 from accel_testing.equivalence.layouts import Layout, expand
 from accel_testing.equivalence.program import Program
 from accel_testing.equivalence.training import Maker, TrainedStep, train_layout, train_reference
 from accel_testing.errors import RankError
 from accel_testing.ranks.pool import RankPool, first_failure
-from accel_testing.ranks.wire import Call, ModuleSource, pack, source_of, unpack
+from accel_testing.ranks.wire import Call, ModuleSource, source_of
 
 #: Largest distance of a tensor from the reference's, relative to its largest element, by precision.
 TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3, "fp8": 1e-1}
@@ -220,13 +221,13 @@ class _Ranks:
 
     def reference(self, program: Maker, precision: str, *, short_of: int | None) -> list[TrainedStep]:
         options = {"precision": precision, "short_of": short_of}
-        work = Call(pack((_train_reference, (program,), options)))
+        work = Call(dumps((_train_reference, (program,), options)))
         steps: list[TrainedStep] = self._run(self._pool, work, ranks=1, backend=None)[0]
         return steps
 
     def layout(self, program: Maker, layout: Layout, *, cpu: bool, **options: Any) -> list[list[TrainedStep]]:
         backend = None if layout.processes == 1 else "gloo" if cpu else "cpu:gloo,cuda:nccl"
-        work = Call(pack((train_layout, (program, layout), {"cpu": cpu, **options})))
+        work = Call(dumps((train_layout, (program, layout), {"cpu": cpu, **options})))
         pool = self._pool_with(layout.variables)
         return self._run(pool, work, ranks=layout.processes, backend=backend, variables=layout.variables)
 
@@ -254,7 +255,7 @@ class _Ranks:
         if failed := first_failure(answers):
             answer, rank = failed
             raise RankError(f"rank {rank} raised {answer.reason}\n\n{answer.report}")
-        return [unpack(answer.value) for answer in answers]
+        return [loads(answer.value) for answer in answers]
 
 
 def _train_reference(make: Maker, *, precision: str, short_of: int | None) -> list[TrainedStep]:

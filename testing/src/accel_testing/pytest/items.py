@@ -5,11 +5,12 @@ from typing import Any, final
 
 import pytest
 
+from accel_launch.notebook.pickle_by_value import dumps
 from accel_testing.errors import RankError
 from accel_testing.faults.leaks import leak_checks
 from accel_testing.pytest.reporting import attach
 from accel_testing.ranks.pool import RankPool, first_failure, name_ranks, rebuilt
-from accel_testing.ranks.wire import Answer, ModuleSource, TestCall, pack
+from accel_testing.ranks.wire import Answer, ModuleSource, TestCall
 
 #: Arguments that each rank makes itself, because their values belong to one process.
 MADE_IN_RANK = ("rank", "world_size", "monkeypatch")
@@ -110,11 +111,11 @@ def _draws_at_random(function: Any) -> bool:
 
 def _pack_arguments(arguments: dict[str, Any]) -> bytes:
     try:
-        return pack(arguments)
+        return dumps(arguments)
     except Exception as error:
         for name, value in arguments.items():
             try:
-                pack(value)
+                dumps(value)
             except Exception:
                 text = (
                     f"argument {name!r} is a {type(value).__name__}, which cannot be sent to another process; "

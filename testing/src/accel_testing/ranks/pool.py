@@ -8,6 +8,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, final
 
+from accel_launch.notebook.pickle_by_value import dumps, loads
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
 from accel_testing.ranks.environment import changed_variables, rank_environment
 from accel_testing.ranks.launched_ranks import LaunchedRanks
@@ -15,7 +16,7 @@ from accel_testing.ranks.launched_scripts import free_port
 from accel_testing.ranks.processes import Rank
 from accel_testing.ranks.sources import ForkedRanks, Ranks
 from accel_testing.ranks.stacks import describe_exit, describe_place
-from accel_testing.ranks.wire import Answer, Call, Close, Job, ModuleSource, TestCall, pack, source_of, unpack
+from accel_testing.ranks.wire import Answer, Call, Close, Job, ModuleSource, TestCall, source_of
 
 #: Seconds that work may take on the ranks before it counts as hung.
 DEFAULT_TIMEOUT = 60.0
@@ -75,7 +76,7 @@ class RankPool:
         :class:`LeakError` if one of ``checks`` (see ``accel_testing.faults.leaks``) found a leak.
         """
         size = self.size if ranks is None else ranks
-        call = Call(pack((fn, args, kwargs)))
+        call = Call(dumps((fn, args, kwargs)))
         answers = self.submit(
             call,
             source_of(fn),
@@ -87,7 +88,7 @@ class RankPool:
         )
         if failed := first_failure(answers):
             raise rebuilt(*failed)
-        return [unpack(answer.value) for answer in answers]
+        return [loads(answer.value) for answer in answers]
 
     def submit(
         self,
@@ -212,7 +213,7 @@ def rebuilt(answer: Answer, rank: int) -> BaseException:
     story = RankError(f"rank {rank} raised {answer.reason}\n\n{answer.report}")
     if not answer.value:
         return story
-    error: BaseException = unpack(answer.value)
+    error: BaseException = loads(answer.value)
     error.__cause__ = story
     error.add_note(f"raised on rank {rank}")
     return error

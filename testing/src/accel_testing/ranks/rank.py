@@ -16,12 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, final
 
+from accel_launch.notebook.pickle_by_value import dumps, loads
 from accel_testing.faults import leaks
 from accel_testing.ranks.environment import rank_variables
 from accel_testing.ranks.groups import enter_group, forget_groups, leave_group
 from accel_testing.ranks.rewriting import import_source, rewriting_config
 from accel_testing.ranks.stacks import DUMP_STACKS
-from accel_testing.ranks.wire import Answer, Call, Closed, Job, TestCall, pack, unpack
+from accel_testing.ranks.wire import Answer, Call, Closed, Job, TestCall
 
 if TYPE_CHECKING:
     from accel_state import Session
@@ -118,7 +119,7 @@ class _RankWork:
             self._session = enter_group(job)
             self._before = leaks.snapshot(job.checks)
             start = module.__file__ if module else None
-            return Answer("passed", value=pack(_call(job, module)))
+            return Answer("passed", value=dumps(_call(job, module)))
         except BaseException as error:
             answer = judge(error) or report_failure(error, style=style, start=start)
             if job.backend is not None:
@@ -130,7 +131,7 @@ class _RankWork:
 
 def _call(job: Job, module: ModuleType | None) -> Any:
     if isinstance(job.work, Call):
-        fn, args, kwargs = unpack(job.work.payload)
+        fn, args, kwargs = loads(job.work.payload)
         return fn(*args, **kwargs)
     assert module is not None
     return _call_test(job, job.work, module)
@@ -143,7 +144,7 @@ def _call_test(job: Job, test: TestCall, module: ModuleType) -> None:
     owner: Any = module
     for part in owners:
         owner = getattr(owner, part)
-    arguments: dict[str, Any] = unpack(test.payload)
+    arguments: dict[str, Any] = loads(test.payload)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         rewriting_config().filter_warnings(test.warning_filters)

@@ -4,7 +4,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from accel_testing.ranks.wire import Answer, Outcome, TestCall, pack, unpack
+from accel_launch.notebook.pickle_by_value import dumps, loads
+from accel_testing.ranks.wire import Answer, Outcome, TestCall
 
 
 def judge(error: BaseException) -> Answer | None:
@@ -55,8 +56,8 @@ def _pack_exception(error: BaseException) -> bytes:
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     try:
-        data = pack(bare)
-        unpack(data)
+        data = dumps(bare)
+        loads(data)
     except Exception:
         return b""
     return data

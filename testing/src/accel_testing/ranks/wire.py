@@ -91,21 +91,6 @@ class Closed:
     leaks: tuple[str, ...]
 
 
-def pack(value: Any) -> bytes:
-    """Pickles by value what other processes cannot import: closures, lambdas, everything of ``__main__``."""
-    from cloudpickle import dumps
-
-    data: bytes = dumps(value)
-    return data
-
-
-def unpack(data: bytes) -> Any:
-    """Unpickles; only for bytes that a process of the same test made."""
-    from cloudpickle import loads
-
-    return loads(data)
-
-
 def source_of(fn: Callable[..., Any]) -> ModuleSource | None:
     """Module in which a rank finds ``fn``; None if the function is pickled by value."""
     import sys

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
@@ -89,8 +89,14 @@ class Staging:
         self._release()
 
     def drop(self) -> None:
-        """Removes the staging folder; the target is unchanged."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        """Removes the staging folder; the target is unchanged.
+
+        The folder is renamed first, so that a rank that still writes fails instead of adding files during the removal.
+        """
+        aside = self.target.parent / f".{self.target.name}.{secrets.token_hex(8)}.staging"
+        with suppress(OSError):
+            os.rename(self._path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
         self._release()
 
     def _move(self) -> Path | None:

@@ -1,7 +1,7 @@
 """Serialization of a function call for other processes, and of their results.
 
-Functions and classes of a cell are pickled by value (cloudpickle); importable ones by name. The files are in a
-temporary folder of one call, between processes that this one started; they are never kept.
+Functions and classes of a cell are pickled by value; importable ones by name. The files are in a temporary folder of
+one call, between processes that this one started; they are never kept.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+from accel_launch.notebook.pickle_by_value import dumps, loads, require_cloudpickle
 from accel_state.errors import LaunchError
 
 _PATHS, _SOURCES, _CALL = "paths.json", "sources.json", "call.pkl"
@@ -25,14 +26,14 @@ def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -
     Raises:
         LaunchError: cloudpickle is not installed, or the function refers to an object that cannot be pickled.
     """
-    cloudpickle = _cloudpickle()
+    cloudpickle = require_cloudpickle()
     (folder / _PATHS).write_text(json.dumps(sys.path))
     with _whole(cloudpickle, function):
         try:
-            data = cloudpickle.dumps((function, tuple(args)))
+            data = dumps((function, tuple(args)))
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
-            where, cause = _unsendable(cloudpickle, function, args) or ("", error)
+            where, cause = _unsendable(function, args) or ("", error)
             raise LaunchError(
                 f"{name} cannot be sent to other processes{where}: {type(cause).__name__}: {cause}. It, its arguments "
                 "and the global names it uses must be picklable: open files, sockets, an Accelerator or a model on a "
@@ -48,7 +49,7 @@ def unpack_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
     for name, lines in json.loads((folder / _SOURCES).read_text()).items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    call: tuple[Callable[..., Any], tuple[Any, ...]] = _cloudpickle().loads((folder / _CALL).read_bytes())
+    call: tuple[Callable[..., Any], tuple[Any, ...]] = loads((folder / _CALL).read_bytes())
     return call
 
 
@@ -61,7 +62,7 @@ def pack_result(folder: Path, rank: int, result: Any) -> None:
     from accel_state.pytree.operations import send_to_device
 
     try:
-        data = _cloudpickle().dumps(send_to_device(result, "cpu"))
+        data = dumps(send_to_device(result, "cpu"))
     except Exception as error:
         raise LaunchError(
             f"rank {rank} returned a {type(result).__qualname__}, which cannot be sent back: "
@@ -74,11 +75,10 @@ def pack_result(folder: Path, rank: int, result: Any) -> None:
 
 def unpack_results(folder: Path, ranks: Sequence[int]) -> list[Any]:
     """Results of these ranks, in order."""
-    loads = _cloudpickle().loads
     return [loads((folder / f"result_{rank}.pkl").read_bytes()) for rank in ranks]
 
 
-def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) -> tuple[str, Exception] | None:
+def _unsendable(function: object, args: Sequence[Any] = ()) -> tuple[str, Exception] | None:
     """First variable of a call, or of a function that it uses, that cannot be pickled, with the error."""
     held = {f"argument {position}": value for position, value in enumerate(args)}
     seen: set[int] = set()
@@ -89,7 +89,7 @@ def _unsendable(cloudpickle: Any, function: object, args: Sequence[Any] = ()) ->
             continue
         seen.add(id(value))
         try:
-            cloudpickle.dumps(value)
+            dumps(value)
         except Exception as error:
             inner = [(name, used, item) for used, item in _variables(value).items()]
             if not inner:
@@ -124,16 +124,6 @@ def _cell_sources() -> dict[str, list[str]]:
     """Source lines that are in no file, such as those of cells, for tracebacks in other processes."""
     entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
     return {name: list(entry[2]) for name, entry in entries}
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise LaunchError(
-            "starting processes from an interpreter needs cloudpickle; install accel with its extra: accel[notebook]"
-        ) from error
-    return cloudpickle
 
 
 @contextmanager
