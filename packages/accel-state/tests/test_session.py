@@ -141,6 +141,7 @@ def test_missing_peers_are_named_for_a_file_too(tmp_path):
     ("arguments", "message"),
     [
         ({"init_method": "tcp://somewhere"}, "lacks host or port"),
+        ({"init_method": "tcp://somewhere:0"}, "port of the rendezvous at somewhere is 0"),
         ({"init_method": "zoo://x"}, "is unknown; expected tcp"),
         ({"init_method": "file:///no/such/folder/x"}, "'/no/such/folder' does not exist"),
         ({"backend": "nccl"}, "backend='nccl' does not serve cpu; use 'gloo'"),

@@ -1,5 +1,6 @@
 """The rank that ``accel launch`` names as the first to fail: the culprit, with its line, and never one that waited."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ KINDS = {
     "exit0": (1, "ended first", "exit"),
 }
 STATUS = {"killed": 137, "exit3": 3}
+TORCHRUN = ("first", "worker", "killed", "exit3")
 
 
 def place(mark: str | None) -> str:
@@ -57,3 +59,31 @@ def test_the_culprit_and_its_line_are_named_first(kind: str, tmp_path: Path) -> 
 def test_the_culprit_is_named_first_in_ten_launches_of_ten(kind: str, tmp_path: Path) -> None:
     for _ in range(10):
         check_report(kind, tmp_path)
+
+
+def check_torchrun(kind: str, folder: Path) -> None:
+    rank = KINDS[kind][0]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM), kind]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert re.search(rf"rank +: {rank} ", root), done.stderr
+    if KINDS[kind][1] == "failed first":
+        raised = re.search(r"^.*KeyError: 'no such \w+'$", done.stderr, re.MULTILINE)
+        assert raised is not None, done.stderr
+        assert "another rank" not in done.stderr[: raised.start()], done.stderr
+        assert re.search(place(KINDS[kind][2]), done.stderr[: raised.start()]), done.stderr
+
+
+@pytest.mark.parametrize("kind", [pytest.param("hook"), *(pytest.param(k, marks=pytest.mark.slow) for k in TORCHRUN)])
+def test_torchrun_names_the_culprit_as_the_root_cause(kind: str, tmp_path: Path) -> None:
+    check_torchrun(kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", ["hook", *TORCHRUN])
+def test_torchrun_names_the_culprit_in_ten_launches_of_ten(kind: str, tmp_path: Path) -> None:
+    for _ in range(10):
+        check_torchrun(kind, tmp_path)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.launch.child_main import is_relayed
 from accel_launch.launch.supervisor.failure import Exit, Failure, failed_at, in_order, read_end, read_failure, report
+from accel_state.errors import is_relayed
 
 
 def ended(rank: int, status: int, at: float = 100.0, *, stopped: bool = False) -> Exit:

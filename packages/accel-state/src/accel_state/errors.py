@@ -73,9 +73,34 @@ class LaunchError(AccelError):
 
 
 E = TypeVar("E", bound=AccelError)
+# Fragments of torch's errors on a rank whose peer is gone; such an error does not explain why the peer ended.
+_LOST_PEER = (
+    "by peer",
+    "broken pipe",
+    "gloo/transport",
+    "remote process exited",
+    "ncclremoteerror",
+    "failed to recv",
+    "tcpstore",
+)
 
 
 def relayed(error: E) -> E:
     """Marks ``error`` as the repetition of an error of another rank, and returns it."""
     error.relayed = True
     return error
+
+
+def is_relayed(error: BaseException | None) -> bool:
+    """Whether ``error``, or one of its causes, only follows from another rank's exit."""
+    seen: set[int] = set()  # guards against an error that is its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, AccelError):
+            waited = isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
+            if error.relayed or waited:
+                return True
+        elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

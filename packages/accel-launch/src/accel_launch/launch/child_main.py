@@ -26,16 +26,6 @@ LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
 WORKER_MODULE, COMMAND = "accel_launch.launch.child_main", "command"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-# Fragments of torch's errors on a rank whose peer is gone; such an error does not explain why the peer ended.
-_LOST_PEER = (
-    "by peer",
-    "broken pipe",
-    "gloo/transport",
-    "remote process exited",
-    "ncclremoteerror",
-    "failed to recv",
-    "tcpstore",
-)
 
 
 def main(argv: list[str]) -> None:
@@ -94,29 +84,14 @@ def record_exception(
     error.__traceback__ = _program_part(trace)
     text = "".join(traceback.format_exception(error))
     path = os.environ.get(ERROR_FILE_VARIABLE)
+    from accel_state.errors import is_relayed
+
     try:
         if not path or os.getpid() != process:
             raise OSError("the file is not for this process")
         _write_error(path, _summary(error), text, {"relayed": is_relayed(error)})
     except OSError:
         sys.stderr.write(text)
-
-
-def is_relayed(error: BaseException | None) -> bool:
-    """Whether ``error``, or one of its causes, only follows from another rank's exit."""
-    from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
-
-    seen: set[int] = set()  # guards against an error that is its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, AccelError):
-            waited = isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
-            if error.relayed or waited:
-                return True
-        elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def _record_exit(error: SystemExit | None) -> None:

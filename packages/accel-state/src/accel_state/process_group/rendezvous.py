@@ -100,6 +100,11 @@ def _open(topology: Topology, init_method: "str | Store | None", *, deadline: fl
         return _file_store(parts.path, topology)
     else:
         raise SessionError(f"init_method={init_method!r} is unknown; expected tcp://host:port, file:///path or env://")
+    if port == 0 and topology.world_size > 1:
+        raise SessionError(
+            f"the port of the rendezvous at {host} is 0; expected the port that rank 0 listens on, because the other "
+            "ranks cannot learn a port that the system picks; nearest: torchrun --standalone, or a free MASTER_PORT"
+        )
     uses_agent = parts.scheme == "env" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = topology.rank == 0 and not uses_agent
     return _tcp_store(host, port, serves=serves, deadline=deadline, topology=topology)

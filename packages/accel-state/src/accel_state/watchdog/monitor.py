@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError
+from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError, is_relayed
 from accel_state.watchdog import decorator as active
 from accel_state.watchdog.diagnosis import (
     REMARKABLE,
@@ -40,7 +40,9 @@ _MEETING = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
 _NAME = "accel-doctor"
-_STARTER = os.path.join("accel", "launch", "worker.py")
+_STARTER = os.path.join("accel_launch", "launch", "child_main.py")
+_PRECEDENCE = 3.0
+"""Seconds that a rank whose error only follows from another's waits for the end of that rank."""
 
 
 @final
@@ -212,6 +214,9 @@ class Doctor:
                 self.explain(error)
             except CollectiveError as found:
                 error.add_note(str(found))
+        if is_relayed(error) and not self._closed.is_set():
+            # A launcher (torchrun, a scheduler) blames the rank that ends first.
+            self._peers.await_end(_PRECEDENCE)
         self._shown_by(kind, error, trace)
 
     def _mismatch(self) -> str | None:

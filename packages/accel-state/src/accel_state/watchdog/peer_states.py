@@ -23,6 +23,7 @@ LEFT = "\0"
 _BUSY = 0.2
 _ANSWERS_WITHIN = 5.0
 _LOOK_EVERY = 0.01
+_LAUNCHERS_POLL = 0.5
 
 
 @final
@@ -34,7 +35,7 @@ class Watched:
         self.memory: mmap.mmap | None = None
         self.image: bytes | None = None
         self._pid = 0
-        self._gone = False
+        self._gone = False  # ended before its memory could be mapped
         self._pidfd = -1
         self._life: Life = "alive"
         self._since = self._looked = self._heard = self._still = time.monotonic()
@@ -55,6 +56,11 @@ class Watched:
     def is_local(self) -> bool:
         """Whether the memory of the rank can be read."""
         return self.memory is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process, if it is one of this machine, has ended."""
+        return self._gone or (self._pidfd >= 0 and _shows_end(self._pidfd))
 
     def look(self, known_until: float | None = None) -> RankState:
         """Returns the current state; messages of other machines could last be read at ``known_until`` (None: now)."""
@@ -98,9 +104,7 @@ class Watched:
     def _alive(self, snapshot: RecordSnapshot | None, known_until: float) -> tuple[Life, str]:
         if snapshot is not None and snapshot.said.startswith(LEFT):
             return "left", snapshot.said[1:]
-        if self._gone:  # ended before its memory could be mapped
-            return "dead", ""
-        if self._pidfd >= 0 and _shows_end(self._pidfd):
+        if self.has_ended:
             return "dead", ""
         if self._pid:
             return ("stopped" if self._state() in "Tt" else "alive"), ""
@@ -233,6 +237,17 @@ class PeerStates:
         while asking and time.monotonic() < deadline:
             asking = [rank for rank in asking if self._messages.get(f"quiet/{rank}") is None]
             time.sleep(_LOOK_EVERY)
+
+    def await_end(self, seconds: float) -> None:
+        """Waits until the process of another rank of this machine has ended, for at most ``seconds``.
+
+        A launcher that polls its processes needs a moment more to see the end.
+        """
+        deadline = time.monotonic() + seconds
+        others = [one for one in self.watched if one.rank != self._rank]
+        while not any(one.has_ended for one in others) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+        time.sleep(_LAUNCHERS_POLL)
 
     def look(self) -> list[RankState]:
         """Returns the current states of all ranks.
