@@ -98,7 +98,7 @@ def test_ranks_meet_as_those_of_a_script_do(pool: RankPool) -> None:
         session = Session.current()
         assert session is not None
         assert session.lease is not None
-        return session.owns_group, session.lease.doctor is not None
+        return session.owns_group, session.lease.watchdog is not None
 
     assert pool.run(look) == [(True, True)] * 2
 

@@ -193,13 +193,13 @@ def _attempt_and_die(target: Path, group: Any, after: dict[str, Any], stage: str
     """A save in which this rank dies at a stage, or hears that another has."""
     from accel_ckpt.rank_group import RankGroup
     from accel_ckpt.saving.plan import make_draft
-    from accel_ckpt.saving.transaction import Attempt
+    from accel_ckpt.saving.transaction import SaveTransaction
 
     peers = RankGroup.of(group)
-    attempt = Attempt.begin(peers, target, lambda apart: make_draft(after, None, None, peers, apart))
-    attempt.witness = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
+    transaction = SaveTransaction.begin(peers, target, lambda apart: make_draft(after, None, None, peers, apart))
+    transaction.on_stage = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None
     with pytest.raises(CheckpointError, match="a rank is gone or does not answer"):
-        attempt.finish(peers, attempt.part.pieces)
+        transaction.finish(peers, transaction.part.pieces)
 
 
 @pytest.mark.parametrize(

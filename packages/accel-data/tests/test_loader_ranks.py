@@ -411,7 +411,7 @@ except Exception as error:
         pytest.param("gather", "stay", "CollectiveError rank 0 will not come to gather", marks=pytest.mark.slow),
         ("raw", "leave", "RuntimeError"),
     ],
-    ids=["no doctor", "one that lives", "torch's own"],
+    ids=["no watchdog", "one that lives", "torch's own"],
 )
 def test_a_rank_inside_a_collective_ends_with_what_kept_the_other_one_from_coming(tmp_path, wait, end, raised):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -1,4 +1,4 @@
-"""What the tests of the hang doctor run: three ranks of a training loop, of which rank 1 goes another way.
+"""What the tests of the hang watchdog run: three ranks of a training loop, of which rank 1 goes another way.
 
     python diverging_ranks.py FOLDER KIND:WHERE...
 

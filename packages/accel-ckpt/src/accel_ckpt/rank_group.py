@@ -75,7 +75,7 @@ class RankGroup:
 
         return dist.get_group_rank(self.group, global_rank)
 
-    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, what: str, work: Callable[[], T]) -> list[T]:
         """Runs ``work`` on every rank and returns all results; if it fails on any rank, every rank raises.
 
         Collective: every rank of the group must call this. A failing rank raises its own error, the others a
@@ -107,11 +107,11 @@ class RankGroup:
             raise relayed(CheckpointError(f"{what}: {text}"))
         return [value for _, value in told]
 
-    def at_first(self, what: str, work: Callable[[], T], then: Callable[[list[T]], object]) -> None:
+    def gather_to_first(self, what: str, work: Callable[[], T], then: Callable[[list[T]], object]) -> None:
         """Runs ``work`` on every rank and ``then(results)`` on rank 0; if any of it fails, every rank raises.
 
         Collective: every rank of the group must call this. Results are sent to rank 0 only, because they may be large;
-        the ``together`` that follows exchanges errors.
+        the ``run_on_all`` that follows exchanges errors.
         """
         result: Any = None
         error: Exception | None = None
@@ -134,21 +134,21 @@ class RankGroup:
             if told is not None and all(done for done, _ in told):
                 then([value for _, value in told])
 
-        self.together(what, follow)
+        self.run_on_all(what, follow)
 
-    def first(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_keeper(self, what: str, work: Callable[[], T]) -> T:
         """Runs ``work`` on the keeper of each copy; returns this rank's keeper's result, or raises any keeper's error.
 
         Collective: every rank of the group must call this.
         """
-        return self.together(what, lambda: work() if self.keeps else None)[self.keeper]  # type: ignore[return-value]
+        return self.run_on_all(what, lambda: work() if self.keeps else None)[self.keeper]  # type: ignore[return-value]
 
-    def each_copy(self, what: str, work: Callable[[], T]) -> list[T]:
+    def run_on_each_keeper(self, what: str, work: Callable[[], T]) -> list[T]:
         """Runs ``work`` on the keeper of each copy; returns the results of all keepers, in order of rank.
 
         Collective: every rank of the group must call this.
         """
-        told = self.together(what, lambda: work() if self.keeps else None)
+        told = self.run_on_all(what, lambda: work() if self.keeps else None)
         return [told[rank] for rank in self.keepers]  # type: ignore[misc]
 
 

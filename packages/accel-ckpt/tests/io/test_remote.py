@@ -335,14 +335,14 @@ def read_together(endpoint: str, place: str, shared: bool) -> int:
 
     use_server(endpoint)
     asked: list[int] = []
-    original, decides = remote.RemoteStorage.get, sharing.pays
+    original, decides = remote.RemoteStorage.get, sharing.broadcast_is_cheaper
 
     def get(self: remote.RemoteStorage, file: Any, begin: int | None = None, end: int | None = None) -> bytes:
         content = original(self, file, begin, end)
         asked.append(len(content))
         return content
 
-    remote.RemoteStorage.get, sharing.pays = get, lambda *_, **__: shared  # type: ignore[method-assign,assignment]
+    remote.RemoteStorage.get, sharing.broadcast_is_cheaper = get, lambda *_, **__: shared  # type: ignore[method-assign,assignment]
     try:
         world = torch.distributed.group.WORLD
         with open_checkpoint(place, verify=False, group=world) as opened:
@@ -350,7 +350,7 @@ def read_together(endpoint: str, place: str, shared: bool) -> int:
             opened.verify(group=world)
         assert torch.equal(values, torch.arange(18 * 2**20, dtype=torch.int32))
     finally:
-        remote.RemoteStorage.get, sharing.pays = original, decides  # type: ignore[method-assign]
+        remote.RemoteStorage.get, sharing.broadcast_is_cheaper = original, decides  # type: ignore[method-assign]
     return sum(asked)
 
 

@@ -13,7 +13,7 @@ from accel_ckpt.format.blocks import BLOCK, CheckedFile
 from accel_ckpt.io.thread_pool import Seat
 from accel_ckpt.loading import checkpoint
 from accel_ckpt.loading import cooperative_read as sharing
-from accel_ckpt.loading.cooperative_read import Interest, compared_by, pays, wanted_by_all
+from accel_ckpt.loading.cooperative_read import RankReads, assign_verifiers, broadcast_is_cheaper, wanted_by_all
 from accel_state.collectives.tensors import all_gather_object
 from accel_state.errors import CheckpointError
 
@@ -21,12 +21,12 @@ A, B = Seat("a", 0b11), Seat("b", 0b11)
 
 
 def test_of_the_ranks_that_read_a_block_on_one_machine_one_compares_it() -> None:
-    wants = [Interest(A, {"f": (0, 1, 2)}), Interest(A, {"f": (1, 2)}), Interest(B, {"f": (1,)})]
-    compares = compared_by(wants, neighbours=(0, 1, 2))
+    wants = [RankReads(A, {"f": (0, 1, 2)}), RankReads(A, {"f": (1, 2)}), RankReads(B, {"f": (1,)})]
+    compares = assign_verifiers(wants, neighbours=(0, 1, 2))
     assert [compares(0, ("f", number)) for number in range(3)] == [True, False, True]
     assert [compares(1, ("f", number)) for number in (1, 2)] == [True, False]
     assert compares(2, ("f", 1)), "another machine may have read something else"
-    apart = compared_by(wants, neighbours=(0,))
+    apart = assign_verifiers(wants, neighbours=(0,))
     assert all(apart(0, ("f", number)) for number in range(3)), "the others read other copies"
     assert wanted_by_all(wants) == [("f", 1)]
 
@@ -43,7 +43,7 @@ def test_of_the_ranks_that_read_a_block_on_one_machine_one_compares_it() -> None
 def test_passing_on_pays_where_reading_is_slow_and_many_read(
     read: float, exchange: float, readers: int, faster: bool
 ) -> None:
-    assert pays(read, exchange, readers=readers) is faster
+    assert broadcast_is_cheaper(read, exchange, readers=readers) is faster
 
 
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -108,7 +108,7 @@ def test_what_is_passed_on_is_what_was_saved(
     world = dist.group.WORLD
     values = torch.arange(9 * BLOCK // 4, dtype=torch.int32)
     accel_ckpt.save(tmp_path / "one", {"w": values, "b": torch.ones(3)})
-    monkeypatch.setattr(sharing, "pays", lambda *_, **__: on)
+    monkeypatch.setattr(sharing, "broadcast_is_cheaper", lambda *_, **__: on)
     monkeypatch.setattr(sharing, "_AT_ONCE", 5 * 2**20)  # so that blocks are passed on in parts
     monkeypatch.setattr("accel_ckpt.io.thread_pool.gethostname", lambda: f"machine{rank}")
     opened = accel_ckpt.open_checkpoint(tmp_path / "one", verify=False, group=world)

@@ -39,13 +39,13 @@ def test_the_buffer_is_reused(tmp_path: Path) -> None:
 
 
 def test_only_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, original = threading.Event(), backgrounds.Attempt.finish
+    gate, original = threading.Event(), backgrounds.SaveTransaction.finish
 
     def slow(self: object, *args: object, **kwargs: object) -> None:
         gate.wait(60)
         original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(backgrounds.Attempt, "finish", slow)
+    monkeypatch.setattr(backgrounds.SaveTransaction, "finish", slow)
     with AsyncSaver() as saver:
         first = saver.save(tmp_path / "one", {"n": 1})
         assert not first.done()
@@ -76,18 +76,18 @@ def test_a_failure_is_raised_at_the_next_call_once(tmp_path: Path) -> None:
 
 def _failing_save(saver: AsyncSaver, path: Path) -> backgrounds.SaveHandle:
     """A save whose commit finds the place taken."""
-    original = backgrounds.Attempt.finish
+    original = backgrounds.SaveTransaction.finish
 
-    def spoil(self: backgrounds.Attempt, *args: object, **kwargs: object) -> None:
+    def spoil(self: backgrounds.SaveTransaction, *args: object, **kwargs: object) -> None:
         (path / "mine").write_text("")
         original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    backgrounds.Attempt.finish = spoil  # type: ignore[method-assign]
+    backgrounds.SaveTransaction.finish = spoil  # type: ignore[method-assign]
     try:
         handle = saver.save(path, {"n": 3})
         handle._over.wait(60)
     finally:
-        backgrounds.Attempt.finish = original  # type: ignore[method-assign]
+        backgrounds.SaveTransaction.finish = original  # type: ignore[method-assign]
     return handle
 
 
@@ -149,19 +149,19 @@ def test_ranks_save_in_the_background_while_they_talk_in_the_foreground(tmp_path
 @pytest.mark.ranks(2)
 def test_a_failure_of_one_rank_reaches_all_at_the_next_call(tmp_path: Path, rank: int) -> None:
     saver = AsyncSaver()
-    original = backgrounds.Attempt._write
+    original = backgrounds.SaveTransaction._write
     if rank == 1:
 
         def fail(*_: object) -> None:
             raise CheckpointError("the disk is on fire")
 
-        backgrounds.Attempt._write = fail  # type: ignore[assignment]
+        backgrounds.SaveTransaction._write = fail  # type: ignore[assignment]
     try:
         saver.save(tmp_path / "one", {"w": torch.ones(3)})
         with pytest.raises(CheckpointError, match="the disk is on fire"):
             saver.wait()
     finally:
-        backgrounds.Attempt._write = original  # type: ignore[method-assign]
+        backgrounds.SaveTransaction._write = original  # type: ignore[method-assign]
     saver.close()
     torch.distributed.barrier()
     assert os.listdir(tmp_path) == []

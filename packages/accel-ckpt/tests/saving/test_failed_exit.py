@@ -20,7 +20,7 @@ weakref.finalize(kept, print, "finalized")
 def fail(self, *_):
     raise OSError("the disk is on fire")
 if {fails}:
-    saving.Attempt._write = fail
+    saving.SaveTransaction._write = fail
 saver = AsyncSaver()
 saver.save({path!r}, {{"w": torch.ones(3)}})
 atexit.register(print, "registered after")

@@ -137,11 +137,11 @@ def test_all_ranks_agree_on_numbers_and_on_the_latest(tmp_path: Path, rank: int)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("attempt", range(10))
-def test_what_was_saved_is_there_for_both_ranks_at_once(tmp_path: Path, rank: int, attempt: int) -> None:
+@pytest.mark.parametrize("transaction", range(10))
+def test_what_was_saved_is_there_for_both_ranks_at_once(tmp_path: Path, rank: int, transaction: int) -> None:
     """Nobody waits for the other between saving and loading; each writes one of the tensors that both read."""
     series = CheckpointDirectory(tmp_path)
-    saved = series.save({"model": [torch.full((200, 200), float(attempt + half)) for half in range(2)]})
+    saved = series.save({"model": [torch.full((200, 200), float(transaction + half)) for half in range(2)]})
     files = {name for name in saved.manifest.files if name.startswith("tensors")}
     assert len(files) == 2
     read = saved.read("model")
@@ -149,7 +149,7 @@ def test_what_was_saved_is_there_for_both_ranks_at_once(tmp_path: Path, rank: in
     assert latest is not None
     assert latest.path == saved.path
     for found in (read, latest.read("model")):
-        assert [value.unique().tolist() for value in found] == [[attempt], [attempt + 1]]
+        assert [value.unique().tolist() for value in found] == [[transaction], [transaction + 1]]
 
 
 def test_a_save_reads_no_more_manifests_the_more_checkpoints_there_are(

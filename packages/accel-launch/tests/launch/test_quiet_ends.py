@@ -1,4 +1,4 @@
-"""What the hang doctor leaves on the terminal: nothing after success, nothing of torch's C++ stacks in its reports."""
+"""Lines that the hang watchdog prints: none after success, none of torch's C++ stacks in its reports."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,13 @@ from accel import Accelerator
 def pulses(number):
     beats = set()
     while len(beats) <= number:
-        beats.add(doctor.record.read().beat)
+        beats.add(watchdog.record.read().beat)
         time.sleep(0.01)
 
 how, other = sys.argv[1], Path("pid")
 accelerator = Accelerator(cpu=True)
-doctor = accelerator.session.lease.doctor
-doctor._informed.wait()
+watchdog = accelerator.session.lease.watchdog
+watchdog._informed.wait()
 accelerator.gather(torch.ones(2))
 if accelerator.process_index == 0:
     other.write_text(str(os.getpid()))

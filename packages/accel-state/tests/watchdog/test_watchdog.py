@@ -1,4 +1,4 @@
-"""The hang doctor's record, and what it concludes from what is known of every rank."""
+"""The hang watchdog's record, and what it concludes from what is known of every rank."""
 
 import fcntl
 import json
@@ -270,15 +270,15 @@ def test_the_end_of_a_process_shows_whatever_the_number_of_its_file(number: int 
 def test_a_mismatch_is_an_error_before_anything_is_sent(rank: int) -> None:
     session = Session.open(cpu=True)
     assert session.lease is not None
-    doctor = session.lease.doctor
-    assert doctor is not None
+    watchdog = session.lease.watchdog
+    assert watchdog is not None
     deadline = time.monotonic() + 30
-    while not doctor._memories and time.monotonic() < deadline:
+    while not watchdog._memories and time.monotonic() < deadline:
         time.sleep(0.01)
     collectives.gather(torch.ones(2))
     session.wait_for_everyone()
     if rank == 0:
-        other = doctor._peers.watched[1]
+        other = watchdog._peers.watched[1]
         while (seen := other.look().current) is None or seen.operation != "reduce":
             time.sleep(0.01)
         with pytest.raises(CollectiveMismatchError, match=r"rank 0: gather(.|\n)*rank 1: reduce"):
@@ -288,7 +288,7 @@ def test_a_mismatch_is_an_error_before_anything_is_sent(rank: int) -> None:
     collectives.gather(torch.ones(1))
     session.close()
     assert not _active
-    assert "accel-doctor" not in {thread.name for thread in threading.enumerate()}
+    assert "accel-watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_rank_that_left_before_it_was_met_is_known_by_its_last_message(record: Record) -> None:

@@ -18,7 +18,7 @@ from accel_ckpt.saving import transaction as saving
 accelerator = Accelerator(cpu=True, strategy={strategy!r})
 model = accelerator.prepare(torch.nn.Linear(16, 16))
 destroyed = threading.Event()
-write = saving.Attempt._write
+write = saving.SaveTransaction._write
 
 def after_the_end(self, *arguments):
     if {fails}:
@@ -28,7 +28,7 @@ def after_the_end(self, *arguments):
         assert destroyed.wait(60)
     return write(self, *arguments)
 
-saving.Attempt._write = after_the_end
+saving.SaveTransaction._write = after_the_end
 accelerator.save_state({folder!r}, asynchronous=True)
 if not {fails}:
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""``if accelerator.is_main_process: accelerator.save_state(...)`` under real launchers, with the hang doctor on."""
+"""``if accelerator.is_main_process: accelerator.save_state(...)`` under real launchers, with the hang watchdog on."""
 
 import sys
 from collections.abc import Sequence

@@ -158,7 +158,7 @@ def test_a_process_in_a_later_backward_is_given_up(tmp_path: Path, rank: int, mo
     lengthen(monkeypatch)
     monkeypatch.setattr(attendance, "AHEAD_GRACE", 0.3)
     accelerator, model, optimizer = trained()
-    for number in range(40):  # more than the hang doctor remembers
+    for number in range(40):  # more than the hang watchdog remembers
         accelerator.backward(model(torch.ones(2, 64)).sum())
         optimizer.step()
         if number == 38 and rank == 0:

@@ -53,9 +53,9 @@ def explain_collectives(units: Iterable["FSDPModule"]) -> None:
 
 def _explained(run: Callable[..., Any], alone: Callable[..., Any], comm: object, *args: Any, **kwargs: Any) -> Any:
     """Runs a collective; ``alone`` also records it, if no recorded operation runs (the user's ``loss.backward()``)."""
-    doctor = active()
+    watchdog = active()
     try:
-        if doctor is None or doctor.record.inside:
+        if watchdog is None or watchdog.record.inside:
             return run(*args, **kwargs)
         return alone(comm, *args, **kwargs)
     except Exception as error:

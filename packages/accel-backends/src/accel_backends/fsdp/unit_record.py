@@ -37,15 +37,15 @@ def watch_units(
         units: by name, the module whose pre-hooks all-gather a unit, and the module before whose forward it is full.
         replicas: number of groups of ranks that shard the model, each of which gathers by itself.
     """
-    doctor = active()
-    if doctor is None or not doctor.concerns(group):
+    watchdog = active()
+    if watchdog is None or not watchdog.concerns(group):
         return
     for name, (gathering, whole) in units.items():
         unit = _Recorded(f"{kind}.{name}" if name else kind)
         gathering.register_forward_pre_hook(unit.enter, prepend=True)
         whole.register_forward_pre_hook(unit.leave)
     if replicas == 1:
-        doctor.compare_machines()
+        watchdog.compare_machines()
     end = _Recorded(f"end of {kind}")
     model.register_forward_hook(end.pass_by)
 
@@ -68,10 +68,10 @@ class _Recorded:
             CollectiveMismatchError: another rank of this node gathers another unit, or runs another operation.
         """
         self.leave()  # left over from a forward that failed
-        doctor = active()
-        if doctor is not None and threading.current_thread() is threading.main_thread():
-            doctor.enter(_FORWARD, self._what, shared=True)
-            self._entered = doctor.record
+        watchdog = active()
+        if watchdog is not None and threading.current_thread() is threading.main_thread():
+            watchdog.enter(_FORWARD, self._what, shared=True)
+            self._entered = watchdog.record
 
     @_untraced
     def leave(self, *_: Any) -> None:
@@ -85,6 +85,6 @@ class _Recorded:
         """Records an operation without duration, and then compares the ranks of several nodes."""
         self.enter()
         self.leave()
-        doctor = active()
-        if doctor is not None and threading.current_thread() is threading.main_thread():
-            doctor.compare()
+        watchdog = active()
+        if watchdog is not None and threading.current_thread() is threading.main_thread():
+            watchdog.compare()

@@ -30,8 +30,8 @@ class ExplainedRoot(FullyShardedDataParallel):
         try:
             return super().forward(*args, **kwargs)
         except Exception as error:
-            doctor = active()
-            if doctor is not None and doctor.record.inside:  # units are recorded during their all-gather
+            watchdog = active()
+            if watchdog is not None and watchdog.record.inside:  # units are recorded during their all-gather
                 explain(error)
             raise
 

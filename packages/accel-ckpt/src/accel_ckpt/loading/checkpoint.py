@@ -17,7 +17,7 @@ from accel_ckpt.format.tree import Json, Tree, decode, leaves
 from accel_ckpt.format.tree import Path as TreePath
 from accel_ckpt.io.storage import Location, Storage, is_folder, locate, storage_of
 from accel_ckpt.io.thread_pool import run_jobs
-from accel_ckpt.loading.cooperative_read import Interest
+from accel_ckpt.loading.cooperative_read import RankReads
 from accel_ckpt.loading.fetching import Fetched, Place, PlannedFetch, Requests, fill
 from accel_ckpt.loading.foreign import advice
 from accel_ckpt.loading.opened_files import OpenedFiles
@@ -57,7 +57,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         except BaseException as error:
             checkpoint.close()
             damaged = isinstance(error, CheckpointCorruptError)
-            if not left or not damaged or not any(peers.together(f"opening {path}", checkpoint.is_replaced)):
+            if not left or not damaged or not any(peers.run_on_all(f"opening {path}", checkpoint.is_replaced)):
                 raise
             left -= 1
 
@@ -82,10 +82,10 @@ def _opened(path: str | os.PathLike[str], peers: RankGroup) -> "Checkpoint":
             return None
 
     if peers.size > 1:
-        told = peers.together(f"opening {path}", seen)
+        told = peers.run_on_all(f"opening {path}", seen)
         if told[0] is not None and len({*told}) == 1:
             return opened[0]
-    told = peers.together(f"opening {path}", identity)
+    told = peers.run_on_all(f"opening {path}", identity)
     if other := [rank for rank, one in enumerate(told) if one != told[0]]:
         raise CheckpointError(
             f"{path}: rank 0 sees the save {told[0]} there and rank {other[0]} the save {told[other[0]]}; every "
@@ -198,16 +198,16 @@ class Checkpoint:
         peers = RankGroup(None) if group is None else RankGroup.of(group)
         planned: list[PlannedFetch] = []
 
-        def plan() -> Interest:
+        def plan() -> RankReads:
             planned.append(self.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
-            return planned[0].interest
+            return planned[0].reads
 
-        interests = peers.together("planning what to read", plan)
+        rank_reads = peers.run_on_all("planning what to read", plan)
 
         def fetch() -> Fetched:
             fetched: list[Fetched] = []
-            peers.together("reading", lambda: fetched.append(planned[0].read(interests)))
-            planned[0].trust(interests)
+            peers.run_on_all("reading", lambda: fetched.append(planned[0].read(rank_reads)))
+            planned[0].trust(rank_reads)
             return fetched[0]
 
         return fetch
@@ -223,7 +223,7 @@ class Checkpoint:
     ) -> PlannedFetch:
         """Does this rank's part of ``plan``, for callers with a collective of their own. Not a collective.
 
-        ``plan`` shows its use: all-gather the ``interest`` of each rank, then ``read``, and ``trust`` once no rank has
+        ``plan`` shows its use: all-gather the ``reads`` of each rank, then ``read``, and ``trust`` once no rank has
         failed.
         """
         if in_place:
@@ -306,12 +306,12 @@ class Checkpoint:
         peers = RankGroup(None) if group is None else RankGroup.of(group)
         if peers.size > 1:
             compared = {file.name: file.compared for file in self._files}
-            told = peers.together(f"verifying {self.path}", lambda: compared)
+            told = peers.run_on_all(f"verifying {self.path}", lambda: compared)
             for rank in peers.neighbours:
                 for name, blocks in told[rank].items():
                     self._trust(name, blocks)
         share = peers.neighbours.index(peers.rank)
-        found = peers.together(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
+        found = peers.run_on_all(f"verifying {self.path}", lambda: self._damage(share, len(peers.neighbours)))
         self._refuse(problem for problems in found for problem in problems)
         for name in self.manifest.every_file:
             file = self._files[name]

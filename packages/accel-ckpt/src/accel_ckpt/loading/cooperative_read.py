@@ -28,7 +28,7 @@ _AT_ONCE = 2**28
 
 @final
 @dataclass(frozen=True, slots=True)
-class Interest:
+class RankReads:
     """Blocks that a rank will read, by file, and its machine and CPUs."""
 
     seat: Seat
@@ -37,38 +37,38 @@ class Interest:
     """Blocks that the rank verifies itself, whichever other ranks do."""
 
 
-def compared_by(interests: Sequence[Interest], neighbours: Sequence[int]) -> Callable[[int, Place], bool]:
+def assign_verifiers(rank_reads: Sequence[RankReads], neighbours: Sequence[int]) -> Callable[[int, Place], bool]:
     """Returns whether a rank verifies a block that it reads: of the ranks of one machine that read it, one does.
 
     ``neighbours`` are the ranks that see the same copy. A file that a machine has read is in the page cache for all of
     its processes, so one verification covers all of them; another machine may read other bytes.
     """
-    wanting = _by_block(interests)
+    wanting = _by_block(rank_reads)
 
     def compares(rank: int, place: Place) -> bool:
-        host = interests[rank].seat.host
-        here = [other for other in wanting[place] if other in neighbours and interests[other].seat.host == host]
+        host = rank_reads[rank].seat.host
+        here = [other for other in wanting[place] if other in neighbours and rank_reads[other].seat.host == host]
         return here[place[1] % len(here)] == rank
 
     return compares
 
 
-def covered(interests: Sequence[Interest], neighbours: Sequence[int]) -> dict[str, set[int]]:
+def covered(rank_reads: Sequence[RankReads], neighbours: Sequence[int]) -> dict[str, set[int]]:
     """Returns the blocks, by file, that a rank with the same copy has verified once all ranks have done their reads."""
     found: dict[str, set[int]] = {}
     for rank in neighbours:
-        for wanted in (interests[rank].blocks, interests[rank].besides):
+        for wanted in (rank_reads[rank].blocks, rank_reads[rank].besides):
             for file, numbers in wanted.items():
                 found.setdefault(file, set()).update(numbers)
     return found
 
 
-def wanted_by_all(interests: Sequence[Interest]) -> list[Place]:
+def wanted_by_all(rank_reads: Sequence[RankReads]) -> list[Place]:
     """Returns the blocks that every rank reads, in the same order on all ranks."""
-    return sorted(place for place, ranks in _by_block(interests).items() if len(ranks) == len(interests))
+    return sorted(place for place, ranks in _by_block(rank_reads).items() if len(ranks) == len(rank_reads))
 
 
-def pays(read: float, exchange: float, *, readers: int) -> bool:
+def broadcast_is_cheaper(read: float, exchange: float, *, readers: int) -> bool:
     """Whether blocks that all ranks read are available sooner if one rank reads each and all-gathers it.
 
     ``read`` is the time per block while all ranks read (seconds of reading / blocks read by one rank), ``exchange``
@@ -84,9 +84,9 @@ def read_for_all(
     """Fills ``blocks``, which are the same on all ranks except for their parts: one rank reads each and all-gathers it.
 
     Collective: every rank of the group must call this. ``lanes`` is the number of concurrent reads of a rank,
-    ``readers`` as in ``pays``, which decides from the time of the first rounds. Returns the number of filled blocks;
-    the rest is read faster by every rank itself. A block that could not be read, or does not match its digest, raises
-    on all ranks, but only after the other blocks are done.
+    ``readers`` as in ``broadcast_is_cheaper``, which decides from the time of the first rounds. Returns the number of
+    filled blocks; the rest is read faster by every rank itself. A block that could not be read, or does not match its
+    digest, raises on all ranks, but only after the other blocks are done.
 
     Raises:
         CheckpointError: names the damaged bytes.
@@ -105,7 +105,7 @@ def read_for_all(
             while len(waiting) < lanes and turn + len(waiting) < last:
                 waiting.append(pool.submit(exchange.load, turn + len(waiting)))
             exchange.pass_on(turn, waiting.popleft().result())
-    peers.together("reading for all", exchange.raise_problem)
+    peers.run_on_all("reading for all", exchange.raise_problem)
     return min(last * peers.size, len(blocks))
 
 
@@ -172,9 +172,9 @@ class _Exchange:
 
         Collective: every rank of the group must call this.
         """
-        told = self._peers.together("measuring", lambda: (read, passed))
+        told = self._peers.run_on_all("measuring", lambda: (read, passed))
         slowest = (max(one[0] for one in told), max(one[1] for one in told))
-        return pays(*slowest, readers=readers)
+        return broadcast_is_cheaper(*slowest, readers=readers)
 
     def raise_problem(self) -> None:
         """Raises the first error of this rank's reads."""
@@ -190,10 +190,10 @@ def _deliver(content: memoryview, begin: int, parts: Parts) -> None:
             view[first - inside : last - inside] = content[first - begin : last - begin]
 
 
-def _by_block(interests: Sequence[Interest]) -> dict[Place, list[int]]:
+def _by_block(rank_reads: Sequence[RankReads]) -> dict[Place, list[int]]:
     wanting: dict[Place, list[int]] = {}
-    for rank, interest in enumerate(interests):
-        for file, numbers in interest.blocks.items():
+    for rank, reads in enumerate(rank_reads):
+        for file, numbers in reads.blocks.items():
             for number in numbers:
                 wanting.setdefault((file, number), []).append(rank)
     return wanting

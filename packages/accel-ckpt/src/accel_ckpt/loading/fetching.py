@@ -10,7 +10,7 @@ from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.tensors import as_dtensor, memory_key, placement_key
 from accel_ckpt.format.tree import Json, Tree, decode
 from accel_ckpt.format.tree import Path as TreePath
-from accel_ckpt.loading.cooperative_read import Interest, covered
+from accel_ckpt.loading.cooperative_read import RankReads, covered
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.loading.tensor_reader import ReadPlan, Request, TensorReader
 from accel_ckpt.rank_group import RankGroup
@@ -72,35 +72,35 @@ class PlannedFetch:
         self._manifest, self._files, self._peers, self._plan, self._trees = manifest, files, peers, plan, trees
         # Files that have been verified; None: blocks that no rank reads are not verified.
         self._verified = verified
-        self.interest = plan.interest
+        self.reads = plan.reads
         """Blocks that this rank reads; all ranks must have each other's before they read."""
 
-    def read(self, interests: Sequence[Interest]) -> Fetched:
+    def read(self, rank_reads: Sequence[RankReads]) -> Fetched:
         """Reads this rank's tensors into host memory and verifies its share of the blocks.
 
-        ``interests`` are those of all ranks. Collective: every rank of the group must call this. That holds only if
+        ``rank_reads`` are those of all ranks. Collective: every rank of the group must call this. That holds only if
         blocks are sent between machines.
 
         Raises:
             CheckpointCorruptError: names the file and the bytes that do not match their digest.
         """
-        puts = self._plan.read(interests, self._peers, self._others(interests))
+        puts = self._plan.read(rank_reads, self._peers, self._others(rank_reads))
         return {name: partial(self._filled, name, puts) for name in self._trees}
 
-    def trust(self, interests: Sequence[Interest]) -> None:
+    def trust(self, rank_reads: Sequence[RankReads]) -> None:
         """Marks the blocks that all ranks have verified; called once all ranks are known to have succeeded."""
-        read = covered(interests, self._peers.neighbours)
+        read = covered(rank_reads, self._peers.neighbours)
         for file in self._files:
             file.trust(read.get(file.name, ()) if self._verified is None else file.unchecked())
 
-    def _others(self, interests: Sequence[Interest]) -> list[tuple[str, int]]:
+    def _others(self, rank_reads: Sequence[RankReads]) -> list[tuple[str, int]]:
         """Returns this rank's share of the blocks that no rank reads; ranks that see the same copy split them alike.
 
         All files are opened, which checks that they exist and have the right size.
         """
         if self._verified is None:
             return []
-        read = covered(interests, self._peers.neighbours)
+        read = covered(rank_reads, self._peers.neighbours)
         blocks = [
             (file.name, number)
             for file in [self._files[name] for name in self._manifest.every_file]

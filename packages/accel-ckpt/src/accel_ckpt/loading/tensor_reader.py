@@ -25,7 +25,7 @@ from accel_ckpt.format.tensors import (
 from accel_ckpt.io.huge_pages import new_tensor
 from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
-from accel_ckpt.loading.cooperative_read import Interest, Parts, Place, compared_by, read_for_all, wanted_by_all
+from accel_ckpt.loading.cooperative_read import Parts, Place, RankReads, assign_verifiers, read_for_all, wanted_by_all
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointCorruptError
@@ -77,7 +77,7 @@ class TensorReader:
         results: list[torch.Tensor] = []
         for batch in _batches(wanted, lambda key: prod(self.entry(key).shape) * self.dtype(key).itemsize):
             planned = self.plan(batch)
-            results += [put() for put in planned.read([planned.interest], RankGroup(None))]
+            results += [put() for put in planned.read([planned.reads], RankGroup(None))]
         return results
 
     def plan(self, wanted: Sequence[Request]) -> "ReadPlan":
@@ -94,7 +94,7 @@ class TensorReader:
             self._plan(targets[-1], work)
         blocks = {name: tuple(numbers) for name, numbers in self._blocks(work).items()}
         besides = {name: tuple(sorted(numbers)) for name, numbers in work.mapped.items()}
-        return ReadPlan(self._files, self._storage, work, targets, Interest(Seat.own(), blocks, besides))
+        return ReadPlan(self._files, self._storage, work, targets, RankReads(Seat.own(), blocks, besides))
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """Reads one box of a tensor onto the CPU."""
@@ -163,18 +163,18 @@ class TensorReader:
 
 @final
 class ReadPlan:
-    """Reads of one process, planned by itself; ``interest`` describes them to the ranks that read at the same time."""
+    """Reads of one process, planned by itself; ``reads`` describes them to the ranks that read at the same time."""
 
     def __init__(
-        self, files: OpenedFiles, storage: Storage, work: "_Work", targets: "Sequence[_Target]", interest: Interest
+        self, files: OpenedFiles, storage: Storage, work: "_Work", targets: "Sequence[_Target]", reads: RankReads
     ) -> None:
         self._files, self._storage, self._work, self._targets = files, storage, work, targets
-        self.interest = interest
+        self.reads = reads
 
-    def read(self, interests: Sequence[Interest], peers: RankGroup, others: Sequence[Place] = ()) -> Puts:
+    def read(self, rank_reads: Sequence[RankReads], peers: RankGroup, others: Sequence[Place] = ()) -> Puts:
         """Reads all tensors into host memory, and verifies this process's share of the blocks.
 
-        ``interests`` are those of all ``peers``, which call this at the same time. Of the ranks of one machine that
+        ``rank_reads`` are those of all ``peers``, which call this at the same time. Of the ranks of one machine that
         read a block, one verifies all of it, or reads it for all. Blocks in ``others`` are verified too.
 
         Collective: every rank of the group must call this. Blocks may be sent between ranks; the caller must exchange
@@ -183,20 +183,20 @@ class ReadPlan:
         Raises:
             CheckpointCorruptError: names the file and the bytes that differ.
         """
-        self._read_for_all(interests, peers)
-        compares = compared_by(interests, peers.neighbours)
+        self._read_for_all(rank_reads, peers)
+        compares = assign_verifiers(rank_reads, peers.neighbours)
         most = self._storage.threads
-        threads = self.interest.seat.threads([one.seat for one in interests], most) if self._storage.cached else most
+        threads = self.reads.seat.threads([one.seat for one in rank_reads], most) if self._storage.cached else most
         _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
         return [target.finish for target in self._targets]
 
-    def _read_for_all(self, interests: Sequence[Interest], peers: RankGroup) -> None:
+    def _read_for_all(self, rank_reads: Sequence[RankReads], peers: RankGroup) -> None:
         """Fills blocks that all ranks read from one reader each, if the ranks share no cache and that is faster."""
-        machines = {interest.seat.host for interest in interests}
+        machines = {reads.seat.host for reads in rank_reads}
         readers = len(machines) if self._storage.cached else peers.size
         if readers < 2 or len(peers.keepers) > 1:
             return
-        common = wanted_by_all(interests)
+        common = wanted_by_all(rank_reads)
         blocks = [(self._files[name], number, self._work.blocks[name, number]) for name, number in common]
         for place in common[: read_for_all(peers, blocks, readers=readers, lanes=self._storage.threads)]:
             del self._work.blocks[place]

@@ -27,7 +27,7 @@ from accel_ckpt.saving.failed_exit import UntoldFailure
 from accel_ckpt.saving.host_snapshot import copy_into
 from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
 from accel_ckpt.saving.replicas import Summary, Terms, alike
-from accel_ckpt.saving.transaction import Attempt, MakeDraft
+from accel_ckpt.saving.transaction import MakeDraft, SaveTransaction
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -197,17 +197,17 @@ class AsyncSaver:
             drafts.append(make(()))
             return drafts[0].structure.summary()
 
-        self._alike = alike(self._peers.together(f"saving {target}", summary))
+        self._alike = alike(self._peers.run_on_all(f"saving {target}", summary))
         return lambda apart: make(apart) if apart else drafts[0]
 
     def _agree_first(
         self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
     ) -> "tuple[_Begin, RankPart]":
         """Begins the save and copies; a state that cannot be saved raises now, on all ranks."""
-        attempt = Attempt.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
-        with attempt.dropped_on_error():
-            self._peers.together(f"copying for {target}", lambda: self._stage(attempt.part))
-        return (lambda: attempt), attempt.part
+        transaction = SaveTransaction.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
+        with transaction.dropped_on_error():
+            self._peers.run_on_all(f"copying for {target}", lambda: self._stage(transaction.part))
+        return (lambda: transaction), transaction.part
 
     def _copy_first(
         self, target: Location, make: MakeDraft, overwrite: bool, terms: Terms
@@ -222,8 +222,8 @@ class AsyncSaver:
             part = make_part(draft, draft.trees, None, self._peers)
             self._stage(part)
         except Exception as error:
-            return partial(Attempt.begin, self._peers, target, partial(_fail, error)), None
-        begin = partial(Attempt.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
+            return partial(SaveTransaction.begin, self._peers, target, partial(_fail, error)), None
+        begin = partial(SaveTransaction.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
         return partial(begin, terms=terms), part
 
     def _stage(self, part: RankPart) -> None:
@@ -236,18 +236,18 @@ class AsyncSaver:
 
     def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
         error: BaseException | None = None
-        attempt: Attempt | None = None
+        transaction: SaveTransaction | None = None
         try:
             self._alike = False  # until all ranks have agreed again
-            attempt = begin()
-            self._alike = attempt.alike and self._peers.group is not None
-            handle.path = attempt.target
-            attempt.finish(self._peers, partial(self._file, attempt.part), threads=0)
+            transaction = begin()
+            self._alike = transaction.alike and self._peers.group is not None
+            handle.path = transaction.target
+            transaction.finish(self._peers, partial(self._file, transaction.part), threads=0)
             if series is not None:
                 series.among(self._peers).prune()
         except BaseException as caught:
             error = caught
-            handle.outcome = _outcome(handle.path, attempt)
+            handle.outcome = _outcome(handle.path, transaction)
             _LOG.warning("saving %s in the background failed: %s; %s", handle.path, caught, handle.outcome)
         finally:
             handle._finish(error)
@@ -257,17 +257,17 @@ class AsyncSaver:
         return iter([memoryview(part.header), byte_view(self._buffer)[: part.nbytes]])
 
 
-_Begin = Callable[[], Attempt]
+_Begin = Callable[[], SaveTransaction]
 
 
 def _fail(error: Exception, apart: Collection[str]) -> Draft:
     raise error
 
 
-def _outcome(path: Location, attempt: Attempt | None) -> str:
+def _outcome(path: Location, transaction: SaveTransaction | None) -> str:
     """Describes whether a failed save committed its checkpoint: ranks may fail later, in pruning or at the end."""
     try:
-        committed = attempt is not None and read_manifest(path).id == attempt.label.id
+        committed = transaction is not None and read_manifest(path).id == transaction.label.id
     except CheckpointError:
         committed = False
     return "its checkpoint is committed nevertheless" if committed else "no checkpoint was committed"
@@ -278,7 +278,7 @@ def _local_threads(peers: RankGroup) -> int:
 
     Collective: every rank of the group must call this.
     """
-    seats = peers.together("counting the ranks of each machine", Seat.own)
+    seats = peers.run_on_all("counting the ranks of each machine", Seat.own)
     return seats[peers.rank].threads(seats, default_threads())
 
 

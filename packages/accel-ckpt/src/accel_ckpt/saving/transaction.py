@@ -28,7 +28,7 @@ from accel_state.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 # Called with the name of each stage just before the stage begins; tests kill the process there.
-Witness = Callable[[str], None]
+StageHook = Callable[[str], None]
 _HOOKS = "hooks before saving"
 MakeDraft = Callable[[Collection[str]], Draft]
 """Builds this rank's draft, with the states of the given names as rank-local."""
@@ -64,15 +64,15 @@ def save(  # noqa: PLR0913
     """
     peers = RankGroup(None) if alone else RankGroup.of(group)
     make = partial(make_draft, state, local, metadata, peers)
-    attempt = Attempt.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
-    attempt.digest = digest
-    attempt.finish(peers, attempt.part.pieces)
-    return open_checkpoint(attempt.target, verify=False)
+    transaction = SaveTransaction.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
+    transaction.digest = digest
+    transaction.finish(peers, transaction.part.pieces)
+    return open_checkpoint(transaction.target, verify=False)
 
 
 @final
 @dataclass(slots=True)
-class Attempt:
+class SaveTransaction:
     """A save in progress: begun by all ranks together, then committed or dropped."""
 
     target: Location
@@ -89,7 +89,7 @@ class Attempt:
     extra: Mapping[str, FileRecord] = field(default_factory=dict)
     """Files that ``fill`` wrote into this rank's copy."""
     digest: Digest = "crc32"
-    witness: Witness = lambda stage: None
+    on_stage: StageHook = lambda stage: None
 
     @classmethod
     def begin(
@@ -101,7 +101,7 @@ class Attempt:
         overwrite: bool = True,
         part: RankPart | None = None,
         terms: Terms = Terms(),  # noqa: B008 (frozen)
-    ) -> "Attempt":
+    ) -> "SaveTransaction":
         """Plans the files of all ranks and creates the staging folder; writes no tensors yet.
 
         Collective: every rank of the group must call this. ``draft`` builds this rank's draft, or raises; it is called
@@ -114,16 +114,16 @@ class Attempt:
         place = _Place(peers, target, overwrite)
         drafts: list[Draft] = []
 
-        def prepare() -> "_Told":
+        def prepare() -> "_RankFacts":
             drafts.append(draft(()))
             folder = place.made()
             label = None if place.staging is None or peers.rank else _Label.of(place.staging, drafts[0])
-            return _Told(drafts[0].structure.summary(), folder, str(target), label, Seat.own())
+            return _RankFacts(drafts[0].structure.summary(), folder, str(target), label, Seat.own())
 
         try:
             if terms.fill is not None:
                 place.fill(terms.fill)
-            told = peers.together(place.what, prepare)
+            told = peers.run_on_all(place.what, prepare)
             same = alike([one.summary for one in told])
             if same:
                 planned = part or make_part(drafts[0], drafts[0].trees, None, peers)
@@ -151,16 +151,16 @@ class Attempt:
         with self.dropped_on_error():
             if len(peers.keepers) == 1:  # only rank 0 needs the entries, and a large model has many
                 written = partial(self._write, pieces, threads)
-                peers.at_first(f"saving {self.target}", written, self._seal_and_commit)
+                peers.gather_to_first(f"saving {self.target}", written, self._seal_and_commit)
                 return
-            told = peers.together(f"saving {self.target}", lambda: self._write(pieces, threads))
-            self.witness("copy")
+            told = peers.run_on_all(f"saving {self.target}", lambda: self._write(pieces, threads))
+            self.on_stage("copy")
             files = [records for records, _ in told]
             bring = partial(complete, peers, self.storage, self.folder, files, self.digest)
-            peers.together(f"copying {self.target} to every machine", bring)
+            peers.run_on_all(f"copying {self.target} to every machine", bring)
             # A copy is committed only if all copies can be.
-            peers.first(f"sealing {self.target}", lambda: self._seal(told))
-            peers.first(f"committing {self.target}", self._commit)
+            peers.run_on_keeper(f"sealing {self.target}", lambda: self._seal(told))
+            peers.run_on_keeper(f"committing {self.target}", self._commit)
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
@@ -174,7 +174,7 @@ class Attempt:
 
     def _write(self, pieces: Callable[[], Iterable[memoryview]], threads: int | None) -> "Written":
         records: dict[str, FileRecord] = {}
-        self.witness("write")
+        self.on_stage("write")
         for name, document in self.part.documents.items():
             records[name] = self.storage.write(self.folder / name, Content.of(document, self.digest))
         if self.part.items:
@@ -182,7 +182,7 @@ class Attempt:
             records[name] = self.storage.write(
                 self.folder / name, Content(pieces, size, self.digest, self.threads if threads is None else threads)
             )
-        self.witness("written")
+        self.on_stage("written")
         return records, self.part.entries
 
     def _seal(self, told: "list[Written]") -> None:
@@ -201,7 +201,7 @@ class Attempt:
             folder=self.staging.subfolder,
             extra=self.extra,
         )
-        self.witness("seal")
+        self.on_stage("seal")
         self.staging.seal(pack(manifest))
 
     def _seal_and_commit(self, told: "list[Written]") -> None:
@@ -210,9 +210,9 @@ class Attempt:
 
     def _commit(self) -> None:
         assert self.staging is not None
-        self.witness("commit")
+        self.on_stage("commit")
         self.staging.commit()
-        self.witness("committed")
+        self.on_stage("committed")
 
 
 @final
@@ -240,20 +240,20 @@ class _Place:
         Collective: every rank of the group must call this. Behind a URL each rank writes into a folder of its own, and
         uploads the files that no lower rank has.
         """
-        folder = self._peers.together(self.what, self.made)[self._peers.keeper]
+        folder = self._peers.run_on_all(self.what, self.made)[self._peers.keeper]
         if not isinstance(self._target, Url):
-            self._peers.together(_HOOKS, lambda: write(locate(folder)))
-            found = self._peers.together(self.what, lambda: {} if self.staging is None else self.staging.brought())
+            self._peers.run_on_all(_HOOKS, lambda: write(locate(folder)))
+            found = self._peers.run_on_all(self.what, lambda: {} if self.staging is None else self.staging.brought())
             self.extra = found[self._peers.rank]
             return
         with TemporaryDirectory(prefix="accel-save-") as temporary:
             local = Path(temporary)
-            self._peers.together(_HOOKS, lambda: write(local))
-            told = self._peers.together(_HOOKS, lambda: _written_by_hooks(local))
+            self._peers.run_on_all(_HOOKS, lambda: write(local))
+            told = self._peers.run_on_all(_HOOKS, lambda: _written_by_hooks(local))
             lower = {name for names in told[: self._peers.rank] for name in names}
             own = [name for name in told[self._peers.rank] if name not in lower]
             storage, place = storage_of(self._target), locate(folder)
-            every = self._peers.together(self.what, lambda: upload(local, own, storage, place))
+            every = self._peers.run_on_all(self.what, lambda: upload(local, own, storage, place))
         self.extra = {name: record for records in every for name, record in records.items()}
 
 
@@ -282,7 +282,7 @@ Written = tuple[dict[str, FileRecord], dict[str, TensorEntry]]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _RankFacts:
     """Data that ranks exchange at the start of a save."""
 
     summary: Summary
@@ -303,14 +303,14 @@ def _plan(
         CheckpointError: states that must be equal differ; on all ranks.
     """
     what = f"saving {path}"
-    structures = peers.together(what, lambda: draft.structure)
+    structures = peers.run_on_all(what, lambda: draft.structure)
     merged = merge_structures(structures)
-    told = peers.together(what, lambda: kept_apart(structures, merged, terms, peers.rank))
+    told = peers.run_on_all(what, lambda: kept_apart(structures, merged, terms, peers.rank))
     if any(told):
         made: list[Draft] = []
-        peers.together(what, lambda: made.append(make(told[peers.rank])))
+        peers.run_on_all(what, lambda: made.append(make(told[peers.rank])))
         draft = made[0]
-        merged = merge_structures(peers.together(what, lambda: draft.structure))
+        merged = merge_structures(peers.run_on_all(what, lambda: draft.structure))
     differences = merged.differences
     if differences.places and peers.rank == 0:
         _LOG.warning(
@@ -320,7 +320,7 @@ def _plan(
         )
     planned = make_part(draft, merged.trees, merged.holders, peers, differences.tensors)
     if part is not None:
-        peers.together(what, lambda: _check_same(part, planned))
+        peers.run_on_all(what, lambda: _check_same(part, planned))
     everywhere = all(len(holders) == peers.size for holders in merged.holders.values())
     return planned, everywhere and not any(told) and not differences.tensors
 

@@ -60,14 +60,16 @@ class CheckpointDirectory:
 
         Collective: every rank of the group must call this.
         """
-        return not any(self._peers.each_copy(f"looking into {self.path}", self._committed))
+        return not any(self._peers.run_on_each_keeper(f"looking into {self.path}", self._committed))
 
     def next_path(self, *, at_least: int = 0) -> Location:
         """Returns the location of the next checkpoint: one number above all existing ones, at least ``at_least``.
 
         Collective: every rank of the group must call this.
         """
-        last = self._peers.each_copy(f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()]))
+        last = self._peers.run_on_each_keeper(
+            f"numbering in {self.path}", lambda: max([at_least - 1, *self._numbers()])
+        )
         return self._place(max(last) + 1)
 
     def save(
@@ -106,7 +108,9 @@ class CheckpointDirectory:
         """
         tried: set[int] = set()
         while True:  # listed again, because checkpoints may be pruned while others are tried
-            copies = [set(numbers) for numbers in self._peers.each_copy(f"looking into {self.path}", self._committed)]
+            copies = [
+                set(numbers) for numbers in self._peers.run_on_each_keeper(f"looking into {self.path}", self._committed)
+            ]
             untried = set.union(*copies) - tried
             if not untried:
                 return None
@@ -160,10 +164,10 @@ class CheckpointDirectory:
         Collective: every rank of the group must call this.
         """
         what = f"pruning {self.path}"
-        seen = self._peers.each_copy(what, lambda: self._kept_and_surplus(thorough))
+        seen = self._peers.run_on_each_keeper(what, lambda: self._kept_and_surplus(thorough))
         kept = frozenset[int]().union(*(keeping for keeping, _ in seen))
         surplus = dict(zip(self._peers.keepers, (going for _, going in seen), strict=True))
-        return self._peers.first(what, lambda: self._discard(surplus[self._peers.rank] - kept))
+        return self._peers.run_on_keeper(what, lambda: self._discard(surplus[self._peers.rank] - kept))
 
     def _kept_and_surplus(self, thorough: bool) -> tuple[frozenset[int], frozenset[int]]:
         going = frozenset(entry.number for entry in self.surplus(thorough=thorough))
@@ -182,7 +186,7 @@ class CheckpointDirectory:
         alive, leftovers younger than ``grace`` seconds (default: a day) stay.
         """
         sweep = partial(self._storage.sweep, self.path, grace=grace)
-        return self._peers.first(f"sweeping {self.path}", sweep)
+        return self._peers.run_on_keeper(f"sweeping {self.path}", sweep)
 
     def _numbers(self) -> list[int]:
         """Returns the existing numbers in order, of committed checkpoints and other folders."""

@@ -64,7 +64,7 @@ def export_model(
         finally:  # a rank that fails, or writes nothing, still takes part in the all-gathers
             values.finish()
 
-    peers.together(f"exporting to {folder}", write)
+    peers.run_on_all(f"exporting to {folder}", write)
     return [folder / file for file in files]
 
 

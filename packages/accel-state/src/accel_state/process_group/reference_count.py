@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from accel_state.session import Session
-    from accel_state.watchdog.monitor import Doctor
+    from accel_state.watchdog.monitor import Watchdog
 
 _EXIT_PATIENCE = 5.0
 
@@ -29,7 +29,7 @@ class GroupLease:
     def __init__(self, group: "ProcessGroup", *, owned: bool) -> None:
         self.group = group
         self.owned = owned
-        self.doctor: Doctor | None = None
+        self.watchdog: Watchdog | None = None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._guard = _ExitGuard(group)
         if owned:
@@ -44,18 +44,18 @@ class GroupLease:
 
         Collective: every rank of the group must call this.
         """
-        from accel_state.watchdog.monitor import Doctor
+        from accel_state.watchdog.monitor import Watchdog
 
-        if self.doctor is None:
-            self.doctor = Doctor(self.group).start()
+        if self.watchdog is None:
+            self.watchdog = Watchdog(self.group).start()
 
     def leave(self, session: "Session", *, patience: float | None) -> None:
         """Removes ``session`` from the count; closes an owned group after the last one (``patience`` in seconds)."""
         self._sessions.discard(session)
         if self.owned and not self._sessions:
             atexit.unregister(self._guard)
-            if self.doctor is not None:
-                self.doctor.close()
+            if self.watchdog is not None:
+                self.watchdog.close()
             if self.group is groups.default_group():
                 groups.close_group(self.group, patience=patience)
 

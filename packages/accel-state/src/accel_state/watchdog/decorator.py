@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from accel_state.errors import AccelError, CollectiveError
 
 if TYPE_CHECKING:
-    from accel_state.watchdog.monitor import Doctor
+    from accel_state.watchdog.monitor import Watchdog
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # torch has one default group per process, so its watchdog is per process too.
-_active: "list[Doctor]" = []
+_active: "list[Watchdog]" = []
 # Failures that ranks of the group reported before they stopped (rank -> message), used to explain later timeouts.
 _troubles: dict[int, str] = {}
 _OF_PEERS = ("connection", "broken pipe", "store", "peer", "gloo", "nccl", "timed out", "timeout", "socket", "rank")
 
 
-def active() -> "Doctor | None":
+def active() -> "Watchdog | None":
     """Returns the watchdog of this process, or None."""
     return _active[-1] if _active else None
 
 
-def add(doctor: "Doctor") -> None:
-    """Makes ``doctor`` the active watchdog."""
-    _active.append(doctor)
+def add(watchdog: "Watchdog") -> None:
+    """Makes ``watchdog`` the active watchdog."""
+    _active.append(watchdog)
 
 
-def remove(doctor: "Doctor") -> None:
-    """Removes ``doctor`` from the active watchdogs."""
-    _active[:] = [other for other in _active if other is not doctor]
+def remove(watchdog: "Watchdog") -> None:
+    """Removes ``watchdog`` from the active watchdogs."""
+    _active[:] = [other for other in _active if other is not watchdog]
 
 
 def troubled(rank: int, text: str) -> None:
@@ -99,21 +99,21 @@ def recorded(
                 except Exception as error:
                     explain(error)
                     raise
-            doctor = _active[-1]
-            if threading.get_ident() != doctor.main:
+            watchdog = _active[-1]
+            if threading.get_ident() != watchdog.main:
                 return function(*args, **kwargs)
-            together = shared and doctor.concerns(kwargs.get("group"))
+            together = shared and watchdog.concerns(kwargs.get("group"))
             text = detail(*args, **kwargs) if detail is not None else ""
-            doctor.enter(operation, text, shared=together, counted=counted)
+            watchdog.enter(operation, text, shared=together, counted=counted)
             try:
                 return function(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, TypeError | ValueError):
-                    doctor.record.withdraw()
+                    watchdog.record.withdraw()
                 explain(error)
                 raise
             finally:
-                doctor.record.leave()
+                watchdog.record.leave()
 
         return wrapper
 

@@ -39,14 +39,14 @@ _GRACE = 5.0
 _MEETING = 5.0
 _SEARCH = 6.0
 _ENDED_BADLY = 1
-_NAME = "accel-doctor"
+_NAME = "accel-watchdog"
 _STARTER = os.path.join("accel_launch", "launch", "child_main.py")
 _PRECEDENCE = 3.0
 """Seconds that a rank whose error only follows from another's waits for the end of that rank."""
 
 
 @final
-class Doctor:
+class Watchdog:
     """Watchdog over the ranks of one group, while the group is open."""
 
     def __init__(self, group: "ProcessGroup") -> None:
@@ -55,7 +55,7 @@ class Doctor:
         self.record = Record()
         self._group: ProcessGroup | None = group
         self._rank, self._size = group.rank(), group.size()
-        store = PrefixStore("accel/doctor", group.get_group_store().clone())  # type: ignore[attr-defined]
+        store = PrefixStore("accel/watchdog", group.get_group_store().clone())  # type: ignore[attr-defined]
         self._peers = PeerStates(store, self._rank, self._size, self.record)
         self.main = threading.main_thread().ident or 0
         self._finding: Diagnosis | None = None
@@ -74,7 +74,7 @@ class Doctor:
             for target, name in ((self._watch, ""), (self._correspond, "-messages"))
         ]
 
-    def start(self) -> "Doctor":
+    def start(self) -> "Watchdog":
         """Starts the threads once all ranks have registered, so that every collective from the first on is compared.
 
         Ranks that do not register within a few seconds are added later.

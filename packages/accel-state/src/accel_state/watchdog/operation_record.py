@@ -92,7 +92,7 @@ class Record:
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
-        self.descriptor = os.memfd_create("accel-doctor") if hasattr(os, "memfd_create") else -1
+        self.descriptor = os.memfd_create("accel-watchdog") if hasattr(os, "memfd_create") else -1
         if self.descriptor >= 0:
             os.ftruncate(self.descriptor, SIZE)
             self._memory = mmap.mmap(self.descriptor, SIZE)

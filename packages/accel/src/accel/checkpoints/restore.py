@@ -22,7 +22,7 @@ from accel.loop.accumulator import StepClock
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
-    from accel_ckpt.loading.cooperative_read import Interest
+    from accel_ckpt.loading.cooperative_read import RankReads
     from accel_ckpt.loading.fetching import Fetched, PlannedFetch
     from accel_ckpt.rank_group import RankGroup, Ranks
     from accel_state.session import Session
@@ -92,7 +92,7 @@ class Restoration:
         reports = {name: PartReport() for name in [*wanted, RNG] if options.wants(name)}
         verify = options.parts is None
 
-        def compare() -> "Interest":
+        def compare() -> "RankReads":
             _compare_names(checkpoint, parts, options, ignored)
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
@@ -107,10 +107,10 @@ class Restoration:
                 if name not in large:
                     small[name] = (one, _read(checkpoint, name, one, session))
             planned.append(checkpoint.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
-            return planned[0].interest
+            return planned[0].reads
 
-        interests = _agreed(compare, peers)
-        fetch = partial(_fetched, planned[0], interests, peers)
+        rank_reads = _agreed(compare, peers)
+        fetch = partial(_fetched, planned[0], rank_reads, peers)
         kept = tuple(name for name in [*parts, RNG] if name not in reports)
         restoration = cls(checkpoint, session, peers, large, fetch, small, own, options, reports, kept)
         if in_place:
@@ -174,11 +174,11 @@ class Restoration:
         )
 
 
-def _fetched(planned: "PlannedFetch", interests: "Sequence[Interest]", peers: "RankGroup") -> "Fetched":
+def _fetched(planned: "PlannedFetch", rank_reads: "Sequence[RankReads]", peers: "RankGroup") -> "Fetched":
     """Reads what was planned on all ranks. Collective."""
     found: list[Fetched] = []
-    _agreed(lambda: found.append(planned.read(interests)), peers)
-    planned.trust(interests)
+    _agreed(lambda: found.append(planned.read(rank_reads)), peers)
+    planned.trust(rank_reads)
     return found[0]
 
 

@@ -169,8 +169,8 @@ class Attendance:
             if now >= deadline:
                 return
             if now >= search:
-                doctor = active()
-                self.places = {} if doctor is None else doctor.places()
+                watchdog = active()
+                self.places = {} if watchdog is None else watchdog.places()
                 search = now + _SEARCH_EVERY
                 continue
             time.sleep(min(pause, deadline - now))

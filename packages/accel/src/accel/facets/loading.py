@@ -90,7 +90,7 @@ class LoadingFacet(CheckpointFacet, ABC):
         def options() -> LoadOptions:
             return LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
 
-        told = RankGroup.of(self._ranks()).together("load_state", options)
+        told = RankGroup.of(self._ranks()).run_on_all("load_state", options)
         if other := [rank for rank, one in enumerate(told) if one != told[0]]:
             raise CheckpointError(
                 f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "

@@ -219,9 +219,9 @@ class SavingFacet(CheckpointFacet, ABC):
             state.update(parts.collect())
             return self.clock.unstepped and bool(self._optimizers)
 
-        if any(peers.together("collecting the state to save", collect)):
+        if any(peers.run_on_all("collecting the state to save", collect)):
             held = open_window.collect(self.backend, self._models)
-            peers.together("looking for gradients", lambda: open_window.refuse(held))
+            peers.run_on_all("looking for gradients", lambda: open_window.refuse(held))
         if self.session.is_main_process:
             self._warn_of_metrics(notes)
         local: dict[str, Any] = {RNG: rng.rng_state()}

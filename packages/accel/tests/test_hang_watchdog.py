@@ -1,4 +1,4 @@
-"""What the hang doctor promises: who is where, told to every rank within seconds, and never a hang."""
+"""What the hang watchdog promises: who is where, told to every rank within seconds, and never a hang."""
 
 import json
 import re
