@@ -372,3 +372,10 @@ def test_debugging_can_be_asked_for_by_variable(name):
         assert session.debug
     with Session.open(cpu=True, env={name: "1"}, debug=False) as session:
         assert not session.debug
+
+
+def test_the_device_of_a_single_process_is_made_current(monkeypatch):
+    current = []
+    monkeypatch.setattr(Device, "set_current", lambda self: current.append(str(self)))
+    with Session.open(cpu=True, env={}) as session:
+        assert current == [str(session.device)]

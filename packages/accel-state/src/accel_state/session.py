@@ -106,6 +106,7 @@ class Session:
                 lease.watch()
         else:
             groups.choose_backend(chosen, backend)
+            chosen.set_current()  # libraries, and copies without a device of their own, use the current one
         group = None if lease is None else lease.group
         if group is not None and timeout not in {None, groups.read_timeout(group)}:
             assert timeout is not None

@@ -14,12 +14,12 @@ _LARGE = 2 * 2**20
 _MADV_HUGEPAGE = 14
 
 
-def new_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocates an uninitialised CPU tensor, in huge pages where its memory covers full ones and Linux allows it."""
-    tensor = torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    tensor = torch.empty(tuple(shape), dtype=dtype)
     begin = tensor.data_ptr()
     first, last = -(-begin // _LARGE) * _LARGE, (begin + tensor.numel() * tensor.element_size()) // _LARGE * _LARGE
-    if first < last and not pinned and sys.platform == "linux":
+    if first < last and sys.platform == "linux":
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE)  # on refusal: small pages
     return tensor

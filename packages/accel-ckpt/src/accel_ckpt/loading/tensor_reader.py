@@ -23,6 +23,7 @@ from accel_ckpt.format.tensors import (
     row_major,
 )
 from accel_ckpt.io.huge_pages import new_tensor
+from accel_ckpt.io.pinned_ring import PinnedRing, uses_ring
 from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
 from accel_ckpt.loading.cooperative_read import Parts, Place, RankReads, assign_verifiers, read_for_all, wanted_by_all
@@ -188,7 +189,8 @@ class ReadPlan:
         most = self._storage.threads
         threads = self.reads.seat.threads([one.seat for one in rank_reads], most) if self._storage.cached else most
         _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
-        return [target.finish for target in self._targets]
+        ring = PinnedRing()
+        return [partial(target.finish, ring) for target in self._targets]
 
     def _read_for_all(self, rank_reads: Sequence[RankReads], peers: RankGroup) -> None:
         """Fills blocks that all ranks read from one reader each, if the ranks share no cache and that is faster."""
@@ -286,18 +288,23 @@ class _Target:
         self.tensor = memory if self.in_place and memory is not None else new_tensor(share.shape, dtype)
         self.bytes = byte_view(self.tensor)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, ring: PinnedRing) -> torch.Tensor:
+        """Converts the shard to the kind of ``like``, on its device."""
         if self.like is None:
             return self.tensor
         if self.in_place:
             return self.like
         dtensor = as_dtensor(self.like)
         if dtensor is None:
-            return self.tensor if self.like.device.type == "meta" else self.tensor.to(self.like.device)
+            return self.tensor if self.like.device.type == "meta" else self._on(self.like.device, ring)
         device = dtensor._local_tensor.device
-        local = self.tensor.to(dtensor.device_mesh.device_type if device.type == "meta" else device)
+        device = torch.device(dtensor.device_mesh.device_type) if device.type == "meta" else device
+        local = self._on(device, ring)
         placed: torch.Tensor = distributed_like(local, dtensor)
         return placed
+
+    def _on(self, device: torch.device, ring: PinnedRing) -> torch.Tensor:
+        return ring.to_device(self.tensor, device) if uses_ring(device) else self.tensor.to(device)
 
 
 def _last(box: Box) -> Box:

@@ -231,7 +231,7 @@ class AsyncSaver:
         size = part.nbytes
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None
-            self._buffer = new_tensor((size,), torch.uint8, pinned=_has_accelerator(part))
+            self._buffer = new_tensor((size,), torch.uint8)
         copy_into(self._buffer, part.tensors, threads=self._threads, pool=self._pool)
 
     def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
@@ -280,7 +280,3 @@ def _local_threads(peers: RankGroup) -> int:
     """
     seats = peers.run_on_all("counting the ranks of each machine", Seat.own)
     return seats[peers.rank].threads(seats, default_threads())
-
-
-def _has_accelerator(part: RankPart) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in part.tensors)

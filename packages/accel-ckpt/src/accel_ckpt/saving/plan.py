@@ -11,8 +11,9 @@ import torch
 from accel_ckpt.format.manifest import TREE, Part, TensorEntry, local_file, tensor_file
 from accel_ckpt.format.safetensors_file import Item, file_order, header_of
 from accel_ckpt.format.shard_layout import Box, boxes, choose_writers, overlap
-from accel_ckpt.format.tensors import Holding, as_dtensor, byte_view, hold, host_copy
+from accel_ckpt.format.tensors import Holding, as_dtensor, hold
 from accel_ckpt.format.tree import Json, TensorTable, Tree, encode, tensor_name
+from accel_ckpt.io.pinned_ring import host_pieces
 from accel_ckpt.rank_group import RankGroup
 from accel_ckpt.saving.replicas import StateStructure, value_digests
 from accel_state.errors import CheckpointError
@@ -80,8 +81,7 @@ class RankPart:
     def pieces(self) -> Iterator[memoryview]:
         """Yields the tensor file, without copies of contiguous CPU tensors."""
         yield memoryview(self.header)
-        for tensor in self.tensors:
-            yield byte_view(host_copy(tensor))
+        yield from host_pieces(self.tensors)
 
 
 def make_draft(
