@@ -278,3 +278,29 @@ def test_a_whole_tensor_of_a_checkpointed_block_is_refused_by_name() -> None:
     wrapped = backend.prepare(Bundle([model], [torch.optim.SGD(model.parameters(), lr=0.1)])).models[0]
     with pytest.raises(BackendError, match=r"was given the whole blocks\.0\.up\.weight"):
         wrapped.load_state_dict(weights, strict=False)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.factor = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(rows) * self.factor
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+def test_a_unit_without_training_is_saved_or_refused_at_prepare(rank: int, strategy: str) -> None:
+    backend = open_backend(sharding_strategy=strategy, auto_wrap_policy="size_based_wrap", min_num_params=50)
+    model = _Scaled()
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+    if strategy == "NO_SHARD":
+        with pytest.raises(AccelError, match=r"no parameter of _Scaled .* trains.*strategy='ddp'"):
+            backend.prepare(Bundle([model], [optimizer]))
+        return
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    backend.backward(model(torch.ones(2, 8)).square().mean())
+    backend.step(optimizer)
+    assert sorted(backend.states.model(model)) == ["factor", "inner.bias", "inner.weight"]

@@ -34,7 +34,7 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
-from accel_backends.fsdp1.wrap import find_fsdp1, outside_units, wrapper_arguments
+from accel_backends.fsdp1.wrap import check_trained, find_fsdp1, outside_units, wrapper_arguments
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost, places
@@ -101,6 +101,8 @@ class FSDP1Backend(ModuleBackend):
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)
+            if self._options.sharding_strategy is ShardingLevel.NO_SHARD:
+                check_trained(innermost(model), units)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
         check_optimizers(bundle.optimizers, self._options, splitting)
         check_on_pieces(bundle.optimizers, splitting, "cpu" if self._options.cpu_offload else self.device)

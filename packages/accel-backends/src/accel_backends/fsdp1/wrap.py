@@ -12,6 +12,7 @@ from accel_backends.fsdp.shard import shard_dtypes
 from accel_backends.fsdp.wrap_units import Units
 from accel_backends.ops.fqn import places, wrapped_name
 from accel_precision.policy import PrecisionPolicy
+from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,6 +83,26 @@ def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
             return None
         model = cast(nn.Module, model._modules[name])
     return cast("FullyShardedDataParallel", model)
+
+
+def check_trained(root: nn.Module, units: Units) -> None:
+    """Checks that every unit has a parameter that trains, without which NO_SHARD loses the unit's parameters.
+
+    torch restores them as parameters after the backward, which does not reach such a unit.
+
+    Raises:
+        PrepareError: names the unit.
+    """
+    seen = {id(parameter) for name in units.ignored for parameter in root.get_submodule(name).parameters()}
+    for name in dict.fromkeys((*units.inside_out, "")):
+        own = [parameter for parameter in root.get_submodule(name).parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        if own and not any(parameter.requires_grad for parameter in own):
+            raise PrepareError(
+                f"no parameter of {name or type(root).__name__} that is not in a unit of its own trains, and "
+                "sharding_strategy='NO_SHARD' cannot save such a unit; nearest: strategy='ddp', which computes the "
+                "same, or fsdp_version=2"
+            )
 
 
 def is_unit(module: nn.Module, ids: set[int]) -> bool:
