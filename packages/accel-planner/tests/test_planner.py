@@ -403,7 +403,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
 def made(name: str, peak: int, seconds: float, memory: int = 100, host: int = 0) -> MemoryPlan:
     parts = Parts(peak, 0, 0, 0, 0, 0, 0, host)
     hardware = Hardware(memory=memory, host_memory=50)
-    return MemoryPlan(Candidate(name, "ddp", "whole"), hardware, parts, peak, Traffic(0, 0, 0, 0), seconds)
+    return MemoryPlan(Candidate(name, "ddp"), hardware, parts, peak, Traffic(0, 0, 0, 0), seconds)
 
 
 sizes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 50)), min_size=1, max_size=12)
@@ -488,17 +488,12 @@ def test_names_of_the_planner_are_all_there() -> None:
 
 
 def test_devices_of_xla_have_strategies_of_their_own() -> None:
-    from accel_planner.candidate import candidates
-
     assert [c.name for c in candidates(4, kind="xla")] == ["xla", "xla:shard"]
     assert not any(c.backend == "xla" for c in candidates(4))
 
 
 @pytest.mark.parametrize(("name", "parts"), [("xla", 1), ("xla:shard", 4)])
 def test_a_compiled_step_holds_parts_along_the_longest_dimension(name: str, parts: int) -> None:
-    from accel_planner import Hardware, optimizer_facts, plan_all, profile_model
-    from accel_planner.candidate import candidates, named
-
     def build() -> torch.nn.Module:
         return torch.nn.Linear(40, 3)
 

@@ -145,10 +145,10 @@ def _decided(
     batch: Any,
     memory: int | None,
 ) -> Chosen:
-    from accel_backends.ops.optimizer_support import steps_by_element
     from accel_planner.cost.hardware import Hardware, devices_of
-    from accel_planner.cost.model import plan_all
     from accel_planner.cost.optimizers import optimizer_facts
+    from accel_planner.cost.plan import plan_all
+    from accel_planner.cost.registry import load_cost_model
     from accel_planner.profile.profiler import profile_model
 
     if len(models) != 1:
@@ -178,8 +178,12 @@ def _decided(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
     )
     found = able(hardware, profile.blocks, strategy.candidates, optimizer=facts.name)
-    if any(one.kind == "zero" for one in found) and not all(map(steps_by_element, optimizers)):
-        found = [one for one in found if one.kind != "zero"]
+    unable = {
+        backend
+        for backend in {candidate.backend for candidate in found}
+        if not all(map(load_cost_model(backend).steps_with, optimizers))
+    }
+    found = [candidate for candidate in found if candidate.backend not in unable]
     if strategy.among is not None:
         found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)
@@ -191,16 +195,21 @@ def able(
 ) -> list["Candidate"]:
     """Returns the candidates whose backend is installed and supports the optimizer's class, restricted to ``names``."""
     from accel_backends.core.registry import installed_backends
-    from accel_planner.candidate import candidates, named
+    from accel_planner.candidate import named
+    from accel_planner.cost.plan import candidates_on
+    from accel_planner.cost.registry import load_cost_model
 
-    known = set(installed_backends())
     found = [
         candidate
-        for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks), kind=hardware.kind)
-        if candidate.backend in known
-        and (candidate.needs is None or find_spec(candidate.needs) is not None)
-        and (optimizer is None or candidate.takes(optimizer))
+        for candidate in candidates_on(hardware, blocks=bool(blocks))
+        if optimizer is None or candidate.takes(optimizer)
     ]
+    installed = {
+        backend
+        for backend in {candidate.backend for candidate in found} & set(installed_backends())
+        if (library := load_cost_model(backend).library) is None or find_spec(library) is not None
+    }
+    found = [candidate for candidate in found if candidate.backend in installed]
     return found if names is None else named(found, names)
 
 
@@ -214,7 +223,7 @@ def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list[
         candidate
         for candidate in candidates
         if candidate.backend == options.backend
-        and not candidate.checkpointing
+        and not candidate.wraps_blocks
         and options.settled(candidate.options) is not None
     ]
     if not found:
