@@ -12,6 +12,7 @@ from accel_planner.cost.plan import MemoryPlan as MemoryPlan
 from accel_planner.cost.plan import candidates as candidates
 from accel_planner.cost.plan import plan_all as plan_all
 from accel_planner.cost.plan import plan_memory as plan_memory
+from accel_planner.cost.replicated import ReplicatedCost as ReplicatedCost
 from accel_planner.errors import PlanError as PlanError
 from accel_planner.measurement import Measured as Measured
 from accel_planner.measurement import Run as Run
