@@ -137,11 +137,11 @@ def test_states_of_the_parameters_shape_are_sharded_and_others_are_not() -> None
 
 def test_a_step_over_lists_takes_memory_for_all_parameters_at_once() -> None:
     parameters = facts_of(*(nn.Parameter(torch.zeros(100, 40)) for _ in range(5)))
-    each, together = (optimizer_facts("adamw", parameters, foreach=lists) for lists in (False, True))
+    single, multi = (optimizer_facts("adamw", parameters, foreach=lists) for lists in (False, True))
     sizes = [(fact, fact.numel) for fact in parameters]
-    assert together.whole
-    assert not each.whole
-    assert each.scratch_bytes(sizes) <= 3 * 16000 < 5 * 16000 == together.scratch_bytes(sizes)
+    assert multi.together
+    assert not single.together
+    assert single.scratch_bytes(sizes) <= 3 * 16000 < 5 * 16000 == multi.scratch_bytes(sizes)
 
 
 def test_an_optimizer_stands_for_others_with_its_options() -> None:

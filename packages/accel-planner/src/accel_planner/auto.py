@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from accel_backends import Backend, Choice
     from accel_planner.candidate import Candidate
     from accel_planner.cost.hardware import Hardware
-    from accel_planner.select import Decision
     from accel_precision import PrecisionPolicy
     from accel_state import Session
 
@@ -145,27 +144,18 @@ def _decided(
     batch: Any,
     memory: int | None,
 ) -> Chosen:
-    from accel_planner.cost.hardware import Hardware, devices_of
     from accel_planner.cost.optimizers import optimizer_facts
     from accel_planner.cost.plan import plan_all
     from accel_planner.cost.registry import load_cost_model
     from accel_planner.profile.profiler import profile_model
+    from accel_planner.select import choose
 
     if len(models) != 1:
         raise ConfigError(
             f"strategy 'auto' looks at one model, and {len(models)} were given to prepare; name a strategy, or prepare "
             "the largest model first"
         )
-    described = strategy.hardware
-    if isinstance(described, str):
-        described = Hardware.parse(described, nodes=session.topology.num_nodes)
-    if described is not None and described.ranks != devices_of(session):
-        raise ConfigError(f"hardware={described} has {described.ranks} devices, and there are {devices_of(session)}")
-    if described is not None and described.kind != session.device.type and session.device.kind.together:
-        described = replace(described, kind=session.device.type)
-    hardware = described or Hardware.detect(session)
-    if described is None and memory is not None and hardware.kind != "cpu":
-        hardware = replace(hardware, memory=memory)
+    hardware = _hardware(strategy.hardware, session, memory)
     profile = profile_model(
         models[0],
         strategy.sample if strategy.sample is not None else batch,
@@ -187,7 +177,28 @@ def _decided(
     if strategy.among is not None:
         found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)
-    return _told(_choose(plans, strategy.margin), profile.notes)
+    decision = choose(plans, margin=strategy.margin)
+    candidate = decision.plan.candidate
+    chosen = f"strategy 'auto' chose {candidate.name}"
+    return Chosen(candidate, (chosen, *decision.reasons, *decision.changes, *profile.notes))
+
+
+def _hardware(described: "Hardware | str | None", session: "Session", memory: int | None) -> "Hardware":
+    """The hardware of this run, as described or as detected; ``memory``: the smallest of all ranks' devices.
+
+    Raises:
+        ConfigError: the description does not match the processes.
+    """
+    from accel_planner.cost.hardware import Hardware, devices_of
+
+    if described is None:
+        hardware = Hardware.detect(session)
+        return hardware if memory is None or hardware.kind == "cpu" else replace(hardware, memory=memory)
+    if isinstance(described, str):
+        described = Hardware.parse(described, nodes=session.topology.num_nodes)
+    if described.ranks != devices_of(session):
+        raise ConfigError(f"hardware={described} has {described.ranks} devices, and there are {devices_of(session)}")
+    return replace(described, kind=session.device.type) if session.device.kind.together else described
 
 
 def able(
@@ -231,18 +242,6 @@ def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list[
             f"{type(options).__name__} leaves no choice that can be carried out here: give its values instead of 'auto'"
         )
     return found
-
-
-def _choose(plans: Any, margin: float) -> "Decision":
-    from accel_planner.select import choose
-
-    return choose(plans, margin=margin)
-
-
-def _told(decision: "Decision", notes: tuple[str, ...]) -> Chosen:
-    candidate = decision.plan.candidate
-    told = f"strategy 'auto' chose {candidate.name}"
-    return Chosen(candidate, (told, *decision.reasons, *decision.changes, *notes))
 
 
 def first_batch(loader: Any, share: int) -> Any:

@@ -124,7 +124,7 @@ class _ShardedStep:
         self.how = how
         self.total = self.most = self.shares = 0
         self._level = 0
-        self._whole: set[int] = set()  # units whose full parameters are allocated
+        self._full: set[int] = set()  # units whose full parameters are allocated
         self._fetched: set[int] = set()  # units whose all-gather buffer is allocated
         self._behind = 0  # buffer of the forward's last all-gather, kept until the next one
         self._scattering = 0  # input of the last reduce-scatter, kept until the next one
@@ -144,7 +144,7 @@ class _ShardedStep:
             if mark.unit == 0:
                 self._behind = 0
             elif not self.how.keeps:
-                self._whole.discard(mark.unit)
+                self._full.discard(mark.unit)
         elif mark.kind == "reenter":
             self._gather(mark.unit, forward=False)
             self._fetch_before(mark.unit)
@@ -155,14 +155,14 @@ class _ShardedStep:
         else:
             for unit in range(len(self.units)):
                 self._scatter(unit)
-            self._whole.clear()
+            self._full.clear()
             self._fetched.clear()
             self._scattering = self._retained = 0
         self._look()
 
     def _look(self, extra: int = 0) -> None:
         """Updates the peaks with the current memory plus ``extra`` temporary bytes."""
-        buffers = sum(self.units[unit].gathered for unit in (*self._whole, *self._fetched))
+        buffers = sum(self.units[unit].gathered for unit in (*self._full, *self._fetched))
         buffers += self._behind + self._scattering + self._retained
         shares = 0 if self.how.gradients_leave else self.shares
         self.total = max(self.total, self._level + buffers + sum(self._gradients) + shares + extra)
@@ -177,14 +177,14 @@ class _ShardedStep:
 
     def _gather(self, unit: int, *, forward: bool) -> None:
         """Allocates a unit's full parameters and copies them out of the all-gather buffer."""
-        if unit in self._whole:
+        if unit in self._full:
             return
         size = self.units[unit]
         if unit not in self._fetched:
             self._fetch(unit)
         if forward:
             self._behind = 0
-        self._whole.add(unit)
+        self._full.add(unit)
         self._look(size.cast if self.how.shards == 1 else 0)
         if unit in self._fetched:
             self._fetched.discard(unit)
@@ -199,12 +199,12 @@ class _ShardedStep:
         self._order.pop(place)
         if place > 0:
             before = self._order[place - 1]
-            if before not in self._whole and before not in self._fetched:
+            if before not in self._full and before not in self._fetched:
                 self._fetch(before)
 
     def _scatter(self, unit: int) -> None:
         """Frees a unit's full parameters and reduce-scatters its gradients."""
-        self._whole.discard(unit)
+        self._full.discard(unit)
         size, mine = self.units[unit], self._gradients[unit]
         if not mine or unit in self._left:
             return

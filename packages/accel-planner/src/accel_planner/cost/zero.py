@@ -133,9 +133,9 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
     if stage == 3:
         part = sum(_part(parameter.numel, ranks) for parameter in trained)
         small = sum(parameter.nbytes for parameter in held if parameter.numel <= PERSISTENT and ranks > 1)
-        whole = sum(parameter.nbytes for parameter in held)
+        full = sum(parameter.nbytes for parameter in held)
         parameters = sum(_part(parameter.numel, ranks) * parameter.dtype.itemsize for parameter in held) + small
-        gathered = min(MAX_LIVE * width, whole - small) if ranks > 1 else 0
+        gathered = min(MAX_LIVE * width, full - small) if ranks > 1 else 0
         reduced = part * wide + (bucket * wide if copies else 0)
         gradients, reserved = part * wide, part * wide + bucket * wide
     else:
