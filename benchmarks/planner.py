@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -169,9 +168,9 @@ def compared(
     """
     from accel import Accelerator
     from accel_backends import build_options, load_backend
-    from accel_planner import Hardware, Run, measure, optimizer_facts, plan_memory, profile_model
+    from accel_planner import Hardware, Run, candidates, measure, optimizer_facts, plan_memory, profile_model
     from accel_planner.auto import checkpoint_blocks
-    from accel_planner.candidate import candidates, named
+    from accel_planner.candidate import named
     from accel_state.collectives.objects import all_gather_object
 
     chosen = SHAPES[shape]
@@ -181,7 +180,7 @@ def compared(
         candidates(devices, nodes), [strategy]
     )
     options = dict(candidate.options)
-    if candidate.replicas == "nodes":
+    if options.get("sharding_strategy") == "HYBRID_SHARD":
         options["shard_size"] = devices  # all of them share one machine here, which hybrid would fill
     torch.set_num_threads(1)
     accelerator = Accelerator(
@@ -189,7 +188,7 @@ def compared(
     )
     source = chosen.build()
     profile = profile_model(source, batch, loss=loss_of, policy=precision)
-    if candidate.checkpointing and candidate.kind != "sharded":
+    if candidate.wraps_blocks:
         checkpoint_blocks(source)
     stepping = getattr(torch.optim, optimizer)(source.parameters(), lr=0.01)
     facts = optimizer_facts(stepping, profile.parameters)
@@ -223,11 +222,12 @@ def main() -> None:
     options.add_argument("--optimizer", default="AdamW", help="class of torch.optim")
     options.add_argument("--shapes", default=",".join(SHAPES), help="models, with commas")
     args = options.parse_args()
-    from accel_planner.candidate import candidates
+    from accel_planner import Hardware
+    from accel_planner.auto import able
     from accel_testing import RankPool
 
     devices, nodes = (2, 2) if args.ranks == 4 else (args.ranks, 1)
-    names = [c.name for c in candidates(devices, nodes) if c.needs is None or find_spec(c.needs) is not None]
+    names = [candidate.name for candidate in able(Hardware(devices=devices, nodes=nodes), blocks=True)]
     columns = ["shape", "strategy", "ranks", "precision", "parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"]
     report = Report("Predicted against measured, off by percent", columns)
     how = {"precision": args.precision, "optimizer": args.optimizer, "world": args.ranks}

@@ -42,8 +42,8 @@ def measured(shape: str, strategy: str, precision: str) -> None:
     from accel import Accelerator
     from accel_backends import build_options, load_backend
     from accel_backends.xla.backend import shard_batch
-    from accel_planner import Hardware, optimizer_facts, plan_memory, profile_model
-    from accel_planner.candidate import candidates, named
+    from accel_planner import Hardware, candidates, optimizer_facts, plan_memory, profile_model
+    from accel_planner.candidate import named
 
     def held(tensors: Any) -> int:
         xla_model.wait_device_ops()

@@ -16,3 +16,7 @@ def test_every_public_name_is_there(name):
 def test_importing_brings_in_no_torch():
     code = "import sys, accel_planner; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_public_names_are_sorted():
+    assert sorted(accel_planner.__all__) == list(accel_planner.__all__)

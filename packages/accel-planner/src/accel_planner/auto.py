@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from accel_backends import Backend, Choice
     from accel_planner.candidate import Candidate
     from accel_planner.cost.hardware import Hardware
-    from accel_planner.select import Decision
     from accel_precision import PrecisionPolicy
     from accel_state import Session
 
@@ -147,27 +146,18 @@ def _decided(
     batch: Any,
     memory: int | None,
 ) -> Chosen:
-    from accel_backends.ops.optimizer_support import steps_by_element
-    from accel_planner.cost.hardware import Hardware, devices_of
-    from accel_planner.cost.model import plan_all
     from accel_planner.cost.optimizers import optimizer_facts
+    from accel_planner.cost.plan import plan_all
+    from accel_planner.cost.registry import load_cost_model
     from accel_planner.profile.profiler import profile_model
+    from accel_planner.select import choose
 
     if len(models) != 1:
         raise ConfigError(
             f"strategy 'auto' looks at one model, and {len(models)} were given to prepare; name a strategy, or prepare "
             "the largest model first"
         )
-    described = strategy.hardware
-    if isinstance(described, str):
-        described = Hardware.parse(described, nodes=session.topology.num_nodes)
-    if described is not None and described.ranks != devices_of(session):
-        raise ConfigError(f"hardware={described} has {described.ranks} devices, and there are {devices_of(session)}")
-    if described is not None and described.kind != session.device.type and session.device.kind.together:
-        described = replace(described, kind=session.device.type)
-    hardware = described or Hardware.detect(session)
-    if described is None and memory is not None and hardware.kind != "cpu":
-        hardware = replace(hardware, memory=memory)
+    hardware = _hardware(strategy.hardware, session, memory)
     profile = profile_model(
         models[0],
         strategy.sample if strategy.sample is not None else batch,
@@ -180,12 +170,37 @@ def _decided(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
     )
     found = able(hardware, profile.blocks, strategy.candidates, optimizer=facts.name)
-    if any(one.kind == "zero" for one in found) and not all(map(steps_by_element, optimizers)):
-        found = [one for one in found if one.kind != "zero"]
+    unable = {
+        backend
+        for backend in {candidate.backend for candidate in found}
+        if not all(map(load_cost_model(backend).steps_with, optimizers))
+    }
+    found = [candidate for candidate in found if candidate.backend not in unable]
     if strategy.among is not None:
         found = settling(found, strategy.among)
     plans = plan_all(profile, facts, hardware, found)
-    return _told(_choose(plans, strategy.margin), profile.notes)
+    decision = choose(plans, margin=strategy.margin)
+    candidate = decision.plan.candidate
+    chosen = f"strategy 'auto' chose {candidate.name}"
+    return Chosen(candidate, (chosen, *decision.reasons, *decision.changes, *profile.notes))
+
+
+def _hardware(described: "Hardware | str | None", session: "Session", memory: int | None) -> "Hardware":
+    """The hardware of this run, as described or as detected; ``memory``: the smallest of all ranks' devices.
+
+    Raises:
+        ConfigError: the description does not match the processes.
+    """
+    from accel_planner.cost.hardware import Hardware, devices_of
+
+    if described is None:
+        hardware = Hardware.detect(session)
+        return hardware if memory is None or hardware.kind == "cpu" else replace(hardware, memory=memory)
+    if isinstance(described, str):
+        described = Hardware.parse(described, nodes=session.topology.num_nodes)
+    if described.ranks != devices_of(session):
+        raise ConfigError(f"hardware={described} has {described.ranks} devices, and there are {devices_of(session)}")
+    return replace(described, kind=session.device.type) if session.device.kind.together else described
 
 
 def able(
@@ -193,16 +208,21 @@ def able(
 ) -> list["Candidate"]:
     """Returns the candidates whose backend is installed and supports the optimizer's class, restricted to ``names``."""
     from accel_backends.core.registry import installed_backends
-    from accel_planner.candidate import candidates, named
+    from accel_planner.candidate import named
+    from accel_planner.cost.plan import candidates_on
+    from accel_planner.cost.registry import load_cost_model
 
-    known = set(installed_backends())
     found = [
         candidate
-        for candidate in candidates(hardware.devices, hardware.nodes, blocks=bool(blocks), kind=hardware.kind)
-        if candidate.backend in known
-        and (candidate.needs is None or find_spec(candidate.needs) is not None)
-        and (optimizer is None or candidate.takes(optimizer))
+        for candidate in candidates_on(hardware, blocks=bool(blocks))
+        if optimizer is None or candidate.takes(optimizer)
     ]
+    installed = {
+        backend
+        for backend in {candidate.backend for candidate in found} & set(installed_backends())
+        if (library := load_cost_model(backend).library) is None or find_spec(library) is not None
+    }
+    found = [candidate for candidate in found if candidate.backend in installed]
     return found if names is None else named(found, names)
 
 
@@ -216,7 +236,7 @@ def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list[
         candidate
         for candidate in candidates
         if candidate.backend == options.backend
-        and not candidate.checkpointing
+        and not candidate.wraps_blocks
         and options.settled(candidate.options) is not None
     ]
     if not found:
@@ -224,18 +244,6 @@ def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list[
             f"{type(options).__name__} leaves no choice that can be carried out here: give its values instead of 'auto'"
         )
     return found
-
-
-def _choose(plans: Any, margin: float) -> "Decision":
-    from accel_planner.select import choose
-
-    return choose(plans, margin=margin)
-
-
-def _told(decision: "Decision", notes: tuple[str, ...]) -> Chosen:
-    candidate = decision.plan.candidate
-    told = f"strategy 'auto' chose {candidate.name}"
-    return Chosen(candidate, (told, *decision.reasons, *decision.changes, *notes))
 
 
 def first_batch(loader: Any, share: int) -> Any:

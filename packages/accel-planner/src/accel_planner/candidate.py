@@ -1,14 +1,11 @@
-"""Candidates: the strategies that the planner compares."""
+"""Candidate: a strategy that the planner compares with others."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Literal, final
+from typing import Any, final
 
-from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, ON_HOST
 from accel_state.errors import ConfigError
-
-Kind = Literal["whole", "sharded", "zero", "compiled"]
 
 CHECKPOINTING, OFFLOAD = "+ckpt", "+offload"
 
@@ -20,30 +17,22 @@ class Candidate:
 
     Attributes:
         name: its name in tables.
-        backend: entry-point name of its backend.
-        kind: memory model: every rank holds full parameters, units are gathered from shards, ZeRO's partitions, or one
-            program for all devices.
+        backend: entry-point name of its backend, and of the cost model that made it.
         options: fields of the backend's configuration.
         checkpointing: activation checkpointing of the repeated blocks.
-        offload: parameters and optimizer states are kept in host memory.
-        keeps: gathered parameters are kept until after the backward.
-        replicas: number of replicas of the sharded model: 1, "nodes" (one a node), or "all" (no sharding).
-        needs: import name of a library that its backend needs in addition.
+        wraps_blocks: the repeated blocks are to be wrapped with activation checkpointing before the backend prepares
+            the model, because the backend has no option for it.
+        offload: parameters and optimizer states are kept in host memory, and the optimizer steps there.
         optimizers: names of the classes of torch.optim that it supports; None: all but ``unfit``.
         unfit: names of the classes of torch.optim that it does not support.
-        stage: ZeRO stage: 1 partitions optimizer states, 2 also gradients, 3 also parameters.
     """
 
     name: str
     backend: str
-    kind: Kind
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
+    wraps_blocks: bool = False
     offload: bool = False
-    keeps: bool = False
-    replicas: Literal["one", "nodes", "all"] = "one"
-    stage: int = 0
-    needs: str | None = None
     optimizers: frozenset[str] | None = None
     unfit: frozenset[str] = frozenset()
 
@@ -53,41 +42,31 @@ class Candidate:
         allowed = self.optimizers is None or name in map(str.lower, self.optimizers)
         return allowed and name not in map(str.lower, self.unfit)
 
-    def degrees(self, devices: int, nodes: int) -> tuple[int, int]:
-        """Returns the number of replicas and the shard degree."""
-        if self.kind == "whole" or self.replicas == "all":
-            return devices * nodes, 1
-        return (nodes, devices) if self.replicas == "nodes" else (1, devices * nodes)
+    def checkpointed(self, options: Mapping[str, Any] | None = None) -> "Candidate":
+        """Returns this candidate with activation checkpointing.
 
+        ``options``: the backend's options that apply it; None: the backend has none.
+        """
+        return replace(
+            self,
+            name=self.name + CHECKPOINTING,
+            options={**self.options, **(options or {})},
+            checkpointing=True,
+            wraps_blocks=options is None,
+        )
 
-_SHARDINGS: tuple[tuple[str, bool, Literal["one", "nodes", "all"]], ...] = (
-    ("NO_SHARD", True, "all"),
-    ("SHARD_GRAD_OP", True, "one"),
-    ("HYBRID_SHARD", False, "nodes"),
-    ("FULL_SHARD", False, "one"),
-)
+    def offloaded(self, options: Mapping[str, Any], optimizers: Collection[str] | None = None) -> "Candidate":
+        """Returns this candidate with offloading.
 
-
-_ON_XLA = (
-    Candidate("xla", "xla", "compiled", {"shard_parameters": False}, replicas="all", needs="torch_xla"),
-    Candidate("xla:shard", "xla", "compiled", {"shard_parameters": True}, keeps=True, needs="torch_xla"),
-)
-
-
-def candidates(devices: int, nodes: int = 1, *, blocks: bool = True, kind: str = "cuda") -> list[Candidate]:
-    """Returns all strategies for ``devices`` devices on each of ``nodes`` nodes, roughly in order of simplicity.
-
-    ``blocks``: the model has repeated blocks, which activation checkpointing needs. ``kind``: type of the devices; XLA
-    devices have a backend of their own.
-    """
-    if kind == "xla":
-        return list(_ON_XLA)
-    return [
-        candidate
-        for base in _bases(devices * nodes, hybrid=nodes > 1 and devices > 1)
-        for candidate in (_with(base, ckpt, off) for off in (False, True) for ckpt in (False, True))
-        if (blocks or not candidate.checkpointing) and (not candidate.offload or _offloads(base))
-    ]
+        ``options``: the backend's options that offload. ``optimizers``: see the attribute.
+        """
+        return replace(
+            self,
+            name=self.name + OFFLOAD,
+            options={**self.options, **options},
+            offload=True,
+            optimizers=None if optimizers is None else frozenset(optimizers),
+        )
 
 
 def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Candidate]:
@@ -107,42 +86,3 @@ def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Can
             raise ConfigError(f"no candidate {name!r}; there are {', '.join(known)}{hint}")
         chosen += [candidate for candidate in mine if candidate not in chosen]
     return chosen
-
-
-def _bases(ranks: int, *, hybrid: bool) -> Iterator[Candidate]:
-    unfit = frozenset(BEYOND_ELEMENTS["fsdp"])
-    if ranks == 1:
-        yield Candidate("single", "single", "whole")
-        yield Candidate("fsdp:full_shard", "fsdp", "sharded", {"sharding_strategy": "FULL_SHARD"}, unfit=unfit)
-    else:
-        yield Candidate("ddp", "ddp", "whole")
-        for strategy, keeps, replicas in _SHARDINGS:
-            if strategy == "HYBRID_SHARD" and not hybrid:
-                continue
-            options = {"sharding_strategy": strategy}
-            name = f"fsdp:{strategy.lower()}"
-            yield Candidate(name, "fsdp", "sharded", options, keeps=keeps, replicas=replicas, unfit=unfit)
-    unfit = frozenset(BEYOND_ELEMENTS["deepspeed"])
-    for stage in (1, 2, 3):
-        yield Candidate(
-            f"zero:{stage}", "deepspeed", "zero", {"zero_stage": stage}, stage=stage, needs="deepspeed", unfit=unfit
-        )
-
-
-def _offloads(base: Candidate) -> bool:
-    """Whether a candidate can offload: unsharded parameters would be stored in host memory once for each rank."""
-    return base.kind == "zero" or (base.kind == "sharded" and base.replicas != "all")
-
-
-def _with(base: Candidate, checkpointing: bool, offload: bool) -> Candidate:
-    options = dict(base.options)
-    if base.kind == "sharded":
-        options |= {"activation_checkpointing": True} if checkpointing else {}
-        options |= {"cpu_offload": True} if offload else {}
-    if base.kind == "zero" and offload:
-        options["offload_optimizer_device"] = "cpu"
-        if base.stage == 3:
-            options["offload_param_device"] = "cpu"
-    steps = frozenset(ON_HOST) if base.kind == "zero" and offload else None
-    name = base.name + (CHECKPOINTING if checkpointing else "") + (OFFLOAD if offload else "")
-    return replace(base, name=name, options=options, checkpointing=checkpointing, offload=offload, optimizers=steps)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from accel_planner.cost.model import MemoryPlan
+from accel_planner.cost.plan import MemoryPlan
 from accel_planner.errors import PlanError
 from accel_state.sizes import readable_bytes
 

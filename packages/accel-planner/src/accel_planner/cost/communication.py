@@ -1,5 +1,6 @@
 """Bytes that a step communicates, and an estimate of the step's time; pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -10,13 +11,14 @@ from accel_backends.fsdp.shard import shard_dtypes
 from accel_planner.profile.profile import ModelProfile, ParameterFact
 
 if TYPE_CHECKING:
-    from accel_planner.candidate import Candidate
     from accel_planner.cost.hardware import Hardware
 
 # Fraction of communication that computation cannot overlap: the first all-gather and the last reduce-scatter.
 EXPOSED = 0.1
 # Bytes that the optimizer of one CPU core updates in a second.
 HOST_STEP = 10e9
+# Bytes of DDP's default bucket.
+_BUCKET = 25 * 2**20
 
 
 @final
@@ -42,66 +44,88 @@ class Traffic:
         return self.local + self.remote
 
 
-def traffic_of(profile: ModelProfile, hardware: "Hardware", candidate: "Candidate") -> Traffic:
-    """Communication volume of a strategy. In a ring, each rank sends (n-1)/n of the gathered or scattered bytes."""
-    replicas, shards = candidate.degrees(hardware.devices, hardware.nodes)
-    dtypes = shard_dtypes(profile.policy, FSDPConfig())
-    compute, reduce = dtypes.get("param_dtype"), dtypes.get("reduce_dtype")
-    units = len({parameter.unit for parameter in profile.parameters})
-    within, between = 0, 0
-    collectives = 0
-    host = 0
-    if candidate.kind == "whole" or (candidate.kind == "compiled" and shards == 1):
-        gradients = sum(parameter.nbytes for parameter in profile.trainable)
-        amount, collectives = 2 * _passed(gradients, replicas), -(-gradients // (25 * 2**20))
-        collectives = collectives if replicas > 1 else 0
-        within, between = (amount, 0) if hardware.nodes == 1 else (0, amount)
-        return Traffic(within, between, 0, collectives)
-    gathered = sum(_size(p, compute) for p in profile.parameters)
-    root = sum(_size(p, compute) for p in profile.parameters if p.unit == 0)
-    summed = sum(_size(p, reduce or compute) for p in profile.trainable)
-    if candidate.kind == "zero":
-        # Stage 3 gathers in the forward and in the backward; stages 1 and 2 gather the updated parameters once.
-        amount = _passed(gathered, shards) * (2 if candidate.stage == 3 else 1) + _passed(
-            _sum(profile, compute), shards
+@final
+@dataclass(frozen=True, slots=True)
+class CollectiveBytes:
+    """Bytes of all sharded parameters and gradients in the dtypes in which collectives move them.
+
+    Attributes:
+        parameters: all parameters, in the compute dtype.
+        root: those of the root unit.
+        updated: the trainable parameters, in the compute dtype.
+        gradients: gradients, in the dtype of the reduction.
+        units: number of units that have parameters.
+    """
+
+    parameters: int
+    root: int
+    updated: int
+    gradients: int
+    units: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile) -> "CollectiveBytes":
+        """Returns the bytes of a model."""
+        dtypes = shard_dtypes(profile.policy, FSDPConfig())
+        compute, reduce = dtypes.get("param_dtype"), dtypes.get("reduce_dtype")
+        return cls(
+            parameters=_bytes(profile.parameters, compute),
+            root=_bytes((parameter for parameter in profile.parameters if parameter.unit == 0), compute),
+            updated=_bytes(profile.trainable, compute),
+            gradients=_bytes(profile.trainable, reduce or compute),
+            units=len({parameter.unit for parameter in profile.parameters}),
         )
-        collectives = units * (3 if candidate.stage == 3 else 2)
-        stays = shards <= hardware.devices
-        host = 2 * (gathered // shards + summed // shards) if candidate.offload else 0
-        return Traffic(amount if stays else 0, 0 if stays else amount, host, collectives)
-    twice = 0 if candidate.keeps else _passed(gathered - root, shards)
-    sharding = _passed(gathered, shards) + twice + _passed(summed, shards)
-    replicating = 2 * _passed(summed // shards, replicas)
-    collectives = units * ((2 if candidate.keeps else 3) * (shards > 1) + (replicas > 1))
-    within += sharding if shards <= hardware.devices else 0
-    between += sharding if shards > hardware.devices else 0
-    within += replicating if hardware.nodes == 1 else 0
-    between += replicating if hardware.nodes > 1 else 0
-    if candidate.offload:
-        times = 1 if candidate.keeps else 2
-        host = times * (gathered // shards) + summed // shards
-    return Traffic(within, between, host, collectives)
 
 
-def estimate_seconds(flops: int, traffic: Traffic, hardware: "Hardware", stepped: int, candidate: "Candidate") -> float:
+def ring(size: int, ranks: int) -> int:
+    """Bytes that each rank sends in an all-gather or reduce-scatter of ``size`` bytes in a ring: (n-1)/n of them."""
+    return size * (ranks - 1) // ranks
+
+
+def replicated_traffic(profile: ModelProfile, hardware: "Hardware") -> Traffic:
+    """Communication volume of replicas on all devices, whose gradients are all-reduced in buckets."""
+    gradients = sum(parameter.nbytes for parameter in profile.trainable)
+    amount = 2 * ring(gradients, hardware.ranks)
+    collectives = -(-gradients // _BUCKET) if hardware.ranks > 1 else 0
+    within, between = (amount, 0) if hardware.nodes == 1 else (0, amount)
+    return Traffic(within, between, 0, collectives)
+
+
+def sharded_traffic(
+    profile: ModelProfile, hardware: "Hardware", *, replicas: int, shards: int, keeps: bool, offload: bool
+) -> Traffic:
+    """Communication volume of a model whose units are gathered from shards and whose gradients are reduce-scattered.
+
+    ``keeps``: gathered parameters are kept until after the backward, except the root unit's, which always are.
+    """
+    moved = CollectiveBytes.of(profile)
+    again = 0 if keeps else ring(moved.parameters - moved.root, shards)
+    sharding = ring(moved.parameters, shards) + again + ring(moved.gradients, shards)
+    replicating = 2 * ring(moved.gradients // shards, replicas)
+    collectives = moved.units * ((2 if keeps else 3) * (shards > 1) + (replicas > 1))
+    within = (sharding if shards <= hardware.devices else 0) + (replicating if hardware.nodes == 1 else 0)
+    host = (1 if keeps else 2) * (moved.parameters // shards) + moved.gradients // shards if offload else 0
+    return Traffic(within, sharding + replicating - within, host, collectives)
+
+
+def estimate_seconds(flops: int, traffic: Traffic, hardware: "Hardware", stepped_on_host: int = 0) -> float:
     """Estimated seconds of a step: computation and communication overlap, except for ``EXPOSED`` of the communication.
 
     Devices of one node share its link to other nodes.
 
     Args:
-        stepped: bytes that the optimizer updates.
+        stepped_on_host: bytes that an optimizer on the host updates.
     """
     computing = flops / hardware.flops
     # A ring over nodes sends one device's volume over each node's link, once for all devices of the node together.
     sending = traffic.local / hardware.local + traffic.remote / hardware.remote
     sending += traffic.collectives * hardware.latency
     copying = traffic.host / hardware.host
-    stepping = stepped / HOST_STEP if candidate.offload else 0.0
-    return max(computing, sending + copying) + EXPOSED * (sending + copying) + stepping
+    return max(computing, sending + copying) + EXPOSED * (sending + copying) + stepped_on_host / HOST_STEP
 
 
-def _passed(size: int, ranks: int) -> int:
-    return size * (ranks - 1) // ranks
+def _bytes(parameters: Iterable[ParameterFact], dtype: torch.dtype | None) -> int:
+    return sum(_size(parameter, dtype) for parameter in parameters)
 
 
 def _size(parameter: ParameterFact, dtype: torch.dtype | None) -> int:
@@ -109,7 +133,3 @@ def _size(parameter: ParameterFact, dtype: torch.dtype | None) -> int:
         return 0
     wanted = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
     return parameter.numel * wanted.itemsize
-
-
-def _sum(profile: ModelProfile, dtype: torch.dtype | None) -> int:
-    return sum(_size(parameter, dtype) for parameter in profile.trainable)

@@ -1,232 +1,102 @@
-"""FSDP memory simulator: replays a step's timeline under a strategy and records the peak memory; pure.
+"""Cost model of FSDP: units are gathered from shards, and their gradients reduce-scattered; pure."""
 
-Models when torch's ``fully_shard`` and DistributedDataParallel allocate and free memory.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import final
 
-import torch
+from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.fsdp.shard import shard_dtypes
+from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS
+from accel_planner.candidate import Candidate
+from accel_planner.cost.communication import Traffic, sharded_traffic
+from accel_planner.cost.fsdp_simulator import ShardedUnits, replay_sharded, unit_bytes
+from accel_planner.cost.hardware import Hardware
+from accel_planner.cost.model import CostModel, Parts
+from accel_planner.cost.optimizers import OptimizerFacts
+from accel_planner.profile.profile import ModelProfile
 
-from accel_planner.profile.profile import Mark, ModelProfile, ParameterFact, Timeline
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """Peak memory of a step beyond the resident parameters and optimizer states.
-
-    Attributes:
-        total: peak bytes of activations, gradients and communication buffers together.
-        communication: peak bytes of gathered parameters and collective buffers.
-        gradients: bytes of the final gradients after the backward.
-    """
-
-    total: int
-    communication: int
-    gradients: int
-
-
-def replay_replicated(timeline: Timeline, gradients: int, *, buckets: bool) -> Peak:
-    """Replays a step of a replicated model: gradients accumulate in the backward, beside DDP's buckets if any."""
-    held = gradients if buckets else 0
-    total, made = held, 0
-    for mark in timeline.marks:
-        total = max(total, held + made + mark.highest)
-        made += mark.amount
-        total = max(total, held + made + mark.level)
-    return Peak(total, held, gradients)
+# Strategies that keep gathered parameters until after the backward.
+_KEEP = frozenset({"NO_SHARD", "SHARD_GRAD_OP"})
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """Sizes in bytes of one FSDP unit on one rank.
+class FSDPCost(CostModel):
+    """Costs of torch's ``fully_shard``, simulated unit by unit."""
 
-    Attributes:
-        gathered: full parameters, each padded to a multiple of the shard degree, in the compute dtype.
-        cast: this rank's shard in the compute dtype, if it is stored in another dtype or in host memory.
-        reduced: full padded gradients in the dtype of the reduction.
-        share: this rank's shard of those gradients.
-        kept: that shard in the dtype of the parameters; equals ``share`` if the dtypes are the same.
-    """
+    native = True
 
-    gathered: int
-    cast: int
-    reduced: int
-    share: int
-    kept: int
+    def candidates(self, hardware: Hardware) -> Iterable[Candidate]:
+        """Each sharding strategy that differs on this hardware, with activation checkpointing and offloading."""
+        for strategy in _strategies(hardware):
+            base = Candidate(
+                f"fsdp:{strategy.lower()}",
+                "fsdp",
+                {"sharding_strategy": strategy},
+                unfit=frozenset(BEYOND_ELEMENTS["fsdp"]),
+            )
+            plain = base, base.checkpointed({"activation_checkpointing": True})
+            yield from plain
+            if strategy != "NO_SHARD":  # full parameters would be in host memory once for each rank
+                yield from (candidate.offloaded({"cpu_offload": True}) for candidate in plain)
 
+    def memory(
+        self, profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
+    ) -> tuple[Parts, int]:
+        """Shards of parameters, gradients and states; the peak is that of the simulated step.
 
-@final
-@dataclass(frozen=True, slots=True)
-class ShardedUnits:
-    """How a sharded step is executed.
+        On a CPU, offloading moves nothing.
+        """
+        replicas, shards = _degrees(candidate, hardware)
+        timeline = self.timeline(profile, candidate)
+        away = candidate.offload and hardware.kind != "cpu"
+        dtypes = shard_dtypes(profile.policy, FSDPConfig())
+        units = unit_bytes(
+            profile, shards, compute=dtypes.get("param_dtype"), reduce=dtypes.get("reduce_dtype"), offloaded=away
+        )
+        how = ShardedUnits(
+            shards,
+            keeps=_keeps(candidate),
+            holds_reduced=replicas > 1,
+            copies=hardware.kind == "cpu",
+            gradients_leave=away,
+        )
+        moving = replay_sharded(timeline, units, how)
+        parameters = sum(p.shard_numel(shards) * p.dtype.itemsize for p in profile.parameters)
+        full = [p for p in profile.trainable if not p.sharded]
+        gradients = sum(unit.kept for unit in units) + sum(p.nbytes for p in full)
+        states = sum(optimizer.state_bytes(p, shards) for p in profile.trainable)
+        step = optimizer.scratch_bytes((p, p.shard_numel(shards)) for p in profile.trainable)
+        other = profile.buffers + profile.inputs
+        if away:
+            host = parameters + gradients + states
+            parts = Parts(0, 0, 0, timeline.activations, moving.communication, other, 0, host)
+            return parts, other + moving.total
+        parts = Parts(parameters, gradients, states, timeline.activations, moving.communication, other, step)
+        return parts, parameters + states + other + max(moving.total, gradients + step)
 
-    Attributes:
-        shards: shard degree.
-        keeps: units stay gathered between forward and backward.
-        holds_reduced: replicas all-reduce a copy in another dtype, which is kept until the backward ends.
-        copies: collectives copy their buffers, as gloo's do.
-        gradients_leave: gradients are moved to host memory as soon as they are reduced.
-    """
-
-    shards: int
-    keeps: bool
-    holds_reduced: bool = False
-    copies: bool = False
-    gradients_leave: bool = False
-
-
-def unit_bytes(
-    profile: ModelProfile,
-    shards: int,
-    *,
-    compute: torch.dtype | None,
-    reduce: torch.dtype | None,
-    offloaded: bool = False,
-) -> list[UnitBytes]:
-    """Returns the sizes of every unit.
-
-    Args:
-        compute: dtype in which parameters are gathered; None: their own.
-        reduce: dtype in which gradients are reduced; None: that of the gathered parameters.
-        offloaded: shards must be copied to the device first.
-    """
-    sizes: list[list[int]] = [[0] * 5 for _ in profile.units]
-    for parameter in profile.parameters:
-        if not parameter.sharded:
-            continue
-        part = parameter.shard_numel(shards)
-        dtype = _gathered_dtype(profile, parameter, compute)
-        size = sizes[parameter.unit]
-        size[0] += shards * part * dtype.itemsize
-        if offloaded:
-            size[1] += part * parameter.dtype.itemsize
-        if dtype != parameter.dtype:
-            size[1] += part * dtype.itemsize
-        if parameter.trainable:
-            summed = reduce or dtype
-            size[2] += shards * part * summed.itemsize
-            size[3] += part * summed.itemsize
-            size[4] += part * parameter.dtype.itemsize
-    return [UnitBytes(*size) for size in sizes]
+    def traffic(self, profile: ModelProfile, hardware: Hardware, candidate: Candidate) -> Traffic:
+        """Gathered units and reduce-scattered gradients, which replicas all-reduce."""
+        replicas, shards = _degrees(candidate, hardware)
+        return sharded_traffic(
+            profile, hardware, replicas=replicas, shards=shards, keeps=_keeps(candidate), offload=candidate.offload
+        )
 
 
-def _gathered_dtype(profile: ModelProfile, parameter: ParameterFact, compute: torch.dtype | None) -> torch.dtype:
-    if compute is None or parameter.unit in profile.wide or not parameter.dtype.is_floating_point:
-        return parameter.dtype
-    return compute
+def _strategies(hardware: Hardware) -> Iterator[str]:
+    if hardware.ranks > 1:
+        yield "NO_SHARD"
+        yield "SHARD_GRAD_OP"
+        if hardware.nodes > 1 and hardware.devices > 1:
+            yield "HYBRID_SHARD"
+    yield "FULL_SHARD"
 
 
-def replay_sharded(timeline: Timeline, units: Sequence[UnitBytes], how: ShardedUnits) -> Peak:
-    """Replays a sharded step: units are all-gathered before they compute, and gradients reduce-scattered afterwards."""
-    step = _ShardedStep(units, how)
-    for mark in timeline.marks:
-        step.pass_by(mark)
-    return Peak(step.total, step.most, step.shares)
+def _keeps(candidate: Candidate) -> bool:
+    return candidate.options["sharding_strategy"] in _KEEP
 
 
-@final
-class _ShardedStep:
-    """Simulated memory of one rank during a sharded step."""
-
-    def __init__(self, units: Sequence[UnitBytes], how: ShardedUnits) -> None:
-        self.units = units
-        self.how = how
-        self.total = self.most = self.shares = 0
-        self._level = 0
-        self._whole: set[int] = set()  # units whose full parameters are allocated
-        self._fetched: set[int] = set()  # units whose all-gather buffer is allocated
-        self._behind = 0  # buffer of the forward's last all-gather, kept until the next one
-        self._scattering = 0  # input of the last reduce-scatter, kept until the next one
-        self._retained = 0
-        self._gradients = [0] * len(units)
-        self._order: list[int] = []  # units in the order in which the forward left them
-        self._left: set[int] = set()
-
-    def pass_by(self, mark: Mark) -> None:
-        """Updates the peak with the memory up to this mark, then applies the mark's event."""
-        self._level = mark.level
-        self._look(mark.highest - mark.level)
-        if mark.kind == "enter":
-            self._gather(mark.unit, forward=True)
-        elif mark.kind == "exit":
-            self._order.append(mark.unit)
-            if mark.unit == 0:
-                self._behind = 0
-            elif not self.how.keeps:
-                self._whole.discard(mark.unit)
-        elif mark.kind == "reenter":
-            self._gather(mark.unit, forward=False)
-            self._fetch_before(mark.unit)
-        elif mark.kind == "gradient":
-            self._gradients[mark.unit] += mark.amount
-        elif mark.kind == "leave":
-            self._scatter(mark.unit)
-        else:
-            for unit in range(len(self.units)):
-                self._scatter(unit)
-            self._whole.clear()
-            self._fetched.clear()
-            self._scattering = self._retained = 0
-        self._look()
-
-    def _look(self, extra: int = 0) -> None:
-        """Updates the peaks with the current memory plus ``extra`` temporary bytes."""
-        buffers = sum(self.units[unit].gathered for unit in (*self._whole, *self._fetched))
-        buffers += self._behind + self._scattering + self._retained
-        shares = 0 if self.how.gradients_leave else self.shares
-        self.total = max(self.total, self._level + buffers + sum(self._gradients) + shares + extra)
-        self.most = max(self.most, buffers)
-
-    def _fetch(self, unit: int) -> None:
-        """All-gathers a unit into a collective buffer."""
-        size = self.units[unit]
-        if self.how.shards > 1:
-            self._fetched.add(unit)
-            self._look(size.cast + (size.gathered if self.how.copies else 0))
-
-    def _gather(self, unit: int, *, forward: bool) -> None:
-        """Allocates a unit's full parameters and copies them out of the all-gather buffer."""
-        if unit in self._whole:
-            return
-        size = self.units[unit]
-        if unit not in self._fetched:
-            self._fetch(unit)
-        if forward:
-            self._behind = 0
-        self._whole.add(unit)
-        self._look(size.cast if self.how.shards == 1 else 0)
-        if unit in self._fetched:
-            self._fetched.discard(unit)
-            if forward:
-                self._behind = size.gathered
-
-    def _fetch_before(self, unit: int) -> None:
-        """Prefetches, for the backward, the unit that the forward left before this one."""
-        if unit not in self._order:
-            return
-        place = len(self._order) - 1 - self._order[::-1].index(unit)
-        self._order.pop(place)
-        if place > 0:
-            before = self._order[place - 1]
-            if before not in self._whole and before not in self._fetched:
-                self._fetch(before)
-
-    def _scatter(self, unit: int) -> None:
-        """Frees a unit's full parameters and reduce-scatters its gradients."""
-        self._whole.discard(unit)
-        size, mine = self.units[unit], self._gradients[unit]
-        if not mine or unit in self._left:
-            return
-        self._left.add(unit)
-        self._scattering = size.reduced
-        self._look()
-        self._gradients[unit] = 0
-        self.shares += size.kept
-        other = size.share if size.share != size.kept else 0
-        self._look(other + (size.reduced if self.how.copies else 0))
-        if self.how.holds_reduced and other:
-            self._retained += size.share
+def _degrees(candidate: Candidate, hardware: Hardware) -> tuple[int, int]:
+    """Number of replicas, and shard degree."""
+    strategy = candidate.options["sharding_strategy"]
+    if strategy == "NO_SHARD":
+        return hardware.ranks, 1
+    return (hardware.nodes, hardware.devices) if strategy == "HYBRID_SHARD" else (1, hardware.ranks)

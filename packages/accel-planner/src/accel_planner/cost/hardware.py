@@ -104,6 +104,14 @@ class Hardware:
         """Number of devices on all nodes, which is the number of processes."""
         return self.devices * self.nodes
 
+    @property
+    def spmd(self) -> bool:
+        """Whether one process drives all devices that it sees (XLA) instead of one process each device."""
+        from accel_state.device.device import DEVICE_KINDS
+
+        kind = DEVICE_KINDS.get(self.kind)
+        return kind is not None and kind.together
+
     @classmethod
     def parse(cls, text: str, *, nodes: int | None = None) -> "Hardware":
         """Parses ``[nodes x] [devices x] memory``, such as "8x80GB"; a product's name may replace the memory.

@@ -1,19 +1,18 @@
-"""Memory model: bytes of one candidate by part, and the peak of a step; pure."""
+"""Cost model of a backend: the candidates that it adds, and the memory and communication of each."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, ClassVar, final
 
-from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.shard import shard_dtypes
-from accel_planner.candidate import Candidate, candidates
-from accel_planner.cost.communication import Traffic, estimate_seconds, traffic_of
-from accel_planner.cost.fsdp import Peak, ShardedUnits, replay_replicated, replay_sharded, unit_bytes
-from accel_planner.cost.hardware import Hardware
-from accel_planner.cost.optimizers import OptimizerFacts
-from accel_planner.cost.xla import plan_compiled
-from accel_planner.cost.zero import plan_zero
-from accel_planner.profile.profile import ModelProfile
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_planner.candidate import Candidate
+    from accel_planner.cost.communication import Traffic
+    from accel_planner.cost.hardware import Hardware
+    from accel_planner.cost.optimizers import OptimizerFacts
+    from accel_planner.profile.profile import ModelProfile, Timeline
 
 
 @final
@@ -42,105 +41,44 @@ class Parts:
     host: int = 0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Memory, communication and time of one candidate.
+class CostModel(ABC):
+    """Predicts the costs of the strategies of one backend; named in the entry-point group ``accel.cost_models``.
 
-    Attributes:
-        candidate: the strategy.
-        hardware: the hardware that it is planned for.
-        parts: bytes per device, by part.
-        peak: peak bytes per device within a step.
-        traffic: bytes per device that a step communicates.
-        seconds: estimated time of an optimizer step of one micro-batch, used to rank candidates.
+    The entry has the backend's name. All methods are pure functions of their arguments.
     """
 
-    candidate: Candidate
-    hardware: Hardware
-    parts: Parts
-    peak: int
-    traffic: Traffic
-    seconds: float
+    library: ClassVar[str | None] = None
+    """Import name of a library that the backend needs in addition to its package."""
+    native: ClassVar[bool] = False
+    """The backend computes in the policy's dtype itself instead of under autocast."""
+    spmd: ClassVar[bool] = False
+    """The backend is for devices that one process drives together (XLA); otherwise for one process per device."""
 
-    @property
-    def host_of_node(self) -> int:
-        """Host memory in bytes that all devices of a node use for offloading."""
-        return self.parts.host * self.hardware.devices
+    @abstractmethod
+    def candidates(self, hardware: "Hardware") -> Iterable["Candidate"]:
+        """Returns the backend's strategies on this hardware, the simplest first; none if it is of no use there.
 
+        Those with activation checkpointing are left out by the planner if the model has no repeated blocks.
+        """
 
-def plan_all(
-    profile: ModelProfile,
-    optimizer: OptimizerFacts,
-    hardware: Hardware,
-    chosen: Iterable[Candidate] | None = None,
-) -> list[MemoryPlan]:
-    """Plans all candidates, or those given."""
-    if chosen is None:
-        chosen = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
-    return [plan_memory(profile, optimizer, hardware, candidate) for candidate in chosen]
+    @abstractmethod
+    def memory(
+        self, profile: "ModelProfile", optimizer: "OptimizerFacts", hardware: "Hardware", candidate: "Candidate"
+    ) -> tuple[Parts, int]:
+        """Returns the bytes of one device by part, and the peak of a step."""
 
+    @abstractmethod
+    def traffic(self, profile: "ModelProfile", hardware: "Hardware", candidate: "Candidate") -> "Traffic":
+        """Returns the communication volume of one device in a step."""
 
-def plan_memory(
-    profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
-) -> MemoryPlan:
-    """Plans one candidate."""
-    make = {"whole": _plan_whole, "sharded": _plan_sharded, "zero": plan_zero, "compiled": plan_compiled}[
-        candidate.kind
-    ]
-    parts, peak = make(profile, optimizer, hardware, candidate)
-    traffic = traffic_of(profile, hardware, candidate)
-    timeline = profile.timeline(native=candidate.kind in ("sharded", "zero"), checkpointed=candidate.checkpointing)
-    seconds = estimate_seconds(timeline.flops, traffic, hardware, parts.optimizer + parts.host, candidate)
-    return MemoryPlan(candidate, hardware, parts, peak, traffic, seconds)
+    def steps_with(self, optimizer: "Optimizer") -> bool:
+        """Returns whether the backend can step with this optimizer, which may be tried out. Default: True.
 
+        Optimizers that a candidate refuses by the name of their class are not asked about.
+        """
+        return True
 
-def _plan_whole(
-    profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
-) -> tuple[Parts, int]:
-    timeline = profile.timeline(native=False, checkpointed=candidate.checkpointing)
-    parameters = sum(parameter.nbytes for parameter in profile.parameters)
-    gradients = sum(parameter.nbytes for parameter in profile.trainable)
-    states = sum(optimizer.state_bytes(parameter, 1) for parameter in profile.trainable)
-    step = optimizer.scratch_bytes((parameter, parameter.numel) for parameter in profile.trainable)
-    moving = replay_replicated(timeline, gradients, buckets=hardware.ranks > 1 and gradients > 0)
-    other = profile.buffers + profile.inputs
-    resident = parameters + states + other
-    peak = resident + max(moving.total, moving.communication + gradients + step)
-    return Parts(parameters, gradients, states, timeline.activations, moving.communication, other, step), peak
-
-
-def _plan_sharded(
-    profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
-) -> tuple[Parts, int]:
-    replicas, shards = candidate.degrees(hardware.devices, hardware.nodes)
-    timeline = profile.timeline(native=True, checkpointed=candidate.checkpointing)
-    away = candidate.offload and hardware.kind != "cpu"
-    dtypes = shard_dtypes(profile.policy, FSDPConfig())
-    units = unit_bytes(
-        profile, shards, compute=dtypes.get("param_dtype"), reduce=dtypes.get("reduce_dtype"), offloaded=away
-    )
-    how = ShardedUnits(
-        shards,
-        keeps=candidate.keeps,
-        holds_reduced=replicas > 1,
-        copies=hardware.kind == "cpu",
-        gradients_leave=away,
-    )
-    moving = replay_sharded(timeline, units, how)
-    parameters = sum(p.shard_numel(shards) * p.dtype.itemsize for p in profile.parameters)
-    whole = [p for p in profile.trainable if not p.sharded]
-    gradients = sum(unit.kept for unit in units) + sum(p.nbytes for p in whole)
-    states = sum(optimizer.state_bytes(p, shards) for p in profile.trainable)
-    step = optimizer.scratch_bytes((p, p.shard_numel(shards)) for p in profile.trainable)
-    other = profile.buffers + profile.inputs
-    if away:
-        parts = Parts(0, 0, 0, timeline.activations, moving.communication, other, 0, parameters + gradients + states)
-        return parts, other + moving.total
-    resident = parameters + states + other
-    peak = resident + _most(moving, gradients + step)
-    return Parts(parameters, gradients, states, timeline.activations, moving.communication, other, step), peak
-
-
-def _most(moving: Peak, stepping: int) -> int:
-    return max(moving.total, stepping)
+    @final
+    def timeline(self, profile: "ModelProfile", candidate: "Candidate") -> "Timeline":
+        """Returns the trace of the step as this backend computes it."""
+        return profile.timeline(native=self.native, checkpointed=candidate.checkpointing)

@@ -53,14 +53,14 @@ class OptimizerFacts:
         states: state tensors of a parameter, keyed by the parameter's number of dimensions and itemsize.
         scratch: temporary memory of a step, as a multiple of the parameter's bytes, keyed likewise.
         carried: part of ``scratch`` that is still allocated when the next parameter is stepped, keyed likewise.
-        whole: scratch is allocated for all parameters at once (foreach) instead of one after the other.
+        together: scratch is allocated for all parameters at once (foreach) instead of one after the other.
     """
 
     name: str
     states: Mapping[tuple[int, int], tuple[StateShape, ...]]
     scratch: Mapping[tuple[int, int], float]
     carried: Mapping[tuple[int, int], float]
-    whole: bool
+    together: bool
 
     def state_bytes(self, parameter: ParameterFact, shards: int) -> int:
         """Bytes of a parameter's state on the rank with the most, sharded over ``shards`` ranks."""
@@ -73,13 +73,13 @@ class OptimizerFacts:
 
     def scratch_bytes(self, parameters: Iterable[tuple[ParameterFact, int]]) -> int:
         """Temporary bytes of a step, given the number of updated elements of each parameter."""
-        most = before = together = 0.0
+        most = before = total = 0.0
         for parameter, numel in parameters:
             key, size = (len(parameter.shape), parameter.dtype.itemsize), numel * parameter.dtype.itemsize
             most = max(most, before + size * self.scratch[key])
             before = size * self.carried[key]
-            together += size * self.scratch[key]
-        return round(together if self.whole else most)
+            total += size * self.scratch[key]
+        return round(total if self.together else most)
 
 
 def optimizer_facts(
@@ -103,7 +103,7 @@ def optimizer_facts(
     states: dict[tuple[int, int], tuple[StateShape, ...]] = {}
     scratch: dict[tuple[int, int], float] = {}
     carried: dict[tuple[int, int], float] = {}
-    whole = foreach
+    together = foreach
     for dims, dtype in kinds:
         if dims > len(_PRIMES):
             raise ConfigError(f"a parameter has {dims} dimensions; the planner knows up to {len(_PRIMES)}")
@@ -121,8 +121,8 @@ def optimizer_facts(
         states[key] = tuple(_shape_of(tensor, shape, dtype) for tensor in found)
         size = max(1, prod(shape)) * dtype.itemsize
         scratch[key], carried[key] = one / size, (two - one) / size
-        whole = whole or four > 1.5 * two > 0
-    return OptimizerFacts(name, states, scratch, carried, whole)
+        together = together or four > 1.5 * two > 0
+    return OptimizerFacts(name, states, scratch, carried, together)
 
 
 def _factory(kind: "str | Factory | Optimizer") -> tuple[str, Factory]:

@@ -1,22 +1,23 @@
-"""Memory of DeepSpeed's ZeRO, for engines as accel prepares them; pure.
+"""Cost model of DeepSpeed's ZeRO, for engines as accel prepares them; pure.
 
 Stored parameters, accumulated gradients and optimizer states are exact to the byte, verified on CPU ranks. Temporary
 buffers follow DeepSpeed's documented defaults, capped at the size of the model as accel's prepare caps them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
+from torch.optim import Optimizer
 
+from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, ON_HOST, steps_by_element
+from accel_planner.candidate import Candidate
+from accel_planner.cost.communication import CollectiveBytes, Traffic, ring
 from accel_planner.cost.hardware import Hardware
+from accel_planner.cost.model import CostModel, Parts
 from accel_planner.cost.optimizers import OptimizerFacts
 from accel_planner.profile.profile import ModelProfile, ParameterFact, Timeline
-
-if TYPE_CHECKING:
-    from accel_planner.candidate import Candidate
-    from accel_planner.cost.model import Parts
 
 # DeepSpeed's defaults, in elements (not bytes).
 BUCKET = 500_000_000
@@ -53,39 +54,74 @@ class Sizes:
     reduced: int
 
 
-def plan_zero(
-    profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: "Candidate"
-) -> "tuple[Parts, int]":
+@final
+class ZeroCost(CostModel):
     """Stage 1 partitions master weights and optimizer states, stage 2 also gradients, stage 3 also parameters.
 
     Models are held in the compute dtype. The optimizer steps on fp32 master weights of this rank's partition; at stages
     1 and 2 in fp32 without offloading, it steps on the model's own memory.
     """
-    from accel_planner.cost.model import Parts
 
-    timeline = profile.timeline(native=True, checkpointed=candidate.checkpointing)
-    sizes = _sizes(profile, optimizer, hardware, candidate)
-    flat = ParameterFact("", (_part(sum(p.numel for p in profile.trainable), hardware.ranks),), MASTER, True, 0)
-    step = round(flat.nbytes * max(optimizer.scratch.values(), default=0.0))
-    other = profile.buffers + profile.inputs
-    parameters, gradients, states, reserved = sizes.parameters, sizes.gradients, sizes.states, sizes.reserved
-    host = 0
-    if candidate.offload and hardware.kind != "cpu":
-        host, states, step = states + sizes.fed, 0, 0
-        gradients, reserved = gradients - sizes.fed, reserved - sizes.fed
-        if candidate.stage == 3:
-            host, parameters = host + parameters, 0
-        if candidate.stage > 1:
-            host, gradients, reserved = host + gradients, 0, reserved - gradients
-    moving = max(_moments(timeline, profile, sizes))
-    stepping = (0 if candidate.stage == 3 else sizes.bucket + flat.nbytes) + step
-    communication = sizes.bucket + sizes.gathered + sizes.reduced
-    parts = Parts(parameters, gradients, states, timeline.activations, communication, other, step, host)
-    return parts, parameters + states + reserved + other + max(moving, stepping)
+    library = "deepspeed"
+    native = True
+
+    def candidates(self, hardware: Hardware) -> Iterable[Candidate]:
+        """Each stage, with activation checkpointing and offloading."""
+        for stage in (1, 2, 3):
+            unfit = frozenset(BEYOND_ELEMENTS["deepspeed"])
+            base = Candidate(f"zero:{stage}", "deepspeed", {"zero_stage": stage}, unfit=unfit)
+            plain = base, base.checkpointed()
+            yield from plain
+            options = {"offload_optimizer_device": "cpu"}
+            if stage == 3:
+                options["offload_param_device"] = "cpu"
+            yield from (candidate.offloaded(options, optimizers=ON_HOST) for candidate in plain)
+
+    def memory(
+        self, profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: Candidate
+    ) -> tuple[Parts, int]:
+        """Partitions, DeepSpeed's buffers, and the activations of the step. On a CPU, offloading moves nothing."""
+        stage = _stage(candidate)
+        timeline = self.timeline(profile, candidate)
+        sizes = _sizes(profile, optimizer, hardware, stage, offload=candidate.offload)
+        flat = ParameterFact("", (_part(sum(p.numel for p in profile.trainable), hardware.ranks),), MASTER, True, 0)
+        step = round(flat.nbytes * max(optimizer.scratch.values(), default=0.0))
+        other = profile.buffers + profile.inputs
+        parameters, gradients, states, reserved = sizes.parameters, sizes.gradients, sizes.states, sizes.reserved
+        host = 0
+        if candidate.offload and hardware.kind != "cpu":
+            host, states, step = states + sizes.fed, 0, 0
+            gradients, reserved = gradients - sizes.fed, reserved - sizes.fed
+            if stage == 3:
+                host, parameters = host + parameters, 0
+            if stage > 1:
+                host, gradients, reserved = host + gradients, 0, reserved - gradients
+        moving = max(_moments(timeline, profile, sizes))
+        stepping = (0 if stage == 3 else sizes.bucket + flat.nbytes) + step
+        communication = sizes.bucket + sizes.gathered + sizes.reduced
+        parts = Parts(parameters, gradients, states, timeline.activations, communication, other, step, host)
+        return parts, parameters + states + reserved + other + max(moving, stepping)
+
+    def traffic(self, profile: ModelProfile, hardware: Hardware, candidate: Candidate) -> Traffic:
+        """Stage 3 gathers in the forward and in the backward; stages 1 and 2 gather the updated parameters once."""
+        moved, ranks = CollectiveBytes.of(profile), hardware.ranks
+        gathers = 2 if _stage(candidate) == 3 else 1
+        amount = ring(moved.parameters, ranks) * gathers + ring(moved.updated, ranks)
+        local, remote = (amount, 0) if ranks <= hardware.devices else (0, amount)
+        host = 2 * (moved.parameters // ranks + moved.gradients // ranks) if candidate.offload else 0
+        return Traffic(local, remote, host, moved.units * (gathers + 1))
+
+    def steps_with(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer updates slices of flat tensors as it updates full tensors."""
+        return steps_by_element(optimizer)
 
 
-def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, candidate: "Candidate") -> Sizes:
-    ranks, stage = hardware.ranks, candidate.stage
+def _stage(candidate: Candidate) -> int:
+    return int(candidate.options["zero_stage"])
+
+
+def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware, stage: int, *, offload: bool) -> Sizes:
+    ranks = hardware.ranks
     compute = profile.policy.compute
     held = [_held(parameter, compute) for parameter in profile.parameters]
     trained = [parameter for parameter in held if parameter.trainable]
@@ -97,9 +133,9 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
     if stage == 3:
         part = sum(_part(parameter.numel, ranks) for parameter in trained)
         small = sum(parameter.nbytes for parameter in held if parameter.numel <= PERSISTENT and ranks > 1)
-        whole = sum(parameter.nbytes for parameter in held)
+        full = sum(parameter.nbytes for parameter in held)
         parameters = sum(_part(parameter.numel, ranks) * parameter.dtype.itemsize for parameter in held) + small
-        gathered = min(MAX_LIVE * width, whole - small) if ranks > 1 else 0
+        gathered = min(MAX_LIVE * width, full - small) if ranks > 1 else 0
         reduced = part * wide + (bucket * wide if copies else 0)
         gradients, reserved = part * wide, part * wide + bucket * wide
     else:
@@ -107,12 +143,12 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
         part = padded // ranks
         frozen = sum(parameter.nbytes for parameter in held if not parameter.trainable)
         parameters, gathered = padded * width + frozen, 0
-        bucket_width = width if stage == 1 and not candidate.offload else wide
+        bucket_width = width if stage == 1 and not offload else wide
         gradients = numel * bucket_width if stage == 1 else _kept(trained, part, ranks, halves=width < wide)
-        reserved = gradients if stage == 2 and candidate.offload else 0
+        reserved = gradients if stage == 2 and offload else 0
         reduced = (bucket * wide if copies or width < wide else 0) + (part * wide if width < wide else 0)
-    fed = part * MASTER.itemsize if candidate.offload else 0
-    shared = stage < 3 and width == MASTER.itemsize and not candidate.offload
+    fed = part * MASTER.itemsize if offload else 0
+    shared = stage < 3 and width == MASTER.itemsize and not offload
     copied = 0 if shared else part * MASTER.itemsize
     states = copied + _flat_states(optimizer, profile, part)
     buffer = 0 if stage == 3 else bucket * bucket_width

@@ -69,7 +69,7 @@ def tokens(model: nn.Module, batch_size: int, seq_length: int) -> Batch:
     if len(needed) > 1:
         raise PlanError(
             f"forward of {type(model).__name__} needs {', '.join(needed)}, and token ids are but one argument; give a "
-            "sample function that makes the whole batch"
+            "sample function that makes the full batch"
         )
     return Batch(ids, batch_size, seq_length)
 

@@ -56,19 +56,19 @@ def profile_model(
     units = units_of(model, policy, config)
     names = ("", *sorted(units.inside_out))
     batch = _batch(model, sample, batch_size, seq_length)
-    look = _Look(model, policy, units, names)
+    profiler = _Profiler(model, policy, units, names)
     notes = list(built.notes)
     timelines: Mapping[Variant, Timeline]
     if batch is None:
         notes.append("no batch was given, so activations are not counted")
-        timelines = {variant: _EMPTY for variant in look.variants}
+        timelines = {variant: _EMPTY for variant in profiler.variants}
     else:
         if loss is None:
             notes.append("the loss was guessed from the model's output")
-        timelines = {variant: look.timeline(variant, batch, loss or guessed_loss) for variant in look.variants}
+        timelines = {variant: profiler.timeline(variant, batch, loss or guessed_loss) for variant in profiler.variants}
     return ModelProfile(
         name=type(model).__name__,
-        parameters=look.parameters,
+        parameters=profiler.parameters,
         buffers=buffer_bytes(model, policy),
         inputs=0 if batch is None else batch.nbytes,
         units=names,
@@ -98,7 +98,7 @@ def _batch(model: nn.Module, sample: Any, batch_size: int | None, seq_length: in
 
 
 @final
-class _Look:
+class _Profiler:
     """Profiler of one model, precision and set of units, for all variants."""
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...]) -> None:

@@ -52,7 +52,8 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     """
     from accel.cli.model_loading import load_function, load_object
     from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
-    from accel_planner.candidate import candidates, named
+    from accel_planner.candidate import named
+    from accel_planner.cost.plan import candidates_on
     from accel_precision import PrecisionError, PrecisionPolicy
 
     try:
@@ -70,7 +71,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         policy=policy,
     )
     facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
-    every = candidates(hardware.devices, hardware.nodes, blocks=bool(profile.blocks), kind=hardware.kind)
+    every = candidates_on(hardware, blocks=bool(profile.blocks))
     found = [candidate for candidate in every if candidate.takes(facts.name)]
     if options["candidates"]:
         found = named(found, options["candidates"].split(","))

@@ -57,7 +57,7 @@ class ChoosingFacet(ABC):
         self.backend = undecided.open(candidate)
         self.choice = Choice(candidate.backend, chosen.reasons)
         self.parallelism_config = fitting(None, self.session.topology, self.backend)
-        if candidate.checkpointing and candidate.kind != "sharded":
+        if candidate.wraps_blocks:
             for model in models:
                 checkpoint_blocks(model)
         self._undecided = None
