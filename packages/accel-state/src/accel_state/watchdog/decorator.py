@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 
 from accel_state.errors import AccelError, CollectiveError
 
@@ -118,6 +118,37 @@ def recorded(
         return wrapper
 
     return decorate
+
+
+@final
+class Recording:
+    """Context manager that records its block like ``recorded``, without a frame between the caller and the block."""
+
+    __slots__ = ("_counted", "_doctor", "_operation", "_shared")
+
+    def __init__(self, operation: str, *, shared: bool = True, counted: bool = False) -> None:
+        self._operation = operation
+        self._shared = shared
+        self._counted = counted
+        self._doctor: Doctor | None = None
+
+    def __enter__(self) -> None:
+        if _active and threading.get_ident() == (doctor := _active[-1]).main:
+            doctor.enter(self._operation, shared=self._shared, counted=self._counted)
+            self._doctor = doctor
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        doctor, self._doctor = self._doctor, None
+        if error is None and doctor is None:
+            return
+        try:
+            if isinstance(error, Exception) and (doctor is not None or not _active):
+                if doctor is not None and isinstance(error, TypeError | ValueError):
+                    doctor.record.withdraw()
+                explain(error)
+        finally:
+            if doctor is not None:
+                doctor.record.leave()
 
 
 def outline(tree: Any) -> str:
