@@ -313,7 +313,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
 
     def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
         """Computes in the policy's dtype within the block, for computation outside of a prepared model's forward."""
-        return self._strategy.backend.autocast(autocast_handler)
+        return self._strategy.backend.run.autocast_context(autocast_handler)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers predictions or labels of the current batch, without the samples that were repeated to fill it.

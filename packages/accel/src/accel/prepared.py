@@ -261,7 +261,7 @@ class Preparation:
 
     def _note_skip(self) -> None:
         """Called after an optimizer step was skipped on all ranks."""
-        scaler = self._strategy.backend.scaler
+        scaler = self._strategy.backend.loss_scale
         scale = "" if scaler is None else f" at a loss scale of {scaler.current:g}"
         self._log.event("skipped", text=f"an optimizer step was left out, as gradients had overflowed{scale}")
 

@@ -46,11 +46,11 @@ class RunStrategy:
 
     def counts(self) -> list[dict[str, int]]:
         """Step counts of the backend, for the checkpoint."""
-        return self.backend.counts()
+        return self.backend.states.counts()
 
     def load_counts(self, saved: Sequence[Mapping[str, int]] | None) -> None:
         """Restores the step counts of a checkpoint; None: it has none."""
-        self.backend.load_counts(saved or ())
+        self.backend.states.load_counts(saved or ())
 
     def decide(self, items: Sequence[Any], kinds: Sequence[str], *, split_batches: bool, in_use: bool) -> None:
         """Chooses a backend for the model, the optimizer and the loader among ``items``, if none is chosen yet.

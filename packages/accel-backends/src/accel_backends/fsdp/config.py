@@ -130,7 +130,7 @@ class FSDPConfig(BackendConfig):
         """
         if device_type != "xla":
             return self
-        from accel_backends.xla.backend import XLAConfig
+        from accel_backends.xla.config import XLAConfig
 
         unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
         for name in unable:

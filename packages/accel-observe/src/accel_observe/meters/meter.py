@@ -185,9 +185,7 @@ class Meter:
         import torch
 
         flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._run.session.device.torch)
-        return [
-            kind for kind, any_of in zip(KINDS, self._run.session.reduce(flags).tolist(), strict=True) if any_of
-        ]
+        return [kind for kind, any_of in zip(KINDS, self._run.session.reduce(flags).tolist(), strict=True) if any_of]
 
     def _tell(self, trouble: Trouble) -> None:
         self.troubles.append(trouble)

@@ -215,9 +215,10 @@ class Checkpointer:
         from accel_state import rng
 
         backend, models, clock = self._strategy.backend, self._prepared.models, self._clock
-        backend.update_scaler(hold=clock.open)
+        if backend.loss_scale is not None:
+            backend.loss_scale.update(hold=clock.open)
         if not alone:
-            backend.sync_buffers(models)
+            backend.states.sync_buffers(models)
         parts, peers = self.train_state(), RankGroup(None) if alone else RankGroup.of(self._places.ranks())
         state: dict[str, Any] = {}
 
@@ -397,7 +398,7 @@ class Checkpointer:
         state.add("optimizer", [OptimizerState(backend, one, known.models, strict) for one in inner])
         state.add("scheduler", known.schedulers)
         state.add("loader", [LoaderState(loader, options.allow_changed_data) for loader in known.loaders])
-        state.add("scaler", backend.loss_scales)
+        state.add("scaler", backend.states.loss_scales)
         state.add("clock", [self._clock])
         return state.add("custom", known.custom)
 

@@ -46,12 +46,12 @@ class Weights:
 
         self._need_all_shards()
         backend = self._strategy.backend
-        return with_aliases(model, backend.model_state(model) if sharded else backend.full_model_state(model))
+        return with_aliases(model, backend.states.model(model) if sharded else backend.states.full_model(model))
 
     def full_parameters(self, model: nn.Module, *, writeback: bool) -> AbstractContextManager[None]:
         """See ``Accelerator.full_parameters``."""
         self._need_all_shards()
-        return self._strategy.backend.full_parameters(model, writeback=writeback)
+        return self._strategy.backend.states.full_parameters(model, writeback=writeback)
 
     def save_model(
         self,
@@ -73,7 +73,7 @@ class Weights:
         from accel_ckpt import load_model_parts
 
         backend = self._strategy.backend
-        backend.load_model_state(model, load_model_parts(path, backend.model_state(model)), strict=strict)
+        backend.states.load_model(model, load_model_parts(path, backend.states.model(model)), strict=strict)
 
     def save(self, obj: Mapping[str, torch.Tensor], file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
         """See ``Accelerator.save``."""
@@ -100,26 +100,30 @@ class Weights:
         groups = [
             group["params"]
             for optimizer in optimizers
-            for group in backend.optimizer_state(optimizer, [model])["param_groups"]
+            for group in backend.states.optimizer(optimizer, [model])["param_groups"]
         ]
         found = read_folder(Path(folder), tag, groups=groups or None)
-        backend.load_model_state(model, found.model)
+        backend.states.load_model(model, found.model)
         for optimizer in optimizers:
             if found.optimizer is not None:
-                backend.load_optimizer_state(optimizer, [model], found.optimizer)
-        scales = backend.loss_scales
+                backend.states.load_optimizer(optimizer, [model], found.optimizer)
+        scales = backend.states.loss_scales
         if found.scale is not None and scales:
             # one scale of all models, or one of each model that trains
             trained = [one for one in known.models if known.optimizers_of(one)]
             position = next((n for n, one in enumerate(trained) if one is model), 0)
             scales[min(position, len(scales) - 1)].load_state_dict(found.scale)
         if len(known.models) == 1:
-            backend.load_counts([found.counts])
+            backend.states.load_counts([found.counts])
 
     @recorded("export_deepspeed")
     def export_deepspeed(self, folder: str | os.PathLike[str], tag: str, model: nn.Module | None) -> None:
         """See ``Accelerator.export_deepspeed``."""
-        self._strategy.backend.export_native(self._prepared.only_model(model), os.fspath(folder), tag)
+        from accel_backends.core.native import native
+        from accel_deepspeed import DeepSpeedBackend
+
+        engine = native(self._strategy.backend, DeepSpeedBackend)
+        engine.export_native(self._prepared.only_model(model), os.fspath(folder), tag)
 
     def _need_all_shards(self) -> None:
         """Refuses operations that need other ranks' shards of a model after the process group was closed."""

@@ -72,7 +72,7 @@ class Loaders:
         from accel.loop.metrics import gather_for_metrics, join_parts
 
         strategy = self._strategy
-        group = strategy.backend.sequence_group
+        group = strategy.backend.layout.sequence_group
         if group is not None:
             data = join_parts(data, strategy.parallelism.size("sp"), group)
         loader = self._clock.active_loader

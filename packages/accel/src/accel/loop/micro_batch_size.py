@@ -80,8 +80,8 @@ def _unchanged(backend: "Backend", model: nn.Module) -> Iterator[None]:
     from accel_state.rng import rng_state, set_rng_state
 
     random = rng_state()
-    gradients = backend.unreduced_gradients(model)
-    backend.set_unreduced_gradients(model, {})
+    gradients = backend.gradients.unreduced(model)
+    backend.gradients.set_unreduced(model, {})
     sending = [module for module in model.modules() if getattr(module, "broadcast_buffers", False)]
     for module in sending:
         module.broadcast_buffers = False  # type: ignore[assignment]
@@ -89,7 +89,7 @@ def _unchanged(backend: "Backend", model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        backend.set_unreduced_gradients(model, gradients)
+        backend.gradients.set_unreduced(model, gradients)
         for module in sending:
             module.broadcast_buffers = True  # type: ignore[assignment]
         with torch.no_grad():

@@ -82,8 +82,8 @@ class TrainingStep:
             if listening is not None:
                 listening.before_backward()
             clock.unstepped = clock.due or clock.unstepped
-            if backend.scaler is not None:
-                clock.settle_scale(backend)
+            if backend.loss_scale is not None:
+                clock.settle_scale(backend.loss_scale)
             if weight is not None:
                 self._weighted_backward(loss, weight, kwargs)
                 return
@@ -92,7 +92,7 @@ class TrainingStep:
             else:
                 backend.backward(loss, scale=clock.scale, **kwargs)
             if clock.due and clock.correction != 1.0:
-                correct_short_window(clock, self._accumulated(), backend)
+                correct_short_window(clock, self._accumulated(), backend.gradients)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None) -> Iterator[None]:
@@ -104,8 +104,8 @@ class TrainingStep:
                     stack.enter_context(loader.override_even_batches(even_batches))
             if not even:
                 backend = self._strategy.backend
-                stack.enter_context(backend.join(list(joinables)))
-                self._joining = backend.gradient_average > 1
+                stack.enter_context(backend.gradients.join(list(joinables)))
+                self._joining = backend.gradients.ranks > 1
                 stack.callback(self._stop_joining)
             yield
 
@@ -115,19 +115,19 @@ class TrainingStep:
         """See ``Accelerator.clip_grad_norm_``."""
         backend = self._strategy.backend
         if not self._clock.due:
-            return backend.norm_so_far(parameters, self._prepared.models, norm_type)
-        if backend.scaler is not None:
+            return backend.gradients.norm_so_far(parameters, self._prepared.models, norm_type)
+        if backend.loss_scale is not None:
             parameters = _listed(parameters)
-            backend.unscale(self._prepared.holding(parameters))
-        return backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            backend.gradients.unscale(self._prepared.holding(parameters))
+        return backend.gradients.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
         if self._clock.due:
             backend = self._strategy.backend
             parameters = _listed(parameters)
-            backend.unscale(self._prepared.holding(parameters))
-            backend.clip_grad_value(parameters, clip_value)
+            backend.gradients.unscale(self._prepared.holding(parameters))
+            backend.gradients.clip_value(parameters, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
         """See ``Accelerator.unscale_gradients``."""
@@ -138,7 +138,7 @@ class TrainingStep:
             chosen = prepared.holding(p for model in self._accumulated() for p in model.parameters())
         else:
             chosen = prepared.optimizers
-        self._strategy.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
+        self._strategy.backend.gradients.unscale([getattr(one, "optimizer", one) for one in chosen])
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """See ``Accelerator.full_gradients``."""
@@ -148,9 +148,9 @@ class TrainingStep:
                 "call it where accelerator.sync_gradients is True"
             )
         backend = self._strategy.backend
-        if backend.scaler is not None:
-            backend.unscale(self._prepared.holding(model.parameters()))
-        read = backend.full_gradients
+        if backend.loss_scale is not None:
+            backend.gradients.unscale(self._prepared.holding(model.parameters()))
+        read = backend.gradients.full
         return recorded("full_gradients")(read)(model) if backend.capabilities.sharded else read(model)
 
     def find_micro_batch_size(self, compute: Any, batch: Any, *, smallest: int) -> int:
@@ -182,10 +182,10 @@ class TrainingStep:
         """Runs the backward, and records the models without a window of their own that the loss has reached."""
         clock, backend, models = self._clock, self._strategy.backend, self._prepared.models
         alone = [n for n in range(len(models)) if n not in clock.claimed] if clock.key else ()
-        before = [backend.gradient_marks(models[n]) for n in alone]
+        before = [backend.gradients.marks(models[n]) for n in alone]
         backend.backward(loss, scale=scale, **kwargs)
         for position, marks in zip(alone, before, strict=True):
-            if backend.gradient_marks(models[position]) != marks:
+            if backend.gradients.marks(models[position]) != marks:
                 clock.window.reached.add(position)
 
     def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
@@ -201,10 +201,10 @@ class TrainingStep:
         clock, backend = self._clock, self._strategy.backend
         if clock.due:
             self._forget_dropped(clock.window)
-        scale = weighted_scale(clock.window, weight, backend, loss.device)
+        scale = weighted_scale(clock.window, weight, backend.gradients, loss.device)
         self._backward(loss * scale, 1.0, kwargs)
         if clock.due:
-            normalise(clock.window, self._accumulated(), backend)
+            normalise(clock.window, self._accumulated(), backend.gradients)
 
     def _key(self, models: tuple[nn.Module, ...]) -> "Key":
         """Positions of these models among the prepared ones; () for all of them or no specific ones."""

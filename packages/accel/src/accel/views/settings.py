@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_state.errors import BackendError, ConfigError
+from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,16 +101,16 @@ class SettingViews(ABC):
         return self._strategy.data_shard
 
     def native(self, kind: "type[B]") -> "B":
-        """Returns the backend as an object of its class, for methods that only this backend has.
+        """Returns the backend as an instance of ``kind``, with the methods that only that backend has.
+
+        ``accelerator.native(DeepSpeedBackend).zero_init()``, for example.
 
         Raises:
-            BackendError: another backend trains.
+            BackendError: another backend runs; the message names the strategy that gives this one.
         """
-        if not isinstance(self.backend, kind):
-            raise BackendError(
-                f"this needs backend {kind.name!r}, and {self.backend.name!r} trains; give strategy={kind.name!r}"
-            )
-        return self.backend
+        from accel_backends.core.native import native
+
+        return native(self.backend, kind)
 
     @property
     def distributed_type(self) -> "DistributedType":
@@ -141,7 +141,7 @@ class SettingViews(ABC):
     @property
     def scaler(self) -> Any:
         """Loss scaler; None if the precision needs none."""
-        return self.backend.scaler
+        return self.backend.loss_scale
 
     @property
     def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
@@ -187,7 +187,9 @@ class SettingViews(ABC):
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"no DeepSpeed plugin {name!r}; there are {', '.join(known) or 'none by name'}{hint}")
-        self.backend.reconfigure(known[name])
+        from accel_deepspeed import DeepSpeedBackend
+
+        self.native(DeepSpeedBackend).reconfigure(known[name])
 
     @property
     def sync_gradients(self) -> bool:
