@@ -1,6 +1,7 @@
 """Structure of the sources: modules per folder, import cycles, imports between the rooms of each package.
 
-A folder of tests has the name of the folder of sources that it tests.
+A folder of tests has the name of the folder of sources that it tests. Only the module of the Accelerator reads private
+attributes of an Accelerator.
 
 A room is a folder or a module at the top of a package. An arrow is a pair of rooms of which one imports the other at
 run time (imports under ``TYPE_CHECKING`` do not count). The floors of a package are the longest chain of arrows.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_MODULES = 15
+FACADE = "accel.accelerator"
 # Floors and arrows between rooms, by package.
 LIMITS: Mapping[str, tuple[int, int]] = {
     "accel": (5, 31),
@@ -136,9 +138,28 @@ def strangers(root: Path) -> Iterator[str]:
                 yield f"{folder.relative_to(root)}: the sources have no folder {folder.name!r}"
 
 
+def intruders(modules: Mapping[str, Path]) -> Iterator[str]:
+    """Reads of an Accelerator's private attributes outside its own module.
+
+    Code that needs a part of an Accelerator receives it as an argument.
+    """
+    for name, path in modules.items():
+        if name == FACADE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = node.value
+                last = (
+                    owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+                )
+                if last.strip("_") == "accelerator":
+                    yield f"{name}:{node.lineno}: reads {node.attr} of an Accelerator; pass the part as an argument"
+
+
 def complaints() -> Iterator[str]:
     yield from strangers(ROOT)
     modules = sources()
+    yield from intruders(modules)
     folders: dict[Path, int] = defaultdict(int)
     for path in modules.values():
         if path.name not in ("__init__.py", "_version.py"):

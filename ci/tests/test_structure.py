@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.check_structure import cycles, floors, imports, rooms, strangers
+from ci.check_structure import cycles, floors, imports, intruders, rooms, strangers
 
 SOURCES = {
     "p": "",
@@ -54,3 +54,14 @@ def test_a_folder_of_tests_without_sources_is_named(tmp_path: Path) -> None:
         (package / "tests" / folder / "test_x.py").touch()
     (tmp_path / "testing" / "tests").mkdir(parents=True)
     assert list(strangers(tmp_path)) == ["packages/one/tests/attic: the sources have no folder 'attic'"]
+
+
+def test_reads_of_an_accelerators_private_attributes_are_named(tmp_path: Path) -> None:
+    text = "def f(accelerator, self):\n    accelerator._models\n    self._accelerator._clock\n"
+    modules = {name: tmp_path / f"{name}.py" for name in ("other.module", "accel.accelerator")}
+    for path in modules.values():
+        path.write_text(text + "    accelerator.__class__\n    self._accelerator.clock\n    accelerator.clock._step\n")
+    assert list(intruders(modules)) == [
+        "other.module:2: reads _models of an Accelerator; pass the part as an argument",
+        "other.module:3: reads _clock of an Accelerator; pass the part as an argument",
+    ]

@@ -294,8 +294,8 @@ def test_prepared_optimizers_loaders_and_schedulers_pass_through() -> None:
     assert accelerator.prepare(optimizer) is optimizer
     assert accelerator.prepare(loader) is loader
     assert accelerator.prepare(scheduler) is scheduler
-    assert accelerator._optimizers == [optimizer]
-    assert len(accelerator._dataloaders) == 1
+    assert accelerator.prepared.optimizers == [optimizer]
+    assert len(accelerator.prepared.loaders) == 1
 
 
 def test_an_optimizer_of_unprepared_parameters_is_refused() -> None:

@@ -16,7 +16,7 @@ from accel_state import AccelError, CheckpointError, CheckpointMismatchError, Co
 
 
 def prepares_twice(accelerator: Accelerator, folder: Path) -> None:
-    accelerator.prepare(accelerator._models[0])
+    accelerator.prepare(accelerator.prepared.models[0])
 
 
 def steps_before_prepare(accelerator: Accelerator, folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel.facets.observing import RunProgress
+from accel.observe.monitor import RunProgress
 from accel_observe.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
 from accel_observe.meters.health import Trouble, worst_of_others
 from accel_observe.meters.progress import clock_text

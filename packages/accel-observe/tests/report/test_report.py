@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
                     accelerator.save_state()
                 if meter.steps == 6 and not life:
                     break
-        tracking = accelerator._tracking
+        tracking = accelerator._log.tracking
         assert tracking is not None
         tracking.finish()
     return folder
@@ -78,7 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 def wait_for_delivery(accelerator: Accelerator, interval: float) -> None:
     """Waits until the journal holds all there is, where it is ever to."""
-    tracking = accelerator._tracking
+    tracking = accelerator._log.tracking
     assert tracking is not None
     deadline = time.monotonic() + 60
     while interval < 1 and tracking.lanes[0].state_dict()["held"]:

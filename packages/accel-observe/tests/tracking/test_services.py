@@ -39,7 +39,7 @@ else:
     accelerator.log_images({"samples": image, "floats": image.flip(1).permute(0, 3, 1, 2) / 255}, step=2)
 accelerator.log_table("table", columns=["a", "b"], data=[[1, 2], [3, 4]], step=2)
 accelerator.log_artifact(__file__)
-lane = accelerator._tracking.lane_of(name)
+lane = accelerator._log.tracking.lane_of(name)
 own = accelerator.get_tracker(name, unwrap=True)
 assert own is not None
 accelerator.end_training()

@@ -64,7 +64,7 @@ def train(accelerator: Accelerator, model: torch.nn.Module, step: int) -> None:
 
 
 def wait_for_delivery(accelerator: Accelerator) -> None:
-    while any(lane.state_dict()["held"] for lane in accelerator._tracking.lanes):
+    while any(lane.state_dict()["held"] for lane in accelerator._log.tracking.lanes):
         time.sleep(0.01)
 
 

@@ -1,72 +1,44 @@
 """The Accelerator: one object around a training loop, which delegates to its parts."""
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
 from torch import nn
 
-from accel.checkpoints.save_quorum import Attendance
-from accel.checkpoints.train_state import Companion, Stateful
-from accel.facets.checkpoints import LoadHook, SaveHook
-from accel.facets.choosing import ChoosingFacet
-from accel.facets.data import DataFacet
-from accel.facets.exchange import ExchangeFacet
-from accel.facets.gradients import GradientFacet
-from accel.facets.loading import LoadingFacet
-from accel.facets.memory import MemoryFacet
-from accel.facets.mesh import MeshFacet
-from accel.facets.observing import ObservingFacet, RunProgress
-from accel.facets.preemption import PreemptionFacet
-from accel.facets.process import ProcessFacet
-from accel.facets.saving import SavingFacet
-from accel.facets.settings import SettingsFacet
-from accel.facets.tracking import TrackingFacet
-from accel.facets.weights import WeightsFacet
-from accel.loop import accumulation
+from accel.loop.accumulation import Weight
 from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
-from accel.loop.micro_batch import MicroBatch
+from accel.loop.step import MicroBatch, TrainingStep
 from accel.optimizer import PreparedOptimizer
+from accel.resilience.preemption import DEFAULT_SIGNALS, Notice
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup.kwargs_handlers import ProjectConfiguration
-from accel.setup.object_kinds import batch_sizes, check_driven, kind_of
-from accel_state.errors import UNSENDABLE, ConfigError, PrepareError
-from accel_state.watchdog.decorator import recorded
+from accel.views.observation import ObservationViews
+from accel.views.process import ProcessViews
+from accel.views.settings import SettingViews
+from accel_state.errors import UNSENDABLE, ConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+    from torch.utils.hooks import RemovableHandle
 
-    from accel_backends import Backend, BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel.checkpoints.checkpointer import LoadHook, SaveHook
+    from accel.checkpoints.train_state import Stateful
+    from accel.prepared import PreparationOptions
+    from accel.setup.build import Components
+    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel_ckpt.io.storage import Location
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin
     from accel_observe.tracking.registry import LogWith
-    from accel_precision import PrecisionPolicy
+    from accel_precision import AutocastKwargs, PrecisionPolicy
     from accel_state import ParallelismConfig
-
-B = TypeVar("B", bound="Backend")
 
 
 @final
-class Accelerator(
-    ProcessFacet,
-    DataFacet,
-    GradientFacet,
-    SettingsFacet,
-    MeshFacet,
-    PreemptionFacet,
-    MemoryFacet,
-    SavingFacet,
-    LoadingFacet,
-    WeightsFacet,
-    ExchangeFacet,
-    TrackingFacet,
-    ObservingFacet,
-    ChoosingFacet,
-):
+class Accelerator(ProcessViews, SettingViews, ObservationViews):
     """Runs an ordinary PyTorch training loop on the devices and ranks that it was launched on.
 
     Every argument has a default, and most have a flag of ``accel launch`` and an environment variable; an argument
@@ -131,9 +103,12 @@ class Accelerator(
         debug: bool | None = None,
     ) -> None:
         # imported here, because naming the class does not need these modules
+        from accel.prepared import PreparationOptions
         from accel.setup.build import dynamo_of, open_parts
         from accel.setup.resolve_strategy import several_deepspeed
 
+        if scheduler_steps not in ("per_step", "per_process"):
+            raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
         parts = open_parts(
             {
                 "mixed_precision": mixed_precision,
@@ -151,38 +126,50 @@ class Accelerator(
             fsdp=fsdp_plugin,
             deepspeed=several_deepspeed(deepspeed_plugin, deepspeed_plugins),
         )
-        self.config = parts.config
-        self.session = parts.session
-        self.policy = parts.policy
-        self.backend = parts.backend
-        self.choice, self._undecided = parts.choice, parts.undecided
-        self.parallelism_config = parts.parallelism
-        self.data_shard = parts.parallelism.data_shard(parts.session.topology)
-        self.dataloader_config = parts.loading
-        self.project_configuration = parts.project
-        self._choose_trackers(log_with)
-        self._profile_options = parts.handlers.profile
-        self._progress_of_run, self._told_stragglers = RunProgress.start(), set()
-        self.dynamo_plugin = dynamo_of(dynamo_backend, dynamo_plugin, parts.config)
-        self.clock = StepClock(parts.accumulation)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        # "generator" stands for the order of a loader's samples, on which the ranks agree without synchronising a
-        # generator.
-        self.rng_types = tuple(kind for kind in map(str, rng_types or ()) if kind != "generator")
-        if scheduler_steps not in ("per_step", "per_process"):
-            raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
-        self._scheduler_repeats = self.session.world_size if scheduler_steps == "per_process" else 1
-        self._models: list[nn.Module] = []
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._dataloaders: list[Any] = []
-        self._custom_objects: list[Stateful] = []
-        self._trained_apart: WeakSet[nn.Module] = WeakSet()
-        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self._attendance = Attendance.of(self.session)
-        self._listen_by_default()
+        options = PreparationOptions(
+            device_placement=device_placement,
+            follow_optimizer=step_scheduler_with_optimizer,
+            scheduler_repeats=parts.session.world_size if scheduler_steps == "per_process" else 1,
+            dynamo=dynamo_of(dynamo_backend, dynamo_plugin, parts.config),
+        )
+        self._assemble(parts, options, rng_types, log_with)
+        self._guard.listen_by_default()
+
+    def _assemble(
+        self, opened: "Components", options: "PreparationOptions", rng_types: Sequence[str] | None, log_with: "LogWith"
+    ) -> None:
+        """Makes the parts; each receives the parts that it uses."""
+        from accel.checkpoints.checkpointer import Checkpointer
+        from accel.checkpoints.train_state import Companion
+        from accel.checkpoints.weights import Weights
+        from accel.loop.loaders import Loaders
+        from accel.observe.monitor import Monitor
+        from accel.observe.run_log import RunLog
+        from accel.observe.trackers import Trackers
+        from accel.prepared import Preparation, PreparedObjects
+        from accel.resilience.guard import PreemptionGuard
+        from accel.strategy import RunStrategy
+
+        self.config, self.policy = config, policy = opened.config, opened.policy
+        self.session, self.project_configuration = session, project = opened.session, opened.project
+        self.clock = clock = StepClock(opened.accumulation)
+        self._strategy = strategy = RunStrategy(
+            session, policy, opened.backend, opened.choice, opened.parallelism, opened.undecided
+        )
+        self._prepared, self._log = prepared, log = PreparedObjects(), RunLog()
+        self._loaders = loaders = Loaders(strategy, clock, opened.loading, rng_types)
+        self._preparation = Preparation(strategy, prepared, loaders, clock, log, options)
+        self._monitor = monitor = Monitor(strategy, prepared, clock, config, log, opened.handlers.profile)
+        self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.explain)
+        companions = {
+            "progress": Companion(monitor.run_progress.save, monitor.run_progress.load),
+            "trackers": Companion(trackers.state_dict, trackers.load_state_dict),
+            "counts": Companion(strategy.counts, strategy.load_counts),
+        }
+        self._checkpointer = Checkpointer(strategy, prepared, clock, loaders, config, project, log, companions)
+        self._weights = Weights(strategy, prepared, project)
+        self._guard = PreemptionGuard(session, prepared, clock, self._checkpointer, project)
+        self._step = TrainingStep(strategy, prepared, clock, loaders, self._guard)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(UNSENDABLE.format(kind="an Accelerator"))
@@ -191,9 +178,8 @@ class Accelerator(
         """Returns self: an object that holds an Accelerator can be copied, but the process and its group exist once."""
         return self
 
-    # ------------------------------------------------------------------------------------------------ prepare
+    # Preparing
 
-    @recorded("prepare", shared=False)
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepares models, optimizers, schedulers and loaders for the backend, and returns them in the same order.
 
@@ -208,43 +194,24 @@ class Accelerator(
             PrepareError: a model was prepared before, an optimizer holds parameters of no prepared model, or the
                 number of placements is not that of the objects.
         """
-        if device_placement is None:
-            device_placement = [None] * len(args)
-        elif len(device_placement) != len(args):
-            raise PrepareError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
-        kinds = [kind_of(item) for item in args]
-        results = list(args)
-        self._prepare_bundle(results, kinds, device_placement)
-        for position, (item, kind) in enumerate(zip(args, kinds, strict=True)):
-            if kind == "loader":
-                results[position] = self.prepare_data_loader(item, device_placement=device_placement[position])
-        for item, kind in zip(results, kinds, strict=True):
-            if kind == "prepared":
-                self._adopt(item)
-        return results[0] if len(results) == 1 else tuple(results)
+        return self._preparation.prepare(args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model; with ``evaluation_mode``, moves it and sets its precision, without gradient reduction."""
-        if not evaluation_mode:
-            prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
-            return prepared
-        results: list[Any] = [model]
-        self._prepare_bundle(results, ["model"], [device_placement], training=False)
-        placed: nn.Module = results[0]
-        return placed
+        return self._preparation.prepare_model(model, device_placement, training=not evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """Prepares one optimizer, whose model must be prepared already."""
-        prepared: PreparedOptimizer = self.prepare(optimizer, device_placement=[device_placement])
+        prepared: PreparedOptimizer = self._preparation.prepare([optimizer], [device_placement])
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepares one scheduler."""
-        prepared: PreparedScheduler = self.prepare(scheduler)
+        prepared: PreparedScheduler = self._preparation.prepare([scheduler], None)
         return prepared
 
     def prepare_data_loader(
@@ -254,91 +221,39 @@ class Accelerator(
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepares one loader: it yields this rank's shard of the samples on its device."""
-        loader = self._prepare_loader(
-            data_loader, on_device=self._places(device_placement), slice_fn=slice_fn_for_dispatch
-        )
-        if not any(loader is other for other in self._dataloaders):
-            self._dataloaders.append(loader)
-        return loader
+        return self._preparation.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    def _prepare_bundle(
-        self, results: list[Any], kinds: Sequence[str], placement: Sequence[bool | None], *, training: bool = True
-    ) -> None:
-        """Prepares models, their optimizers and schedulers in place, as one bundle."""
-        from accel_backends import Bundle
+    def skip_first_batches(self, dataloader: "DataLoader[Any]", num_batches: int = 0) -> "DataLoader[Any]":
+        """Returns a loader like ``dataloader`` that begins after ``num_batches`` batches; both share one position."""
+        from accel_data import skip_first_batches
 
-        where = {
-            kind: [position for position, one in enumerate(kinds) if one == kind]
-            for kind in ("model", "optimizer", "scheduler")
-        }
-        if not any(where.values()):
-            return
-        check_driven(
-            [results[position] for position in where["scheduler"]],
-            [*self._optimizers, *(results[position] for position in where["optimizer"])],
-        )
-        if self._undecided is not None and training:
-            self._decide(results, kinds, split_batches=self.split_batches)
-        bundle = self.backend.prepare(
-            Bundle(
-                models=[results[position] for position in where["model"]],
-                optimizers=[results[position] for position in where["optimizer"]],
-                schedulers=[results[position] for position in where["scheduler"]],
-                place=tuple(self._places(placement[position]) for position in where["model"]),
-                training=training,
-                batch_sizes=batch_sizes(results, kinds, 1 / self.data_shard.count if self.split_batches else 1),
-            )
-        )
-        for position, prepared in zip(where["model"], bundle.models, strict=True):
-            model = prepared if self.dynamo_plugin is None else self.backend.compile(prepared, self.dynamo_plugin)
-            results[position] = model
-            self._models.append(model)
-        for position, optimizer in zip(where["optimizer"], bundle.optimizers, strict=True):
-            results[position] = PreparedOptimizer(optimizer, self.clock, self.backend, self._note_skip)
-            self._optimizers.append(results[position])
-        for position, scheduler in zip(where["scheduler"], bundle.schedulers, strict=True):
-            results[position] = self._wrap_scheduler(scheduler)
-            self._schedulers.append(results[position])
+        return skip_first_batches(dataloader, num_batches)
 
-    def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Binds a scheduler to the prepared optimizer that it drives, or to all of them if it names none."""
-        driven = getattr(scheduler, "optimizer", None)
-        bound = [one for one in self._optimizers if one is driven or one.optimizer is driven]
-        return PreparedScheduler(
-            scheduler,
-            bound or self._optimizers,
-            self.clock,
-            follow_optimizer=self.step_scheduler_with_optimizer,
-            repeats=1 if self.split_batches else self._scheduler_repeats,
-        )
+    def deepspeed_ulysses_dl_adapter(self, dl: "DataLoader[Any]", model: nn.Module) -> Any:
+        """Returns the loader, prepared if it is not: prepared loaders yield this rank's shard of each sequence."""
+        return self._preparation.prepare_loader(dl)
 
-    def _adopt(self, item: Any) -> None:
-        """Registers an object that is prepared already, unless it is registered."""
-        known: list[Any] = self._optimizers if isinstance(item, PreparedOptimizer) else self._schedulers
-        if not any(item is other for other in known):
-            known.append(item)
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Releases all prepared objects; returns a None for each argument: ``a, b = accelerator.free_memory(a, b)``."""
+        self._strategy.backend.release(self._prepared.models)
+        self._prepared.clear()
+        self.clock.reset()
+        from accel_state.device.memory import release_memory
 
-    def _companions(self) -> dict[str, Companion]:
-        return {
-            "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
-            "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
-            "counts": Companion(self.backend.states.counts, lambda saved: self.backend.states.load_counts(saved or ())),
-        }
+        return release_memory(*objects)
 
-    def _places(self, device_placement: bool | None) -> bool:
-        return self.device_placement if device_placement is None else device_placement
+    clear = free_memory
 
-    # --------------------------------------------------------------------------------------------------- step
+    # A training step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Enters the next micro-batch: gradients of ``models`` are reduced, and optimizers step, when the window ends.
 
         A loop with several losses (a GAN's) needs a block for each loss, with the models that the loss trains.
         """
-        return MicroBatch(self, models)
+        return MicroBatch(self._step, models)
 
-    @recorded("backward", shared=False, counted=True)
-    def backward(self, loss: torch.Tensor, *, weight: accumulation.Weight | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
         """Computes gradients, scaled so that the micro-batches of all ranks add up to the gradient of one global batch.
 
         Without ``weight``, ``loss`` is the mean over its micro-batch. With it, ``loss`` is a sum and ``weight`` the
@@ -351,27 +266,211 @@ class Accelerator(
                 ``join_uneven_inputs``.
             PrepareError: no model has been prepared, so gradients would not be reduced over ranks.
         """
-        if not self._models:
-            raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
-        clock, backend = self.clock, self.backend
-        if clock.unclaimed:
-            clock.claim_passes()
-        if self._preemption is not None:
-            self._preemption.before_backward()
-        clock.unstepped = clock.due or clock.unstepped
-        if backend.loss_scale is not None:
-            clock.settle_scale(backend.loss_scale)
-        if weight is not None:
-            self._weighted_backward(loss, weight, kwargs)
-            return
-        if clock.key:
-            self._backward(loss, clock.scale, kwargs)
-        else:
-            backend.backward(loss, scale=clock.scale, **kwargs)
-        if clock.due and clock.correction != 1.0:
-            accumulation.correct_short_window(clock, self._accumulated(), backend.gradients)
+        self._step.backward(loss, weight, kwargs)
 
-    # ---------------------------------------------------------------------------------------------------- end
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within the block, the backward does not reduce the gradients of ``model`` over ranks."""
+        return self._strategy.backend.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within the block, the next backward reduces the gradients even if the forward ran under ``no_sync``."""
+        return self._strategy.backend.trigger_sync(model)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients to a global norm of at most ``max_norm``; returns the norm before clipping.
+
+        Has an effect only when a step is due. Otherwise it returns the norm of the gradients that this process has
+        accumulated so far, which are not reduced over ranks yet, with the loss scale divided out.
+        """
+        return self._step.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamps every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
+        self._step.clip_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides the gradients by the loss scale, once, for the given optimizer or all prepared ones.
+
+        In the block of ``accumulate(model)``, "all" means those that step for its models: the gradients that others
+        have accumulated must stay scaled.
+        """
+        self._step.unscale(optimizer)
+
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Full gradients of the next step by parameter name: averaged over ranks, with the loss scale divided out.
+
+        They are copies, on every process, however the backend shards gradients; parameters without a gradient are left
+        out. Call it after the last backward of a window. Clipping by the step itself (DeepSpeed's) is not included.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: no step is due, so the gradients have not been reduced yet.
+        """
+        return self._step.full_gradients(model)
+
+    def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
+        """Computes in the policy's dtype within the block, for computation outside of a prepared model's forward."""
+        return self._strategy.backend.run.autocast_context(autocast_handler)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers predictions or labels of the current batch, without the samples that were repeated to fill it.
+
+        Tensors (in any nesting) are concatenated along dimension 0; other objects are gathered as objects, and a list
+        of them counts as rows. Inside a prepared loader's loop the result, over a full epoch, holds every sample of the
+        dataset exactly once, in the order of the samples; outside of a loop all rows are kept. With sequence
+        parallelism, the shards (samples, tokens, ...) of a sequence are concatenated first.
+
+        Raises:
+            DataError: with sequence parallelism, a leaf is not a tensor (samples, tokens, ...).
+        """
+        return self._loaders.gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def join_uneven_inputs(
+        self, joinables: Iterable[nn.Module], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Lets ranks with fewer batches leave the loop early while the others continue (torch's ``Join``).
+
+        ``even_batches`` overrides the setting of every prepared map-style loader inside the block; joining has an
+        effect only if batches are not made even.
+        """
+        return self._step.join_uneven_inputs(joinables, even_batches)
+
+    def find_micro_batch_size(self, compute: Callable[[Any], torch.Tensor], batch: Any, *, smallest: int = 1) -> int:
+        """Returns the largest micro-batch, of ``batch`` or a half, a quarter... of it, that fits on every rank.
+
+        ``compute`` returns the loss of a batch with the prepared models; its forward and backward are tried with the
+        first rows of ``batch`` (tensors in any nesting). Pass the result to the DataLoader, and the batch size that
+        training needs to ``DataLoaderConfiguration(global_batch_size=...)``: accumulation then compensates smaller
+        micro-batches, so the steps are the same whatever the memory is. Optimizer states do not exist before the first
+        step; try with a batch somewhat larger than the remaining memory would hold. Call it between steps; weights,
+        buffers, gradients and random state are restored.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            ConfigError: not even ``smallest`` rows fit, or an accumulation window is open.
+        """
+        return self._step.find_micro_batch_size(compute, batch, smallest=smallest)
+
+    # Checkpoints
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> "Location":
+        """Saves all state that resuming needs, and returns the folder, which exists only once it is complete.
+
+        Saved are models, optimizers, schedulers, loss scaler, positions of the loaders, accumulation clock, registered
+        objects and the random state of every rank; ``metadata`` is the caller's own JSON. With automatic checkpoint
+        naming ``output_dir`` is ignored, and old checkpoints are pruned after the commit. Locations are folders on a
+        disk that all processes share, or URLs of any file system that fsspec knows (``accel-ckpt[remote]``). With
+        ``ProjectConfiguration.save_on_each_node`` they are folders on each node's own disk, which receives a full copy.
+
+        ``metrics`` are numbers by name, measured on the saved state; those of the main process count. ``accel ckpt ls``
+        shows them, and ``ProjectConfiguration(keep_best=..., metric=...)`` keeps the best checkpoints by one of them.
+
+        Collective: every rank of the group must call this. If every process holds the full state, the main process may
+        also call it alone: the first time it waits until the others have evidently gone past, warns that it saves
+        without them, and does not save their random state.
+
+        With ``asynchronous`` the call returns once the values are copied, and they are written while training
+        continues. One save runs at a time, a failure is raised by the next call, and leaving waits (see ``last_save``).
+        A failure that no call has raised makes the process end with a status other than 0.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, or an earlier asynchronous save failed (committed
+                checkpoints are intact); or other processes are absent whose state the save needs; or gradients of a
+                full window have not been stepped yet, which the checkpoint would lose.
+            ConfigError: neither ``output_dir`` nor automatic checkpoint naming is given, or ``metrics`` are not
+                numbers, or lack the metric by which the best are kept.
+        """
+        return self._checkpointer.save_state(output_dir, metadata=metadata, metrics=metrics, asynchronous=asynchronous)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        parts: str | Iterable[str] | None = None,
+        allow_changed_data: bool | None = None,
+    ) -> "Location":
+        """Restores the state that ``save_state`` saved, on any number of processes; returns the folder that was read.
+
+        ``input_dir`` None or ``"latest"`` takes the newest intact checkpoint of the project's automatic ones. Ranks
+        that did not exist at the save derive their random state from the checkpoint. ``strict=False`` tolerates missing
+        and unused parameters in models and optimizers; ``last_load`` reports them.
+
+        ``parts`` restricts loading to the parts of these names: ``"model"``, ``"optimizer"``, ``"scheduler"``,
+        ``"loader"``, ``"custom"`` (the first of each kind, then ``"model_1"``, ...), ``"scaler"``, ``"clock"`` (with
+        the gradients of an open window) and ``"rng"``. The rest of the run is not changed, including random state,
+        clock and open windows, and the checkpoint may hold parts that the run has not prepared. Only the bytes that are
+        read are verified then.
+
+        Collective: every rank of the group must call this.
+
+        ``allow_changed_data=True`` loads positions of loaders inside an epoch of data that has changed since, with a
+        warning in numbers (see ``PreparedLoader.load_state_dict``); False refuses them; None takes the value of
+        ``DataLoaderConfiguration(allow_changed_data=...)``.
+
+        Raises:
+            ConfigError: no location is given or known, or ``parts`` is empty.
+            CheckpointMismatchError: the checkpoint, or the run, has no part of such a name, or a part that does not
+                fit.
+            CheckpointError: there is no such checkpoint, a file of it is damaged, or it belongs to other objects.
+                A mismatch, and a file that is missing or has another size, are found before anything has changed. A
+                block whose bytes have changed is found when it is read into the parameters: models and optimizers
+                then hold a part of the checkpoint, as the error says, until another ``load_state`` succeeds.
+        """
+        return self._checkpointer.load_state(
+            input_dir, strict=strict, parts=parts, allow_changed_data=allow_changed_data
+        )
+
+    def resume(self) -> "Location | None":
+        """Loads the newest intact checkpoint of the project, if there is one, and returns its folder.
+
+        For scripts that are started with the same command the first time and every time after.
+
+        Collective: every rank of the group must call this.
+        """
+        return self._checkpointer.resume()
+
+    def register_for_checkpointing(self, *objects: "Stateful") -> None:
+        """Includes these objects in ``save_state`` and ``load_state``.
+
+        Loading also calls their ``state_dict``, to restore it if another part refuses the checkpoint.
+
+        Raises:
+            ConfigError: an object lacks ``state_dict`` or ``load_state_dict``; no object is registered then.
+        """
+        self._checkpointer.register(objects)
+
+    def register_save_state_pre_hook(self, hook: "SaveHook") -> "RemovableHandle":
+        """Calls ``hook(models, weights, output_dir)`` before saving; weights that it removes from the list are skipped.
+
+        Files that it writes into ``output_dir``, also in subfolders, become part of the checkpoint: they are digested
+        and committed with the rest, and a load hook finds them in ``input_dir``. ``output_dir`` is always a local
+        folder: the checkpoint's own under a hidden name, or, for a checkpoint at a URL, a temporary folder of this
+        process, whose files are uploaded. Processes that share a disk share the checkpoint's folder, so the last write
+        of a file counts (at a URL, that of the lowest rank): write on the main process only, or name files by rank.
+        """
+        return self._checkpointer.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: "LoadHook") -> "RemovableHandle":
+        """Calls ``hook(models, input_dir)`` before each load; models that it removes from the list are not loaded.
+
+        ``input_dir`` is the checkpoint's folder; for a checkpoint at a URL, a temporary folder of this process that
+        holds the files written by save hooks, until the load ends.
+        """
+        return self._checkpointer.add_load_hook(hook)
+
+    # Weights
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -381,47 +480,171 @@ class Accelerator(
         It still computes in the policy's precision when called; with ``keep_fp32_wrapper=False`` the result is a module
         that shares all tensors with it and computes in their own dtypes (the prepared model itself is not changed).
         """
-        own = self.backend.unwrap(model, keep_torch_compile=keep_torch_compile)
-        if keep_fp32_wrapper:
-            return own
-        from accel_precision import plain_module
+        return self._weights.unwrap_model(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
 
-        return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, *, sharded: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Returns the model's parameters and buffers by FQN.
 
-    def native(self, kind: type[B]) -> B:
-        """Returns the backend as an instance of ``kind``, with the methods that only that backend has.
+        If the model is sharded, the main process gets full tensors in host memory and the others an empty dict, unless
+        ``sharded`` requests each rank's own shards (DTensors). With ``unwrap=False`` the result is the ``state_dict``
+        of the wrapped model.
 
-        ``accelerator.native(DeepSpeedBackend).zero_init()``, for example.
+        Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: another backend runs; the message names the strategy that gives this one.
+            SessionError: the model is sharded and ``end_training`` was called, so the other shards cannot be gathered.
         """
-        from accel_backends.core.native import native
+        return self._weights.get_state_dict(model, unwrap=unwrap, sharded=sharded)
 
-        return native(self.backend, kind)
+    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within the block, every process has full parameters, to be read or to be changed alike on all.
 
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Releases all prepared objects; returns a None for each argument: ``a, b = accelerator.free_memory(a, b)``."""
-        for optimizer in self._optimizers:
-            optimizer.release()
-        self.backend.release(self._models)
-        self._models.clear()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._dataloaders.clear()
-        self.clock.reset()
-        from accel_state.device.memory import release_memory
+        Changes are kept unless ``writeback`` is False.
 
-        return release_memory(*objects)
+        Collective: every rank of the group must call this.
 
-    clear = free_memory
+        Raises:
+            SessionError: the model is sharded and ``end_training`` was called, so the other shards cannot be gathered.
+        """
+        return self._weights.full_parameters(model, writeback=writeback)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> "list[Location]":
+        """Writes the model as plain safetensors with an index, as other tools read them, and returns the files.
+
+        Sharded parameters are gathered one at a time; the main process writes. Tied parameters are written once. Files
+        of an earlier, larger save are removed. ``save_directory`` may be a URL.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            CheckpointError: the model cannot be written as safetensors, or the disk refuses.
+            ConfigError: ``safe_serialization`` is off, which would write a pickle.
+        """
+        return self._weights.save_model(model, save_directory, max_shard_size, safe_serialization=safe_serialization)
+
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Loads weights from safetensors files, as ``save_model`` or other tools write them, into a prepared model.
+
+        Each process reads its own shard of a sharded model, so no process ever holds the full model, not even before
+        ``prepare`` if the model was built on the meta device. ``strict=False`` tolerates missing and unknown names.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            CheckpointError: there are no such files, they are damaged, or they belong to another model.
+        """
+        self._weights.load_model(model, path, strict=strict)
+
+    def save(self, obj: Mapping[str, torch.Tensor], f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Writes named tensors to the safetensors file ``f``, on the main process (or one of each node).
+
+        ``ProjectConfiguration.save_on_each_node`` decides which. Not a collective: it may be called on any processes.
+
+        Raises:
+            CheckpointError: ``obj`` holds anything but full tensors, or the disk refuses.
+            ConfigError: ``safe_serialization`` is off, or ``obj`` is not a mapping, which would need a pickle.
+        """
+        self._weights.save(obj, f, safe_serialization=safe_serialization)
+
+    def import_deepspeed(
+        self, folder: str | os.PathLike[str], *, tag: str | None = None, model: "nn.Module | None" = None
+    ) -> None:
+        """Loads a folder written by DeepSpeed's ``engine.save_checkpoint`` into a prepared model and its optimizer.
+
+        The ZeRO stage and the number of ranks that wrote it, and the backend here, may be any. Weights, the optimizer's
+        state, the loss scale and step counts are loaded; schedules, loaders and random states are not, because
+        DeepSpeed stores them in another form or not at all. ``save_state`` afterwards completes the conversion. Every
+        process reads all files.
+
+        Collective: every rank of the group must call this.
+
+        Args:
+            folder: the folder that was passed to ``save_checkpoint``.
+            tag: name of the checkpoint in it; None: the name in the file ``latest``.
+            model: a prepared model; needed if there are several.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is incomplete.
+            CheckpointMismatchError: it belongs to another model, or to another optimizer.
+        """
+        self._weights.import_deepspeed(folder, tag, model)
+
+    def export_deepspeed(
+        self, folder: str | os.PathLike[str], *, tag: str = "accel", model: "nn.Module | None" = None
+    ) -> None:
+        """Writes a prepared model and its optimizer for DeepSpeed's ``load_checkpoint`` and ``zero_to_fp32``.
+
+        Only with strategy ``"deepspeed"``; a checkpoint of ``save_state`` from another strategy can be loaded into it
+        first.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: another backend.
+        """
+        self._weights.export_deepspeed(folder, tag, model)
+
+    # Preemption
+
+    def on_preemption(
+        self,
+        action: Callable[[], object] | None = None,
+        *,
+        signals: Sequence[str] = DEFAULT_SIGNALS,
+        file: str | os.PathLike[str] | None = None,
+        check: Callable[[], object] | None = None,
+        every: float = 5.0,
+        requeue: bool = False,
+    ) -> None:
+        """On a preemption of this process, saves and ends the run at the same step on all ranks.
+
+        An Accelerator whose project names its checkpoints automatically listens from the start, with the defaults of
+        this method; a call replaces these. Every process exits with status 75, which ``accel launch`` returns. Ordinary
+        steps have no overhead: the ranks agree through the store of the process group, in a thread. Call it on all
+        processes.
+
+        Args:
+            action: called on all ranks instead of ``save_state()``, between two batches.
+            signals: names of signals; any rank may receive one.
+            file: path whose existence means preemption; checked by the main process.
+            check: called about every ``every`` seconds, in a thread of the main process; a true result means
+                preemption, and is its reason. For a cloud's notices: ``accel.resilience.spot_notice.notice_at(url)``.
+            every: seconds between two checks of ``file`` and ``check``.
+            requeue: requeues a Slurm job after the save.
+
+        Raises:
+            ConfigError: no such signal, or neither an ``action`` nor automatic checkpoint naming.
+        """
+        self._guard.listen(Notice(tuple(signals), file, check, every), action, requeue=requeue)
+
+    def check_preemption(self) -> None:
+        """A stop point, at which a preempted run may be saved and ended, for loops without a prepared loader.
+
+        Call it equally often on all ranks, between two steps. Does not return if the run ends here.
+        """
+        self._guard.check()
+
+    @property
+    def preempted(self) -> str | None:
+        """Reason for which this run is about to end; None if it is not."""
+        return self._guard.preempted
+
+    # End
 
     def end_training(self) -> None:
         """Finishes a running save; closes trackers, backend, and the process group if this Accelerator opened it."""
-        self._stop_listening()
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
-        self._end_tracking()
-        self.backend.close()
+        self._guard.stop()
+        self._checkpointer.close()
+        self._trackers.finish()
+        self._strategy.backend.close()
         self.session.close()

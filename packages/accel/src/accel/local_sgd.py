@@ -43,7 +43,7 @@ class LocalSGD:
             self._backend.gradients.average_parameters(self._model)
             self._quiet = self._backend.no_sync(self._model)
             self._quiet.__enter__()
-            self._accelerator._trained_apart.add(self._model)
+            self._accelerator.prepared.trained_apart.add(self._model)
         return self
 
     def step(self) -> None:
@@ -60,6 +60,6 @@ class LocalSGD:
             return
         self._quiet.__exit__(None, None, None)
         self._quiet = None
-        self._accelerator._trained_apart.discard(self._model)
+        self._accelerator.prepared.trained_apart.discard(self._model)
         if kind is None and self.num_steps % self.local_sgd_steps:
             self._backend.gradients.average_parameters(self._model)

@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from accel.facets.process import ProcessFacet
 from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
+from accel.views.process import ProcessViews
 from accel_state.enums import DistributedType
 from accel_state.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from accel.facets.settings import SettingsFacet
+    from accel.views.settings import SettingViews
     from accel_backends import Backend, FullyShardedDataParallelPlugin
     from accel_deepspeed import DeepSpeedPlugin
     from accel_state import ParallelismConfig
@@ -38,7 +38,7 @@ def distributed_type(session: Session, backend: "Backend | None" = None) -> Dist
     return DistributedType(f"MULTI_{kind}")
 
 
-class _ProcessView(ProcessFacet):
+class _ProcessView(ProcessViews):
     """Process facts of PartialState and AcceleratorState."""
 
     def __init__(self, session: Session, backend: "Backend | None") -> None:
@@ -102,7 +102,7 @@ class PartialState(_ProcessView):
 class AcceleratorState(_ProcessView):
     """View of one Accelerator's process and settings; made by ``accelerator.state``."""
 
-    def __init__(self, accelerator: "SettingsFacet") -> None:
+    def __init__(self, accelerator: "SettingViews") -> None:
         super().__init__(accelerator.session, accelerator.backend)
         self._accelerator = accelerator
 

@@ -727,7 +727,7 @@ def touched(
 
 
 def everything(accelerator: Accelerator) -> dict[str, object]:
-    return {name: part.state_dict() for name, part in accelerator._train_state().items()}
+    return {name: part.state_dict() for name, part in accelerator._checkpointer.train_state().items()}
 
 
 def assert_untouched(before: object, after: object) -> None:

@@ -123,7 +123,7 @@ def through_a_url(place: str, rank: int, *, asynchronous: bool) -> None:
             for parameter in model.parameters():
                 parameter.fill_(value)
         accelerator.save_state(place, asynchronous=asynchronous)
-    accelerator._wait_for_save()
+    accelerator._checkpointer.wait()
     accelerator.wait_for_everyone()
     with open_checkpoint(place) as saved:
         ranks = [f"of-{one}.txt" for one in range(accelerator.num_processes)]

@@ -145,10 +145,10 @@ def test_ranks_that_split_the_model_give_their_samples_once(
 @pytest.mark.ranks(4)
 def test_the_shards_of_ranks_follow_the_degrees(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
-    assert accelerator._shards_of_ranks() is None
-    accelerator.parallelism_config = SPLIT
-    accelerator.data_shard = SPLIT.data_shard(accelerator.session.topology)
-    assert accelerator._shards_of_ranks() == [0, 0, 1, 1]
+    assert accelerator._loaders.shards_of_ranks() is None
+    strategy = accelerator._strategy
+    strategy.parallelism, strategy.data_shard = SPLIT, SPLIT.data_shard(accelerator.session.topology)
+    assert accelerator._loaders.shards_of_ranks() == [0, 0, 1, 1]
 
 
 class Images(IterableDataset[int]):

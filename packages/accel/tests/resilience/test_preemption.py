@@ -257,6 +257,42 @@ def test_signals_are_given_back_and_the_programs_own_handler_is_called_too(tmp_p
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def test_a_signal_of_a_forked_process_is_not_the_parents(tmp_path: Path) -> None:
+    """Both have the pipe that wakes the listener, and a worker of a loader may be ended by SIGTERM."""
+    accelerator, _, _ = prepared(tmp_path)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"1")
+        time.sleep(30)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    time.sleep(0.2)
+    assert accelerator.preempted is None
+    accelerator.end_training()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_forked_process_that_drops_the_accelerator_leaves_the_parent_listening(tmp_path: Path) -> None:
+    accelerator, loader, step = prepared(tmp_path)
+    child = os.fork()
+    if child == 0:
+        accelerator.end_training()
+        os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+    def then(seen: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until_noticed(accelerator)
+
+    assert trained(loader, step, then=then) == 1
+    accelerator.end_training()
+
+
 def test_an_accelerator_that_is_dropped_stops_listening(tmp_path: Path) -> None:
     accelerator, _, _ = prepared(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -46,7 +46,13 @@ def write_file(path: Path, content: Content) -> FileRecord:
             with Digester(threads, DIGESTS[content.digest]) as digester:
                 for views in in_blocks(content.pieces()):
                     length = sum(map(len, views))
-                    _write_all(handle, views, written)
+                    waiting, begin = deque(views), written
+                    while waiting:
+                        count = os.pwritev(handle, list(islice(waiting, _IOV_MAX)), begin)
+                        if not count:
+                            raise OSError(errno.ENOSPC, "nothing could be written")
+                        deque(_taken(waiting, count), maxlen=0)
+                        begin += count
                     _sync_range(handle, written, length, _SYNC_FILE_RANGE_WRITE)
                     if not threads and written >= _KEPT:
                         _let_go(handle, written - _KEPT)
@@ -115,16 +121,6 @@ class FileSource:
         if self._memory is None:
             self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
         return self._memory
-
-
-def _write_all(handle: int, views: list[memoryview], begin: int) -> None:
-    waiting = deque(views)
-    while waiting:
-        count = os.pwritev(handle, list(islice(waiting, _IOV_MAX)), begin)
-        if not count:
-            raise OSError(errno.ENOSPC, "nothing could be written")
-        deque(_taken(waiting, count), maxlen=0)
-        begin += count
 
 
 def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_observe.meters.gradients import StepGradients
 from accel_observe.meters.health import KINDS, Kind, LossWatch, Trouble, worst_of_others
+from accel_observe.meters.observed_run import ObservedRun
 from accel_observe.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel_observe.meters.stragglers import Straggler, find_stragglers
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from accel_observe.meters.observed_run import ObservedRun
 
 _LOG = logging.getLogger("accel_observe.meters")
 
@@ -65,7 +64,7 @@ class Meter:
 
     def __init__(
         self,
-        accelerator: "ObservedRun",
+        run: ObservedRun,
         *,
         every: int,
         tokens: Callable[[Any], int] | None,
@@ -73,20 +72,18 @@ class Meter:
         peak: float | None,
         watch_loss: LossWatch | None,
     ) -> None:
-        self._accelerator = accelerator
+        self._run = run
         self._every = every
         self._tokens_of = tokens
         self._flops_per_sample = flops_per_sample
         self._peak = peak
         self._loss_watch = watch_loss
         self.clock = PhaseClock()
-        self._waits = GradientWait(self.clock, accelerator._models)
-        watched = [optimizer.optimizer for optimizer in accelerator._optimizers] if watch_loss is not None else ()
-        self._gradients = StepGradients(
-            accelerator.backend, accelerator.session, names=_parameters_of(accelerator), optimizers=watched
-        )
-        self._ranks = accelerator.session.world_size
-        self.steps = accelerator._progress_of_run.steps
+        self._waits = GradientWait(self.clock, run.models)
+        watched = run.optimizers if watch_loss is not None else ()
+        self._gradients = StepGradients(run.backend, run.session, names=_parameters_of(run), optimizers=watched)
+        self._ranks = run.session.world_size
+        self.steps = run.progress.steps
         self.troubles: list[Trouble] = []
         self._untold: list[Trouble] = []
         self.stragglers: tuple[Straggler, ...] = ()
@@ -148,9 +145,8 @@ class Meter:
 
         Collective: every rank of the group must call this.
         """
-        accelerator = self._accelerator
         self.steps += 1
-        accelerator._progress_of_run.steps = self.steps
+        self._run.progress.steps = self.steps
         if loss is not None:
             value = loss.detach() if hasattr(loss, "detach") else loss
             self._losses.append(value)
@@ -173,7 +169,7 @@ class Meter:
         kind, usual = found
         parameters = named[kind]
         epoch, samples = (None, None) if self._place is None else (self._place[0], self._place[1:])
-        rank = self._accelerator.session.rank
+        rank = self._run.session.rank
         trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples, rank)
         self._untold.append(trouble)
         self._tell(trouble)
@@ -188,15 +184,13 @@ class Meter:
             return own
         import torch
 
-        flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._accelerator.device)
-        return [
-            kind for kind, any_of in zip(KINDS, self._accelerator.session.reduce(flags).tolist(), strict=True) if any_of
-        ]
+        flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._run.session.device.torch)
+        return [kind for kind, any_of in zip(KINDS, self._run.session.reduce(flags).tolist(), strict=True) if any_of]
 
     def _tell(self, trouble: Trouble) -> None:
         self.troubles.append(trouble)
         _LOG.warning("%s: %s", trouble.kind, trouble)
-        self._accelerator.log_event("trouble", step=trouble.step, text=str(trouble), trouble=trouble.kind)
+        self._run.log.event("trouble", step=trouble.step, text=str(trouble), trouble=trouble.kind)
 
     def read(self) -> Reading:
         """Returns the measurements since the previous reading.
@@ -224,8 +218,8 @@ class Meter:
             tokens_per_second=None if self._tokens_of is None else tokens * self._ranks / elapsed,
             mfu=None if peak is None or flops is None else flops / peak,
             shares=shares(spent),
-            goodput=self._accelerator._progress_of_run.goodput(time.time()),
-            memory=device_memory(self._accelerator.device),
+            goodput=self._run.progress.goodput(time.time()),
+            memory=device_memory(self._run.session.device.torch),
             host_memory=host_memory(),
         )
         self._note(table)
@@ -238,7 +232,7 @@ class Meter:
             return [spent]
         import torch
 
-        session = self._accelerator.session
+        session = self._run.session
         device = session.device.own_numbers
         own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=device)
         rows = session.gather(own).tolist()
@@ -251,14 +245,14 @@ class Meter:
     def _note(self, table: Sequence[dict[str, float]]) -> None:
         """Logs the reading; reports each pair of straggler and phase once."""
         assert self.last is not None
-        accelerator = self._accelerator
-        accelerator.log_event("reading", step=self.last.step, values=asdict(self.last), ranks=list(table))
+        run = self._run
+        run.log.event("reading", step=self.last.step, values=asdict(self.last), ranks=list(table))
         for one in self.stragglers:
-            if (one.rank, one.phase) not in accelerator._told_stragglers:
-                accelerator._told_stragglers.add((one.rank, one.phase))
-                if accelerator.session.is_main_process:
+            if (one.rank, one.phase) not in run.told_stragglers:
+                run.told_stragglers.add((one.rank, one.phase))
+                if run.session.is_main_process:
                     _LOG.warning("%s", one)
-                accelerator.log_event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
+                run.log.event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
 
     def close(self) -> None:
         """Removes the hooks on gradients."""
@@ -266,9 +260,9 @@ class Meter:
         self._gradients.remove()
 
 
-def _parameters_of(accelerator: "ObservedRun") -> "dict[str, Tensor]":
+def _parameters_of(run: ObservedRun) -> "dict[str, Tensor]":
     """Parameters by the FQNs of the user's own models; with several models, prefixed with the model's number."""
-    own = [accelerator.backend.unwrap(model, keep_torch_compile=False) for model in accelerator._models]
+    own = [run.backend.unwrap(model, keep_torch_compile=False) for model in run.models]
     return {
         (name if len(own) == 1 else f"model {number}: {name}"): parameter
         for number, model in enumerate(own)

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, final
+from typing import final
 
 import torch
 from torch import nn
@@ -105,30 +104,3 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     """Each phase's fraction of the total, between 0 and 1."""
     total = sum(seconds.values())
     return {phase: spent / total if total > 0 else 0.0 for phase, spent in seconds.items()}
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S")
-
-
-def observed(kind: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorates a method of an Accelerator: its time counts as saving, and the run log records it as ``kind``."""
-
-    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        @wraps(method)
-        def timed(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-            observer: Any = self
-            started, clock = time.perf_counter(), observer._phases
-            before = None if clock is None else clock.enter(SAVE)
-            try:
-                result = method(self, *args, **kwargs)
-            finally:
-                if before is not None:
-                    clock.enter(before)
-            observer.log_event(kind, path=str(result), seconds=time.perf_counter() - started)
-            return result
-
-        return cast(Callable[Concatenate[S, P], R], timed)
-
-    return decorate

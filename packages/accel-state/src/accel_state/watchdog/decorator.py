@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 
 from accel_state.errors import AccelError, CollectiveError
 
@@ -118,6 +118,37 @@ def recorded(
         return wrapper
 
     return decorate
+
+
+@final
+class Recording:
+    """Context manager that records its block like ``recorded``, without a frame between the caller and the block."""
+
+    __slots__ = ("_counted", "_doctor", "_operation", "_shared")
+
+    def __init__(self, operation: str, *, shared: bool = True, counted: bool = False) -> None:
+        self._operation = operation
+        self._shared = shared
+        self._counted = counted
+        self._watchdog: Watchdog | None = None
+
+    def __enter__(self) -> None:
+        if _active and threading.get_ident() == (watchdog := _active[-1]).main:
+            watchdog.enter(self._operation, shared=self._shared, counted=self._counted)
+            self._watchdog = watchdog
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        watchdog, self._watchdog = self._watchdog, None
+        if error is None and watchdog is None:
+            return
+        try:
+            if isinstance(error, Exception) and (watchdog is not None or not _active):
+                if watchdog is not None and isinstance(error, TypeError | ValueError):
+                    watchdog.record.withdraw()
+                explain(error)
+        finally:
+            if watchdog is not None:
+                watchdog.record.leave()
 
 
 def outline(tree: Any) -> str:

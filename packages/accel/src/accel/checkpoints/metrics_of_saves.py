@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel.setup.kwargs_handlers import ProjectConfiguration
 
 
 @final
@@ -17,7 +19,7 @@ class SaveMetrics:
 
     metadata: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
-    project: ProjectConfiguration
+    project: "ProjectConfiguration"
 
     def check(self) -> None:
         """Refuses metrics that are not numbers, or that lack the metric by which the best checkpoints are kept.

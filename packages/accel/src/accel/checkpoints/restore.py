@@ -17,9 +17,9 @@ from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, PartRepo
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
 from accel.checkpoints.validation import check_keys, check_parts
-from accel.loop.accumulator import StepClock
 
 if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
     from accel_ckpt.loading.cooperative_read import RankReads
@@ -216,7 +216,7 @@ def restore_local(
     session: "Session",
     backend: "Backend",
     models: Sequence[nn.Module],
-    clock: StepClock,
+    clock: "StepClock",
     options: LoadOptions,
 ) -> None:
     """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load."""

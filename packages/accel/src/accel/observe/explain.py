@@ -1,7 +1,7 @@
 """Explanation of a run: its choices with reasons, and the communication of a step, read from the deciding objects."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -12,7 +12,10 @@ from torch import nn
 from accel_observe.report.read_amplification import read_text
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
+    from accel.prepared import PreparedObjects
+    from accel.strategy import RunStrategy
+    from accel_launch.config.model import AccelConfig
 
 
 @final
@@ -109,28 +112,34 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(accelerator: "Accelerator") -> Explanation:
+def explain(
+    strategy: "RunStrategy",
+    prepared: "PreparedObjects",
+    clock: "StepClock",
+    config: "AccelConfig",
+    communication: Mapping[str, dict[str, int]],
+) -> Explanation:
     """Collects the choices made so far. Not a collective: any rank may call it."""
-    timeout = accelerator.session.timeout
+    session = strategy.session
+    readers = session.world_size // strategy.data_shard.count
     return Explanation(
-        backend=accelerator.choice.name,
-        reasons=tuple(accelerator.choice.reasons),
-        device=str(accelerator.device),
-        processes=accelerator.num_processes,
-        data_shards=accelerator.data_shard.count,
-        accumulation=accelerator.gradient_accumulation_steps,
-        timeout_seconds=None if timeout is None else timeout.total_seconds(),
-        precision=accelerator.policy.table(),
-        models=tuple(_model(model, accelerator) for model in accelerator._models),
-        loaders=tuple(_loader(loader, accelerator) for loader in accelerator._dataloaders),
-        learning_rates=tuple(group["lr"] for one in accelerator._optimizers for group in one.param_groups),
-        settings=tuple((row.name, str(row.value), str(row.origin)) for row in accelerator.config.explain()),
-        communication=dict(accelerator._counted),
+        backend=strategy.choice.name,
+        reasons=tuple(strategy.choice.reasons),
+        device=str(session.device.torch),
+        processes=session.world_size,
+        data_shards=strategy.data_shard.count,
+        accumulation=clock.num_steps,
+        timeout_seconds=None if session.timeout is None else session.timeout.total_seconds(),
+        precision=strategy.policy.table(),
+        models=tuple(_model(model, strategy.backend.unwrap(model)) for model in prepared.models),
+        loaders=tuple(_loader(loader, clock.plugin, readers) for loader in prepared.loaders),
+        learning_rates=tuple(group["lr"] for one in prepared.optimizers for group in one.param_groups),
+        settings=tuple((row.name, str(row.value), str(row.origin)) for row in config.explain()),
+        communication=dict(communication),
     )
 
 
-def _model(model: nn.Module, accelerator: "Accelerator") -> ModelSummary:
-    own = accelerator.unwrap_model(model)
+def _model(model: nn.Module, own: nn.Module) -> ModelSummary:
     parameters = [_local(parameter) for parameter in model.parameters()]
     dtypes: dict[str, int] = {}
     for parameter in parameters:
@@ -153,10 +162,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
-def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
+def _loader(loader: Any, plugin: "GradientAccumulationPlugin", readers: int) -> LoaderSummary:
+    """Summary of a loader; ``readers`` ranks read the same samples, unless one reads for all."""
     batches = _known(lambda: len(loader))
     samples = _known(lambda: int(loader.total_dataset_length))
-    plugin, batch, window = accelerator.clock.plugin, loader.total_batch_size, loader.global_batch_size
+    batch, window = loader.total_batch_size, loader.global_batch_size
     # A window that the epoch's end truncates is a step, unless windows continue in the next epoch.
     if window is None:
         effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
@@ -164,7 +174,6 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
     else:
         effective, accumulated, counted = window, -(-window // batch), samples
         full_only, size = bool(loader.drop_last), window
-    readers = 1 if loader.reads_for_all else accelerator.num_processes // accelerator.data_shard.count
     amplification = loader.read_amplification
     return LoaderSummary(
         dataset=type(loader.dataset).__name__,
@@ -174,7 +183,7 @@ def _loader(loader: Any, accelerator: "Accelerator") -> LoaderSummary:
         batches_per_epoch=batches,
         steps_per_epoch=None if counted is None else (math.floor if full_only else math.ceil)(counted / size),
         samples_per_epoch=samples,
-        read_amplification=None if amplification is None else amplification * readers,
+        read_amplification=None if amplification is None else amplification * (1 if loader.reads_for_all else readers),
     )
 
 

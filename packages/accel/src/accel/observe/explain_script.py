@@ -5,13 +5,15 @@ Files of the project stay unchanged: the Accelerator of an explained script neit
 
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from accel.accelerator import Accelerator
+from accel.observe.trackers import Trackers
+from accel.resilience.guard import PreemptionGuard
 
 if TYPE_CHECKING:
     from accel_ckpt.io.storage import Location
@@ -71,17 +73,18 @@ def _elsewhere(self: Accelerator, place: Any = None, *args: Any, **kwargs: Any) 
     return locate(place or str(self.project_dir or "."))
 
 
-def _nothing(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
     """Does nothing instead of reading or writing."""
 
 
 # Methods that read or write files of the project, and their replacements while a script is explained.
-_WITHOUT_FILES = {
-    **dict.fromkeys(("init_trackers", "_warn_untracked", "resume", "on_preemption", "_listen_by_default"), _nothing),
-    **dict.fromkeys(("save", "save_model"), _nothing),
-    **dict.fromkeys(("save_state", "load_state"), _elsewhere),
-    "profile": _unprofiled,
-}
+_WITHOUT_FILES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    *((Accelerator, name, _nothing) for name in ("init_trackers", "resume", "on_preemption", "save", "save_model")),
+    *((Accelerator, name, _elsewhere) for name in ("save_state", "load_state")),
+    (Accelerator, "profile", _unprofiled),
+    (PreemptionGuard, "listen_by_default", _nothing),
+    (Trackers, "warn_untracked", _nothing),
+)
 
 
 def main(words: list[str]) -> None:
@@ -94,8 +97,8 @@ def main(words: list[str]) -> None:
         backward(self, *args, **kwargs)
 
     Accelerator.backward = watched  # type: ignore[method-assign]
-    for name, method in _WITHOUT_FILES.items():
-        setattr(Accelerator, name, method)
+    for kind, name, method in _WITHOUT_FILES:
+        setattr(kind, name, method)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).absolute().parent))
     try:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -147,6 +148,8 @@ class Preemption:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
+        forked = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: (call := forked()) and call())
 
     # Called by the loop
 
@@ -237,6 +240,24 @@ class Preemption:
         if self._closed:
             return
         self._closed = True
+        self._restore_signals()
+        with contextlib.suppress(OSError):
+            os.write(self._writer, b"\0")
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_AGREEMENT)
+        if not self._thread.is_alive():
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _forked(self) -> None:
+        """Ends listening in a forked process, whose signals would otherwise be read by the parent from the pipe."""
+        if not self._closed:
+            self._closed = True
+            self._restore_signals()
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _restore_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 if signal.getsignal(number) == self._on_signal:
@@ -245,13 +266,6 @@ class Preemption:
                 other = signal.set_wakeup_fd(-1)
                 if other not in (-1, self._writer):
                     signal.set_wakeup_fd(other)
-        with contextlib.suppress(OSError):
-            os.write(self._writer, b"\0")
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_AGREEMENT)
-        if not self._thread.is_alive():
-            os.close(self._reader)
-            os.close(self._writer)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._leaving:

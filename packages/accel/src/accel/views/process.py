@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 
-class ProcessFacet(ABC):
+class ProcessViews(ABC):
     """Delegates to ``self.session``; see :class:`accel_state.Session` for the meaning of each name."""
 
     session: "Session"

@@ -1,0 +1,416 @@
+"""Saving and loading of a run: its state under stable names, hooks, and background saves."""
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel.checkpoints import partial_accumulation as open_window
+from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
+from accel.checkpoints.metrics_of_saves import SaveMetrics
+from accel.checkpoints.project_checkpoints import ProjectCheckpoints
+from accel.checkpoints.restore import Restoration, restore_local
+from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY, RunDescription
+from accel.checkpoints.save_quorum import Attendance
+from accel.checkpoints.train_state import (
+    Companion,
+    LoaderState,
+    ModelState,
+    OptimizerState,
+    Stateful,
+    TrainState,
+    check_stateful,
+)
+from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from accel_state.watchdog.decorator import Recording, recorded
+
+if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
+    from accel.loop.loaders import Loaders
+    from accel.observe.run_log import RunLog
+    from accel.prepared import PreparedObjects
+    from accel.setup.kwargs_handlers import ProjectConfiguration
+    from accel.strategy import RunStrategy
+    from accel_ckpt import AsyncSaver, Checkpoint, SaveHandle
+    from accel_ckpt.io.storage import Location
+    from accel_launch.config.model import AccelConfig
+
+_LOG = logging.getLogger(__name__)
+LATEST = "latest"
+SaveHook = Callable[[list[nn.Module], list[Any], str], object]
+LoadHook = Callable[[list[nn.Module], str], object]
+
+
+@final
+class Checkpointer:
+    """Collects the run's state and passes it to accel_ckpt, and restores it from there.
+
+    Args:
+        companions: optional states of a checkpoint, by name.
+
+    Attributes:
+        last_save: handle of the last asynchronous save.
+        last_load: report of the last load.
+    """
+
+    def __init__(
+        self,
+        strategy: "RunStrategy",
+        prepared: "PreparedObjects",
+        clock: "StepClock",
+        loaders: "Loaders",
+        config: "AccelConfig",
+        project: "ProjectConfiguration",
+        log: "RunLog",
+        companions: Mapping[str, Companion],
+    ) -> None:
+        self._strategy = strategy
+        self._prepared = prepared
+        self._clock = clock
+        self._loaders = loaders
+        self._config = config
+        self._project = project
+        self._log = log
+        self._companions = companions
+        self._places = ProjectCheckpoints(strategy.session, project)
+        self._attendance = Attendance.of(strategy.session)
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._saver: AsyncSaver | None = None
+        self._warned_of_absence = self._warned_unmeasured = False
+        self.last_save: SaveHandle | None = None
+        self.last_load: LoadReport | None = None
+
+    def register(self, objects: tuple[Stateful, ...]) -> None:
+        """See ``Accelerator.register_for_checkpointing``."""
+        check_stateful(objects)
+        self._prepared.custom.extend(objects)
+
+    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
+        """See ``Accelerator.register_save_state_pre_hook``."""
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
+        """See ``Accelerator.register_load_state_pre_hook``."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    def wait(self) -> None:
+        """Waits for a background save, and raises its failure."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Finishes a background save."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    # Saving
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> "Location":
+        """See ``Accelerator.save_state``."""
+        import accel_ckpt
+
+        with self._log.checkpointing("saved") as tell:
+            self.wait()
+            self._check_place(output_dir)
+            notes = SaveMetrics(metadata or {}, metrics, self._project)
+            alone = bool(self._missing())
+            if alone and not self._strategy.session.is_main_process:
+                location = self._where_others_save(output_dir)
+                tell(location)
+                return location
+            with nullcontext() if alone else Recording("save_state"):
+                series, target = self._places.next(output_dir, alone=alone)
+                state, local = self._collect(notes, alone=alone)
+                options: dict[str, Any] = {
+                    "local": local,
+                    "metadata": self._described(notes),
+                    # If two runs save into one project at the same time, one takes the number, the other gets an error.
+                    "overwrite": series is None,
+                    "terms": self.train_state().terms(
+                        partial(self._run_save_hooks, state) if self._save_hooks else None,
+                        apart=self._prepared.trained_apart,
+                    ),
+                }
+                if asynchronous and not alone:
+                    if self._saver is None:
+                        self._saver = accel_ckpt.AsyncSaver(group=self._places.ranks())
+                    self.last_save = self._saver.save(target, state, series=series, **options)
+                    target = self.last_save.path
+                else:
+                    group = None if alone else self._places.ranks()
+                    target = accel_ckpt.save(target, state, group=group, alone=alone, **options).path
+                    if series is not None:
+                        series.prune()
+            self._places.continue_after(target)
+            tell(target)
+            return target
+
+    def _where_others_save(self, output_dir: str | os.PathLike[str] | None) -> "Location":
+        from accel_ckpt.io.storage import locate
+
+        series = self._places.series()
+        return series.path if series is not None else locate(output_dir or "")
+
+    def _missing(self) -> tuple[int, ...]:
+        """Ranks that are absent from this save, which does not need them.
+
+        Raises:
+            CheckpointError: the save needs the absent ranks.
+        """
+        if self._attendance is None:
+            return ()
+        backend = self._strategy.backend
+        reasons = {
+            f"each rank holds a part only ({backend.name})": backend.capabilities.sharded,
+            "a window is open": self._clock.open,
+            "each machine keeps a copy (save_on_each_node)": self._places.keeps_copies,
+        }
+        missing = self._attendance.missing_but_for(next((text for text, holds in reasons.items() if holds), None))
+        if missing and not self._warned_of_absence:
+            self._warned_of_absence = True
+            _LOG.warning(
+                "%s did not come to save_state, so rank 0 saves alone: the random state of the others is not in the "
+                "checkpoint, and nothing is written in the background. Call it on all processes, not under "
+                "`if accelerator.is_main_process:`",
+                ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing)),
+            )
+        return missing
+
+    def _check_place(self, output_dir: str | os.PathLike[str] | None) -> None:
+        if output_dir is None and not self._project.automatic_checkpoint_naming:
+            raise ConfigError(
+                "save_state needs a folder: give output_dir, or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+
+    def _collect(self, notes: SaveMetrics, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Collects the state common to all ranks, and this rank's own.
+
+        Collective: every rank of the group must call this. With ``alone``, it is local. A user's object may fail on one
+        rank only, which becomes an error on all ranks before the next collective.
+        """
+        from accel_ckpt.rank_group import RankGroup
+        from accel_state import rng
+
+        backend, models, clock = self._strategy.backend, self._prepared.models, self._clock
+        if backend.loss_scale is not None:
+            backend.loss_scale.update(hold=clock.open)
+        if not alone:
+            backend.states.sync_buffers(models)
+        parts, peers = self.train_state(), RankGroup(None) if alone else RankGroup.of(self._places.ranks())
+        state: dict[str, Any] = {}
+
+        def collect() -> bool:
+            notes.check()
+            state.update(parts.collect())
+            return clock.unstepped and bool(self._prepared.optimizers)
+
+        if any(peers.run_on_all("collecting the state to save", collect)):
+            held = open_window.collect(backend, models)
+            peers.run_on_all("looking for gradients", lambda: open_window.refuse(held))
+        if self._strategy.session.is_main_process:
+            self._warn_of_metrics(notes)
+        local: dict[str, Any] = {RNG: rng.rng_state()}
+        positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
+        local.update({name: own for name, own in positions.items() if own is not None})
+        if clock.open:
+            local[open_window.GRADIENTS] = open_window.collect(backend, models)
+        return state, local
+
+    def _warn_of_metrics(self, notes: SaveMetrics) -> None:
+        warning = notes.warning()
+        if warning is not None and not (notes.metrics is None and self._warned_unmeasured):
+            self._warned_unmeasured = self._warned_unmeasured or notes.metrics is None
+            _LOG.warning("%s", warning)
+
+    def _described(self, notes: SaveMetrics) -> dict[str, Any]:
+        """Metadata that describes the run in its checkpoint."""
+        return {
+            **self._run_facts().document(),
+            SEED_KEY: torch.initial_seed(),
+            USER_KEY: dict(notes.metadata),
+            **notes.document(),
+            COMPANIONS_KEY: {name: one.save() for name, one in self._companions.items()},
+        }
+
+    def _run_save_hooks(self, state: dict[str, Any], target: "Location") -> None:
+        """Runs the save hooks; weights that they remove from their list are left out of the checkpoint."""
+        names = [name for name, part in self.train_state().items() if isinstance(part, ModelState)]
+        weights = [state[name] for name in names]
+        kept = list(weights)
+        for hook in list(self._save_hooks.values()):
+            hook(self._prepared.models, kept, str(target))
+        for name, one in zip(names, weights, strict=True):
+            if not any(one is other for other in kept):
+                del state[name]
+
+    # Loading
+
+    @recorded("load_state")
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        parts: str | Iterable[str] | None = None,
+        allow_changed_data: bool | None = None,
+    ) -> "Location":
+        """See ``Accelerator.load_state``."""
+        strategy = self._strategy
+        with self._log.checkpointing("loaded") as tell:
+            self.wait()
+            options = self._agreed_options(strict, parts, allow_changed_data)
+            checkpoint, restoration = self._loaded(input_dir, options)
+            models = self._prepared.models
+            restore_local(checkpoint, strategy.session, strategy.backend, models, self._clock, options)
+            if options.parts is None:
+                noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
+                for name, companion in self._companions.items():
+                    companion.load(noted.get(name))
+                self._places.continue_after(checkpoint.path)
+            self.last_load = restoration.report(self._run_facts())
+            tell(checkpoint.path)
+            return checkpoint.path
+
+    def resume(self) -> "Location | None":
+        """See ``Accelerator.resume``."""
+        self.wait()
+        series = self._places.series()
+        return None if series is not None and series.is_empty() else self.load_state()
+
+    def _agreed_options(
+        self, strict: bool, parts: str | Iterable[str] | None, allow_changed_data: bool | None
+    ) -> LoadOptions:
+        """Verifies that the options are the same on all ranks, because they decide which collectives the ranks call."""
+        from accel_ckpt.rank_group import RankGroup
+
+        def options() -> LoadOptions:
+            return LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
+
+        told = RankGroup.of(self._places.ranks()).run_on_all("load_state", options)
+        if other := [rank for rank, one in enumerate(told) if one != told[0]]:
+            raise CheckpointError(
+                f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "
+                "the same on all processes"
+            )
+        return told[0]
+
+    def _loaded(
+        self, input_dir: str | os.PathLike[str] | None, options: LoadOptions
+    ) -> "tuple[Checkpoint, Restoration]":
+        """Loads the checkpoint that ``input_dir`` names, or the newest intact one.
+
+        Hooks must not see a damaged checkpoint, so if there are hooks, every byte is verified before they are called.
+        """
+        from accel_ckpt import open_checkpoint
+
+        verify = bool(self._load_hooks)
+        damaged: list[str] = []
+        restorations: list[Restoration] = []
+
+        def load(checkpoint: "Checkpoint") -> "tuple[Checkpoint, Restoration]":
+            with ExitStack() as failing, ExitStack() as files:
+                failing.callback(checkpoint.close)
+                restoration = self._read(checkpoint, options, files)
+                try:
+                    restoration.apply()
+                except CheckpointCorruptError as error:
+                    damaged.append(str(error))
+                    raise
+                failing.pop_all()
+            restorations.append(restoration)
+            return checkpoint, restoration
+
+        if input_dir is not None and os.fspath(input_dir) != LATEST:
+            from accel_ckpt.io.storage import locate
+
+            return load(open_checkpoint(locate(input_dir), verify=verify, group=self._places.ranks()))
+        series = self._places.series()
+        if series is None:
+            raise ConfigError(
+                "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
+            )
+        try:
+            latest = series.latest(None if verify else load)
+        except Exception as error:
+            for text in damaged[-1:]:
+                error.add_note(f"before that, a damaged checkpoint was loaded in part: {text}")
+            raise
+        if latest is None:
+            from accel_ckpt.loading.foreign import advice_on_series
+
+            text = f"there is no intact checkpoint in {series.path}{advice_on_series(series.path)}"
+            raise CheckpointError("; ".join([text, *damaged[-1:]]))
+        return load(latest) if verify else (latest, restorations[-1])
+
+    def _read(self, checkpoint: "Checkpoint", options: LoadOptions, files: ExitStack) -> Restoration:
+        """Reads the checkpoint's parts after the hooks, and compares them; ``files`` closes the hooks' files."""
+        models = list(self._prepared.models)
+        folder = str(checkpoint.path)
+        if self._load_hooks and not isinstance(checkpoint.path, Path):
+            from accel_ckpt.saving.extra_files import download
+
+            folder = files.enter_context(TemporaryDirectory(prefix="accel-load-"))
+            download(checkpoint, Path(folder))
+        for hook in list(self._load_hooks.values()):
+            hook(models, folder)
+        dropped = [model for model in self._prepared.models if not any(model is kept for kept in models)]
+        parts = self.train_state(options)
+        ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
+        # Without strict, a checkpoint may lack parameters, which would keep the values of a damaged one that was read
+        # before.
+        strategy = self._strategy
+        in_place = options.strict and strategy.backend.capabilities.loads_in_place
+        ranks = self._places.ranks()
+        return Restoration.read(
+            checkpoint, parts, strategy.session, ranks, options=options, ignored=ignored, in_place=in_place
+        )
+
+    # Both
+
+    def train_state(self, options: LoadOptions = LoadOptions()) -> TrainState:  # noqa: B008 (frozen)
+        backend, known, strict = self._strategy.backend, self._prepared, options.strict
+        inner = known.inner_optimizers
+        state = TrainState()
+        state.add("model", [ModelState(backend, model, strict) for model in known.models])
+        state.add("optimizer", [OptimizerState(backend, one, known.models, strict) for one in inner])
+        state.add("scheduler", known.schedulers)
+        state.add("loader", [LoaderState(loader, options.allow_changed_data) for loader in known.loaders])
+        state.add("scaler", backend.states.loss_scales)
+        state.add("clock", [self._clock])
+        return state.add("custom", known.custom)
+
+    def _run_facts(self) -> RunDescription:
+        strategy = self._strategy
+        return RunDescription(
+            session=strategy.session,
+            backend=strategy.backend,
+            policy=strategy.policy,
+            clock=self._clock,
+            config=self._config,
+            loading=self._loaders.options,
+            parallelism=strategy.parallelism,
+            data_shards=strategy.data_shard.count,
+        )

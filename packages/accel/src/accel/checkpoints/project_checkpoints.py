@@ -1,0 +1,86 @@
+"""Checkpoints of a project: their series, their locations, and the ranks that save and load them."""
+
+import logging
+import os
+from typing import TYPE_CHECKING, final
+
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel.setup.kwargs_handlers import ProjectConfiguration
+    from accel_ckpt import CheckpointDirectory, PerNode
+    from accel_ckpt.io.storage import Location
+    from accel_ckpt.rank_group import Ranks
+    from accel_state.session import Session
+
+_LOG = logging.getLogger(__name__)
+FOLDER = "checkpoints"
+
+
+@final
+class ProjectCheckpoints:
+    """Locations of a project's checkpoints, numbered automatically or given by the caller."""
+
+    def __init__(self, session: "Session", project: "ProjectConfiguration") -> None:
+        self._session = session
+        self._project = project
+        self._nodes: PerNode | None = None
+        self._swept = False
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether each of several nodes keeps a copy of every checkpoint."""
+        return self._project.save_on_each_node and self._session.topology.num_nodes > 1
+
+    def ranks(self) -> "Ranks":
+        """The ranks that save and load together, and their disks.
+
+        Collective: every rank of the group must call this. Later calls are local.
+        """
+        if not self.keeps_copies:
+            return self._session.live_group()
+        if self._nodes is None:
+            from accel_ckpt import PerNode
+
+            self._nodes = PerNode(self._session.live_group(), node=self._session.topology.node_rank)
+        return self._nodes
+
+    def series(self) -> "CheckpointDirectory | None":
+        """Series of the project's automatic checkpoints; None without automatic naming."""
+        project = self._project
+        if not project.automatic_checkpoint_naming:
+            return None
+        if project.project_dir is None:
+            raise ConfigError("automatic_checkpoint_naming needs a project_dir to put the checkpoints in")
+        from accel_ckpt import Best, CheckpointDirectory, keep_for_run
+        from accel_ckpt.io.storage import locate
+
+        best = None
+        if project.keep_best is not None and project.metric is not None:
+            best = Best(project.metric, project.keep_best, project.mode)
+        retention = keep_for_run(last=project.total_limit, best=best)
+        return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.ranks())
+
+    def next(
+        self, output_dir: str | os.PathLike[str] | None, *, alone: bool
+    ) -> "tuple[CheckpointDirectory | None, Location]":
+        """Location of the next save: the next free number of the series, if there is one, or the given location."""
+        series = self.series()
+        if series is None:
+            assert output_dir is not None
+            from accel_ckpt.io.storage import locate
+
+            return None, locate(output_dir)
+        if alone:
+            series = series.alone()
+        if not self._swept:
+            self._swept = True
+            for leftover in series.sweep():
+                _LOG.info("removed what a killed save had left: %s", leftover)
+        return series, series.next_path(at_least=self._project.iteration)
+
+    def continue_after(self, path: "Location") -> None:
+        """Sets the number of the next automatic checkpoint to follow the one that was saved or loaded."""
+        prefix, _, number = path.name.rpartition("_")
+        if self._project.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
+            self._project.iteration = int(number) + 1

@@ -1,1 +1,0 @@
-"""Mixins of the Accelerator, one for each topic."""

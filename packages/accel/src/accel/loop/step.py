@@ -1,0 +1,223 @@
+"""Training step: micro-batches, backward, and the gradients until the optimizer's step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel.loop.accumulation import Weight, correct_short_window, forget_dropped, normalise, weighted_scale
+from accel_state.errors import BackendError, PrepareError
+from accel_state.watchdog.decorator import Recording, recorded
+
+if TYPE_CHECKING:
+    from accel.loop.accumulator import AccumulationWindow, Key, StepClock
+    from accel.loop.loaders import Loaders
+    from accel.prepared import PreparedObjects
+    from accel.resilience.guard import PreemptionGuard
+    from accel.strategy import RunStrategy
+
+
+@final
+class MicroBatch:
+    """Context manager of ``accumulate``: a plain class, because a generator takes three times as long per step."""
+
+    __slots__ = ("_models", "_quiet", "_step")
+
+    def __init__(self, step: "TrainingStep", models: tuple[nn.Module, ...]) -> None:
+        self._step = step
+        self._models = models
+        self._quiet: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._quiet = self._step.enter(self._models)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._quiet is not None:
+            self._quiet.close()
+
+
+@final
+class TrainingStep:
+    """Scales and reduces gradients so that micro-batches of all ranks add up to the gradient of one global batch."""
+
+    __slots__ = ("_clock", "_guard", "_joining", "_loaders", "_prepared", "_strategy")
+
+    def __init__(
+        self,
+        strategy: "RunStrategy",
+        prepared: "PreparedObjects",
+        clock: "StepClock",
+        loaders: "Loaders",
+        guard: "PreemptionGuard",
+    ) -> None:
+        self._strategy = strategy
+        self._prepared = prepared
+        self._clock = clock
+        self._loaders = loaders
+        self._guard = guard
+        self._joining = False
+
+    def enter(self, models: tuple[nn.Module, ...]) -> ExitStack | None:
+        """Enters the next micro-batch of ``models``; returns the contexts that keep its gradients unreduced, if any."""
+        clock, listening = self._clock, self._guard.listening
+        if listening is not None:
+            listening.before_micro_batch()
+        if clock.tick(self._key(models)) or clock.plugin.sync_each_batch:
+            return None
+        quiet, known = ExitStack(), self._prepared
+        for model in models:
+            quiet.enter_context(self._strategy.backend.no_sync(known.models[known.position(model)]))
+        return quiet
+
+    def backward(self, loss: torch.Tensor, weight: Weight | None, kwargs: dict[str, Any]) -> None:
+        """See ``Accelerator.backward``."""
+        with Recording("backward", shared=False, counted=True):
+            if not self._prepared.models:
+                raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
+            clock, backend, listening = self._clock, self._strategy.backend, self._guard.listening
+            if clock.unclaimed:
+                clock.claim_passes()
+            if listening is not None:
+                listening.before_backward()
+            clock.unstepped = clock.due or clock.unstepped
+            if backend.loss_scale is not None:
+                clock.settle_scale(backend.loss_scale)
+            if weight is not None:
+                self._weighted_backward(loss, weight, kwargs)
+                return
+            if clock.key:
+                self._backward(loss, clock.scale, kwargs)
+            else:
+                backend.backward(loss, scale=clock.scale, **kwargs)
+            if clock.due and clock.correction != 1.0:
+                correct_short_window(clock, self._accumulated(), backend.gradients)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None) -> Iterator[None]:
+        """See ``Accelerator.join_uneven_inputs``."""
+        even = self._loaders.options.even_batches if even_batches is None else even_batches
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self._prepared.loaders:
+                    stack.enter_context(loader.override_even_batches(even_batches))
+            if not even:
+                backend = self._strategy.backend
+                stack.enter_context(backend.gradients.join(list(joinables)))
+                self._joining = backend.gradients.ranks > 1
+                stack.callback(self._stop_joining)
+            yield
+
+    def clip_norm(
+        self, parameters: Any, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """See ``Accelerator.clip_grad_norm_``."""
+        backend = self._strategy.backend
+        if not self._clock.due:
+            return backend.gradients.norm_so_far(parameters, self._prepared.models, norm_type)
+        if backend.loss_scale is not None:
+            parameters = _listed(parameters)
+            backend.gradients.unscale(self._prepared.holding(parameters))
+        return backend.gradients.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_value(self, parameters: Any, clip_value: float) -> None:
+        """See ``Accelerator.clip_grad_value_``."""
+        if self._clock.due:
+            backend = self._strategy.backend
+            parameters = _listed(parameters)
+            backend.gradients.unscale(self._prepared.holding(parameters))
+            backend.gradients.clip_value(parameters, clip_value)
+
+    def unscale(self, optimizer: Any) -> None:
+        """See ``Accelerator.unscale_gradients``."""
+        prepared = self._prepared
+        if optimizer is not None:
+            chosen: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        elif self._clock.key:
+            chosen = prepared.holding(p for model in self._accumulated() for p in model.parameters())
+        else:
+            chosen = prepared.optimizers
+        self._strategy.backend.gradients.unscale([getattr(one, "optimizer", one) for one in chosen])
+
+    def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """See ``Accelerator.full_gradients``."""
+        if not self._clock.due:
+            raise BackendError(
+                "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
+                "call it where accelerator.sync_gradients is True"
+            )
+        backend = self._strategy.backend
+        if backend.loss_scale is not None:
+            backend.gradients.unscale(self._prepared.holding(model.parameters()))
+        read = backend.gradients.full
+        return recorded("full_gradients")(read)(model) if backend.capabilities.sharded else read(model)
+
+    def find_micro_batch_size(self, compute: Any, batch: Any, *, smallest: int) -> int:
+        """See ``Accelerator.find_micro_batch_size``."""
+        from accel.loop.micro_batch_size import find_micro_batch_size
+
+        strategy, models = self._strategy, self._prepared.models
+        return find_micro_batch_size(
+            strategy.backend, strategy.session, self._clock, models, compute, batch, smallest=smallest
+        )
+
+    def _stop_joining(self) -> None:
+        self._joining = False
+
+    def _accumulated(self) -> list[nn.Module]:
+        """Models of the current window, and models without a window of their own that its losses have reached."""
+        clock, models = self._clock, self._prepared.models
+        if not clock.key:
+            return models
+        return [models[position] for position in (*clock.key, *sorted(clock.window.reached))]
+
+    def _forget_dropped(self, window: "AccumulationWindow") -> None:
+        """Calls ``accumulation.forget_dropped`` for the models of the current window."""
+        if window.weight is not None:
+            parameters = [parameter for model in self._accumulated() for parameter in model.parameters()]
+            forget_dropped(window, parameters, self._prepared.holding(parameters))
+
+    def _backward(self, loss: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> None:
+        """Runs the backward, and records the models without a window of their own that the loss has reached."""
+        clock, backend, models = self._clock, self._strategy.backend, self._prepared.models
+        alone = [n for n in range(len(models)) if n not in clock.claimed] if clock.key else ()
+        before = [backend.gradients.marks(models[n]) for n in alone]
+        backend.backward(loss, scale=scale, **kwargs)
+        for position, marks in zip(alone, before, strict=True):
+            if backend.gradients.marks(models[position]) != marks:
+                clock.window.reached.add(position)
+
+    def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
+        """Runs the backward of a sum. At the end of the window, divides its gradients by the weights of all ranks.
+
+        Collective: every rank of the group must call this.
+        """
+        if self._joining:
+            raise BackendError(
+                "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
+                "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
+            )
+        clock, backend = self._clock, self._strategy.backend
+        if clock.due:
+            self._forget_dropped(clock.window)
+        scale = weighted_scale(clock.window, weight, backend.gradients, loss.device)
+        self._backward(loss * scale, 1.0, kwargs)
+        if clock.due:
+            normalise(clock.window, self._accumulated(), backend.gradients)
+
+    def _key(self, models: tuple[nn.Module, ...]) -> "Key":
+        """Positions of these models among the prepared ones; () for all of them or no specific ones."""
+        known = self._prepared.models
+        if len(models) == len(known) == 1 and models[0] is known[0]:
+            self._clock.num_models = 1
+            return ()
+        positions = tuple(map(self._prepared.position, models))
+        if len(positions) < len(known):
+            return positions
+        self._clock.num_models = len(positions)
+        return ()
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

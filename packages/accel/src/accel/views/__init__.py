@@ -1,0 +1,1 @@
+"""Stateless parts of an Accelerator's interface."""
