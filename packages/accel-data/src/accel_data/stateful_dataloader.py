@@ -1,11 +1,11 @@
 """torchdata's ``StatefulDataLoader`` for iterable datasets."""
 
-import copy
 from importlib.util import find_spec
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from accel_data.private import copied
 from accel_state.errors import ConfigError
 
 
@@ -35,13 +35,11 @@ def stateful(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
             "that class from torchdata's StatefulDataLoader, or drop the option: prepared loaders save their position "
             "without it"
         )
-    other: Any = copy.copy(dataloader)
+    # Attributes of torchdata's class.
+    fields = {"snapshot_every_n_steps": 1, "next_iter_state": None, "_initial_iter_for_state_dict": False}
+    other = copied(dataloader, **fields)
     other.__class__ = kept
-    vars(other).update(
-        _iterator=None, snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
-    )
-    made: DataLoader[Any] = other
-    return made
+    return other
 
 
 def is_torchs_iteration(dataloader: "DataLoader[Any]") -> bool:

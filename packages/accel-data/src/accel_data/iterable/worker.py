@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride, parts
 from accel_data.map.global_rng import seed_globals
 from accel_data.order.counter_rng import derive_key
+from accel_data.private import show_worker_info
 from accel_state.errors import DataError, DataStateError
 
 _SNAPSHOT_SHARE = 0.05
@@ -246,17 +246,17 @@ class WorkerView:
                 "worker_init_fn divides the dataset among workers, so a position in the undivided stream cannot be "
                 "found; divide in the dataset's __iter__ instead, or resume with num_workers=0"
             )
-        torch_worker._worker_info = None if hidden else self  # type: ignore[assignment]
+        show_worker_info(None if hidden else self)
 
     @contextmanager
     def installed(self, *, hidden: bool) -> Iterator[None]:
         """``install``, for a while."""
-        before = torch_worker._worker_info
+        before = get_worker_info()
         self.install(hidden=hidden)
         try:
             yield
         finally:
-            torch_worker._worker_info = before
+            show_worker_info(before)
 
     @property
     def id(self) -> int:

@@ -17,6 +17,7 @@ from accel_data.map.samplers import OrderSampler, SeedableRandomSampler
 from accel_data.options import LoaderOptions
 from accel_data.order.orders import Order, Replacement, Sequential, Shuffled, Subset
 from accel_data.order.special_orders import NodeBlocks, SeededPermutation, Weighted
+from accel_data.private import fixed_num_samples
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _made_seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRan
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
+        num_samples=fixed_num_samples(sampler),
         generator=sampler.generator,
         data_seed=data_seed,
     )

@@ -1,6 +1,5 @@
 """Map-style data: the user's DataLoader is kept, with accel's sampler instead of its own."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,6 +41,7 @@ from accel_data.map.surroundings import Basis, Surroundings, fingerprint_of
 from accel_data.order.counter_rng import derive_key
 from accel_data.order.cursor import Cursor
 from accel_data.order.orders import Epoch, Order
+from accel_data.private import copied
 from accel_data.source import Json, Source
 from accel_state.errors import DataStateError
 
@@ -186,9 +186,7 @@ class MapSource(Source):
         loader = self.dataloader
         if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
             return loader
-        other = copy.copy(loader)
-        vars(other).update(_iterator=None, persistent_workers=False)
-        return other
+        return copied(loader, persistent_workers=False)
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
         """Rebuilds the order if the user has changed the sampler's weights, indices or number of samples.
