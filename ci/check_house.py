@@ -1,13 +1,16 @@
 """Fails when a source file outgrows the house rules or the public API changes without saying so.
 
+Private names of torch are used in one module of each package, ``private.py``, which says what happens without them.
+
 Sizes: a module has at most 450 lines, a function at most 90, 8 parameters at most are checked by ruff. The public
 names of every package are recorded in ``ci/api/<package>.txt``; ``--update`` rewrites the records.
 """
 
 import ast
 import importlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +20,10 @@ LONGER = {"packages/accel/src/accel/accelerator.py": 650}
 FORBIDDEN = ("raise NotImplementedError", "TODO", "FIXME")
 # Between processes of one run; what lies on disk is never unpickled.
 LIVE_PICKLES = (("packages", "accel-data"), ("packages", "accel-state"), ("testing", "src"))
+PRIVATE = "private.py"
+TORCH_MODULE = re.compile(r"torch(\.\w+)+")
+# They reach into objects of DDP, FSDP and DeepSpeed in many places; their names are not in one module each yet.
+SCATTERED = ("accel-backends", "accel-deepspeed")
 UNPICKLING = {("torch", "load"), ("pickle", "load"), ("pickle", "loads")}
 
 
@@ -24,6 +31,58 @@ def sources() -> Iterator[Path]:
     """Every Python source of the packages and the harness, tests left out."""
     for base in [*sorted(ROOT.glob("packages/*/src")), ROOT / "testing" / "src"]:
         yield from sorted(base.rglob("*.py"))
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
+
+
+def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Private names that a module reaches from ``torch``: by import, by attribute of an imported module, by string."""
+    nodes, bound = list(ast.walk(tree)), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if f"{base}{alias.name}".split(".")[0] == "torch":
+                    bound.add(alias.asname or (alias.name if base else "torch"))
+                    yield from ((node.lineno, part) for part in _parts(f"{base}{alias.name}"))
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            if chain.split(".")[0] in bound and _parts(f"x.{node.attr}"):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and TORCH_MODULE.fullmatch(node.value):
+            yield from ((node.lineno, part) for part in _parts(node.value))
+
+
+def reached(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Private names that a module reaches in any object: attributes except its own, strings, keywords."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        name, line = "", getattr(node, "lineno", 0)
+        if isinstance(node, ast.Attribute):
+            name = "" if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            name = node.value
+        elif isinstance(node, ast.keyword) and node.arg:
+            name, line = node.arg, node.value.lineno
+        if _parts(name) and name not in own:
+            yield line, name
+
+
+def private_complaints(modules: Mapping[Path, ast.AST]) -> Iterator[str]:
+    """Private names of torch outside ``private.py``.
+
+    Of objects, those are known that some package's ``private.py`` names.
+    """
+    known = {name for path, tree in modules.items() if path.name == PRIVATE for _, name in reached(tree)}
+    for path, tree in modules.items():
+        if path.name != PRIVATE:
+            found = {*torch_names(tree), *((line, name) for line, name in reached(tree) if name in known)}
+            for line, name in sorted(found):
+                yield f"{path}:{line}: {name} is a private name of torch; use it in the package's {PRIVATE}"
 
 
 def _lets_in_plain_values_only(call: ast.Call) -> bool:
@@ -84,6 +143,13 @@ def api_complaints(update: bool) -> Iterator[str]:
 if __name__ == "__main__":
     update = "--update" in sys.argv
     complaints = [text for path in sources() for text in size_complaints(path)]
+    complaints += private_complaints(
+        {
+            path.relative_to(ROOT): ast.parse(path.read_text())
+            for path in sources()
+            if not set(SCATTERED) & set(path.relative_to(ROOT).parts)
+        }
+    )
     complaints += api_complaints(update)
     print("\n".join(complaints) or "sizes and public names are as recorded")
     sys.exit(bool(complaints))

@@ -3,8 +3,9 @@
 A folder of tests has the name of the folder of sources that it tests. Only the module of the Accelerator reads private
 attributes of an Accelerator.
 
-A room is a folder or a module at the top of a package. An arrow is a pair of rooms of which one imports the other at
-run time (imports under ``TYPE_CHECKING`` do not count). The floors of a package are the longest chain of arrows.
+A room is a folder or a module at the top of a package; ``private.py`` is none, because all of them may import it. An
+arrow is a pair of rooms of which one imports the other at run time (imports under ``TYPE_CHECKING`` do not count). The
+floors of a package are the longest chain of arrows.
 Without arguments the check fails where a limit is passed; ``--show PACKAGE`` lists the arrows of one package.
 """
 
@@ -106,6 +107,8 @@ def rooms(graph: Graph, package: str) -> Graph:
         for target in targets:
             if name.startswith(f"{package}.") and target.startswith(f"{package}."):
                 here, there = name.split(".")[1], target.split(".")[1]
+                if "private" in (here, there):
+                    continue
                 between[here].add(there)
                 between.setdefault(there, set())
     return {room: targets - {room} for room, targets in between.items()}

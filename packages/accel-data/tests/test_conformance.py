@@ -231,21 +231,23 @@ class Row(NamedTuple):
 
 NOT_PROMISED = (
     Row(
-        "a stream is read again up to the position, or sought, in a process whose generators have gone on",
+        "a resume seeks or reads the stream again from the start of the epoch, and the global generators no longer "
+        "have the states with which the epoch began",
         Cell("strided", 0, 1, "draws"),
         STREAMS,
         "draws",
         workers=(0,),
     ),
     Row(
-        "one that is sought, or whose buffer is filled again, does not repeat the draws of what it passes over",
+        "seeking, and refilling the shuffle buffer, does not repeat the draws of the elements that are skipped",
         Cell("hugging face, shuffled", 2, 1, "draws"),
         ("hugging face", "hugging face, shuffled"),
         "draws",
         workers=(1, 2, "persistent"),
     ),
     Row(
-        "the main process reads ahead in a thread, beside the draws of the model",
+        "rank 0 reads ahead in a thread of its main process: the dataset and the model draw from the same generators "
+        "in no fixed sequence",
         Cell("dispatched map", 0, 2, "draws"),
         ("dispatched map",),
         "draws",
@@ -253,20 +255,20 @@ NOT_PROMISED = (
         ranks=(2, 3),
     ),
     Row(
-        "its order follows from its state, not from the number of the epoch",
+        "the order of such a sampler depends on its saved state, not on the number of the epoch",
         Cell("stateful sampler", 0, 1, "set_epoch"),
         ("stateful sampler",),
         "set_epoch",
     ),
     Row(
-        "the processes agree on the end of one pass at a time, so this is refused",
+        "the ranks agree on the end of one pass at a time: a nested pass is refused with an error",
         Cell("sharded", 0, 2, "nested"),
         ("sharded", "already sharded", "hugging face", "hugging face, shuffled"),
         "nested",
         ranks=(2, 3),
     ),
     Row(
-        "other processes would hold other parts, so this is refused",
+        "other ranks would read other shards, so the position is refused with an error",
         Cell("already sharded", 0, 1, "resize"),
         ("already sharded",),
         "resize",

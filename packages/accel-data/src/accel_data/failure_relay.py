@@ -29,14 +29,13 @@ def alarm() -> "Alarm | None":
 
     Ranks create their loaders in the same order, so the n-th alarm of one rank corresponds to the n-th of any other.
     """
-    import torch.distributed as dist
-
+    from accel_state.private import default_store
     from accel_state.process_group.group import default_group
 
     group = default_group()
     if group is None or group.size() == 1:
         return None
-    shared: Any = dist.distributed_c10d._get_default_store()
+    shared: Any = default_store()
     try:
         store = shared.clone()  # with its own connection, for its own thread
     except RuntimeError:

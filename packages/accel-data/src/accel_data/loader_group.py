@@ -74,5 +74,7 @@ def _destroy(group: "ProcessGroup", process: int) -> None:
         return
     import torch.distributed as dist
 
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+    from accel_state.private import is_open
+
+    if is_open(group):
         dist.destroy_process_group(group)

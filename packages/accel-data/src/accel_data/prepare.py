@@ -1,4 +1,8 @@
-"""Preparation of a user's DataLoader: the front door of this package."""
+"""Preparation of a user's DataLoader: the front door of this package.
+
+The road of a loader: ``LoaderSpec.of`` makes every decision that needs no other rank, ``open_source`` opens the source
+that the specification asks for, and ``PreparedLoader`` reads from that source.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -9,11 +13,12 @@ from torch.utils.data import DataLoader
 from accel_data.device.prefetch import AsIs, placer_for
 from accel_data.failure_relay import alarm
 from accel_data.loader import PreparedLoader
+from accel_data.loader_spec import LoaderSpec, open_source
 from accel_data.map.samplers import SkipBatchSampler
 from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
-from accel_data.select_source import Placement, select_source
 from accel_data.stateful_dataloader import require_torchdata
+from accel_data.workers import delivering_in_order
 from accel_state.errors import ConfigError
 from accel_state.parallelism.config import DataShard
 
@@ -59,12 +64,12 @@ def prepare_loader(
     options = LoaderOptions() if options is None else options
     if options.use_stateful_dataloader:
         require_torchdata()
-    placement = Placement(shard=shard, on_device=device is not None, group=session_group, slice_fn=slice_fn)
-    source = select_source(dataloader, options, placement)
-    # Without an accelerator in this process all tensors are on the CPU.
-    moves = device is not None and (device.type != "cpu" or torch.accelerator.is_available())
+    ordered, on_device = delivering_in_order(dataloader), device is not None
+    spec = LoaderSpec.of(ordered, shard, options, on_device=on_device, group=session_group, slice_fn=slice_fn)
+    source = open_source(spec)
     placer = None
-    if moves:
+    # Without an accelerator in this process all tensors are on the CPU.
+    if device is not None and (device.type != "cpu" or torch.accelerator.is_available()):
         placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
     if part is not None:
         from accel_data.device.sequence_parallel import PartPlacer

@@ -1,7 +1,7 @@
 """Progress of a loader: its position and the pass in progress, whose deliveries are counted on demand."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from accel_data.order.cursor import Cursor
@@ -59,11 +59,11 @@ class LoaderProgress:
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that restores the current progress."""
-        before = replace(self)
+        position, live, saved, counted = self.position, self.live, self.saved, self._counted
 
         def undo() -> None:
-            self.go(before.position, before.live, before.saved)
-            self._counted = before._counted
+            self.go(position, live, saved)
+            self._counted = counted
 
         return undo
 

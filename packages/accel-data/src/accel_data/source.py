@@ -7,8 +7,9 @@ source for each way of reading:
 - ``iterable.source.StreamSource``: iterable datasets, by the strategy that their capabilities allow.
 - ``dispatch.source.DispatchSource``: rank 0 reads, all ranks receive.
 
-``select_source.select_source`` selects one. Lookahead, copies to the device, the observer and the count of delivered
-batches are the loader's; a source does none of that.
+``prepare.open_source`` opens the one that a ``LoaderSpec`` asks for. A source hands its pass one value with all that
+the pass needs; a pass does not know its source. Lookahead, copies to the device, the observer and the count of
+delivered batches are the loader's; a source does none of that.
 """
 
 from abc import ABC, abstractmethod

@@ -1,18 +1,12 @@
-"""torchdata's ``StatefulDataLoader`` for iterable datasets, and the torch samplers that torchdata's correspond to."""
+"""torchdata's ``StatefulDataLoader`` for iterable datasets."""
 
-import copy
 from importlib.util import find_spec
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader
 
+from accel_data.private import copied
 from accel_state.errors import ConfigError
-
-_SAMPLERS = {
-    "RandomSampler": RandomSampler,
-    "BatchSampler": BatchSampler,
-    "StatefulDistributedSampler": DistributedSampler,
-}
 
 
 def require_torchdata() -> None:
@@ -41,23 +35,14 @@ def stateful(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
             "that class from torchdata's StatefulDataLoader, or drop the option: prepared loaders save their position "
             "without it"
         )
-    other: Any = copy.copy(dataloader)
+    # Attributes of torchdata's class.
+    fields = {"snapshot_every_n_steps": 1, "next_iter_state": None, "_initial_iter_for_state_dict": False}
+    other = copied(dataloader, **fields)
     other.__class__ = kept
-    vars(other).update(
-        _iterator=None, snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
-    )
-    made: DataLoader[Any] = other
-    return made
+    return other
 
 
 def is_torchs_iteration(dataloader: "DataLoader[Any]") -> bool:
     """Whether a loader yields exactly the batches of its sampler, i.e. has torch's or torchdata's ``__iter__``."""
     iterate = type(dataloader).__iter__
     return iterate is DataLoader.__iter__ or iterate.__module__.startswith("torchdata.stateful_dataloader.")
-
-
-def torchs_class(sampler: object) -> type:
-    """Returns the class of a sampler; for a sampler of torchdata's, the equivalent class of torch."""
-    kind = type(sampler)
-    same = _SAMPLERS.get(kind.__name__) if kind.__module__ == "torchdata.stateful_dataloader.sampler" else None
-    return kind if same is None else same

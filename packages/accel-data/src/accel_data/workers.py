@@ -1,12 +1,12 @@
 """Worker processes of a DataLoader: in-order delivery, and detection of dead workers after a failure."""
 
-import copy
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from accel_data.order.cursor import Cursor
+from accel_data.private import copied, shut_down, workers_of
 from accel_data.source import Pass
 from accel_state.errors import AccelError, DataError
 
@@ -38,9 +38,7 @@ def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         RuntimeWarning,
         stacklevel=2,
     )
-    other = copy.copy(dataloader)
-    vars(other)["in_order"] = True
-    return other
+    return copied(dataloader, in_order=True)
 
 
 def death_of_workers(run: Pass, error: BaseException | None = None) -> DataError | None:
@@ -51,7 +49,7 @@ def death_of_workers(run: Pass, error: BaseException | None = None) -> DataError
     """
     batches: Any = run.readers
     patience = _PATIENCE_AFTER_LOSS if _is_loss(error) else _PATIENCE
-    for _ in range(_ATTEMPTS * len(getattr(batches, "_workers", None) or ())):
+    for _ in range(_ATTEMPTS * len(workers_of(batches))):
         # torch's SIGCHLD handler raises at any point of the program, for each dead worker, and again whenever another
         # child ends before its exit status is read.
         with suppress(RuntimeError):
@@ -73,13 +71,12 @@ def has_dead_workers(run: Pass) -> bool:
 
 def _dead(batches: Any) -> list[Any]:
     """Returns the dead workers, except those that ended with status 0 after the end of their stream."""
-    workers, reading = getattr(batches, "_workers", None) or [], getattr(batches, "_workers_status", None) or []
-    ended = [(worker, reads) for worker, reads in zip(workers, reading, strict=False) if not worker.is_alive()]
+    ended = [(worker, reads) for worker, reads in workers_of(batches) if not worker.is_alive()]
     return [worker for worker, reads in ended if reads or worker.exitcode]
 
 
 def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
-    workers = getattr(batches, "_workers", None) or []
+    workers = [worker for worker, _ in workers_of(batches)]
     closing = wait([worker.sentinel for worker in workers], patience) if workers else []
     for worker in workers:
         if worker.sentinel in closing:
@@ -88,7 +85,7 @@ def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
     if not dead:
         return None
     # Before the shutdown torch keeps raising for the same deaths, at any point of the program.
-    batches._shutdown_workers()
+    shut_down(batches)
     codes = ", ".join(str(worker.exitcode) for worker in dead)
     return DataError(
         f"{len(dead)} of the DataLoader's {len(workers)} workers died (exit code {codes}; -9 is often the kernel, out "

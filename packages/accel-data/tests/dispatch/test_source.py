@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data.dispatch.pipeline import _bytes_of
 from accel_data.dispatch.source import DispatchSource
-from accel_data.iterable.source import StreamSource
 from accel_data.loader import PreparedLoader
+from accel_data.loader_spec import LoaderSpec, open_source
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -38,8 +38,8 @@ class Numbers(IterableDataset):
 def prepared(dataset, rank=0, ranks=1, *, slice_fn=None, options=None, shard=None, **kwargs):
     loader = DataLoader(dataset, **({"batch_size": 2} | kwargs))
     options = options or LoaderOptions(dispatch_batches=True)
-    base = StreamSource(loader, DataShard(0, 1), options=LoaderOptions())
-    source = DispatchSource(base, shard or DataShard(rank, ranks), options, slice_fn=slice_fn)
+    spec = LoaderSpec.of(loader, shard or DataShard(rank, ranks), options, slice_fn=slice_fn)
+    source = DispatchSource(open_source(spec.of_reader()), spec)
     return PreparedLoader(source, options=options)
 
 

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.iterable import worker
-from accel_data.iterable.source import StreamSource
 from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import StreamReader, WorkerInit
 from accel_data.loader import PreparedLoader
+from accel_data.loader_spec import LoaderSpec, open_source
 from accel_data.options import LoaderOptions
 from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError, DataError, DataStateError
@@ -104,7 +104,7 @@ class Epochs(Numbers):
 def prepared(dataset, rank=0, ranks=1, *, options=None, **kwargs):
     loader = DataLoader(dataset, **({"batch_size": 2} | kwargs))
     options = options or LoaderOptions()
-    return PreparedLoader(StreamSource(loader, DataShard(rank, ranks), options), options=options)
+    return PreparedLoader(open_source(LoaderSpec.of(loader, DataShard(rank, ranks), options)), options=options)
 
 
 def listed(loader):
@@ -400,7 +400,7 @@ def test_split_batches_needs_a_batch_that_can_be_cut():
 def test_the_user_loader_is_unchanged_and_its_options_are_kept():
     loader = DataLoader(Numbers(3), batch_size=2, timeout=0, drop_last=True, generator=torch.Generator())
     options = LoaderOptions()
-    ours = PreparedLoader(StreamSource(loader, DataShard(0, 2), options), options=options)
+    ours = PreparedLoader(open_source(LoaderSpec.of(loader, DataShard(0, 2), options)), options=options)
     assert isinstance(ours, DataLoader)
     assert (ours.batch_size, ours.drop_last, ours.generator) == (2, True, loader.generator)
     assert isinstance(loader.dataset, Numbers)

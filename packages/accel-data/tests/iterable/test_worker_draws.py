@@ -1,5 +1,8 @@
 """Random draws of streams in workers: alike where workers read the same stream, different where they divide it."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -54,3 +57,35 @@ def test_workers_of_streams_of_their_own_draw_others():
 def test_a_collation_that_asks_for_its_worker_changes_no_draw(divided):
     expected = epochs(Drawing(divided), num_workers=2)
     assert epochs(Drawing(divided), num_workers=2, collate_fn=NumberedCollation()) == expected
+
+
+def noisy(samples):
+    """Collates with a draw from each global generator."""
+    return [(sample, torch.rand(()).item(), random.random(), float(np.random.rand())) for sample in samples]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("workers", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_resumed_stream_repeats_the_draws_of_collation(workers, divided, cut):
+    def prepared():
+        torch.manual_seed(3)
+        return prepare_loader(DataLoader(Drawing(divided), batch_size=2, collate_fn=noisy, **workers), DataShard())
+
+    loader, batches, state = prepared(), [], None
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) == cut:
+            state = loader.state_dict()
+    assert len({draw for batch in batches for row in batch for draw in row}) == 32
+    resumed = prepared()
+    resumed.load_state_dict(state)
+    assert list(resumed) == batches[cut:]
+    assert list(resumed) == list(loader)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_draws_of_collation_change_no_draw_of_the_dataset(divided):
+    plain = epochs(Drawing(divided), num_workers=2)
+    drawn = epochs(Drawing(divided), num_workers=2, collate_fn=noisy)
+    assert [[row[0] for row in rows] for rows in drawn] == plain

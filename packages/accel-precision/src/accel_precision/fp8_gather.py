@@ -6,6 +6,8 @@ from weakref import ref
 
 from torch import nn
 
+from accel_precision.private import shard_of
+
 
 @final
 class GatheredScales:
@@ -23,7 +25,7 @@ class GatheredScales:
         self._weights: list[Any] = [
             module.weight
             for module in model.modules()
-            if isinstance(module, linear) and isinstance(getattr(module.weight, "_local_tensor", None), kind)
+            if isinstance(module, linear) and isinstance(shard_of(module.weight), kind)
         ]
         self._stamps = self._now()
 
@@ -44,8 +46,8 @@ class GatheredScales:
         """Drops the scales if weights have changed since the scales were computed; to be called before a forward."""
         if self._stamps != self._now():
             for weight in self._weights:
-                weight._local_tensor._precomputed_scale = None
+                shard_of(weight)._precomputed_scale = None
 
     def _now(self) -> list[int]:
         """Returns for each weight how often the DTensor and its local shard were changed in place."""
-        return [weight._version + weight._local_tensor._version for weight in self._weights]
+        return [weight._version + shard_of(weight)._version for weight in self._weights]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from accel_precision.errors import PrecisionError
 from accel_precision.options import GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
+from accel_precision.private import unscale
 
 MAX_SCALE, MIN_SCALE = 2.0**120, 2.0**-64
 
@@ -118,7 +119,7 @@ class LossScaler:
         for (device, _), gradients in by_place.items():
             here = torch.zeros(1, device=device)
             inverse = torch.full((1,), 1.0 / self._scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            unscale(gradients, here, inverse)
             found = here if found is None else found + here.to(found.device)
         if found is not None:
             self._had_gradients.add(optimizer)
@@ -316,7 +317,7 @@ def _gradients(optimizer: Optimizer) -> Iterable[torch.Tensor]:
             continue
         if gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
-            yield gradient._values()
+            yield gradient.values()
         elif hasattr(gradient, "to_local"):
             yield gradient.to_local()
         else:

@@ -79,3 +79,38 @@ def test_networks_that_are_stepped_after_all_their_windows_are_saved(tmp_path: P
     first.step()
     second.step()
     accelerator.save_state(tmp_path / "a")
+
+
+def check_load_into_an_open_window(folder: Path, strategy: str | None) -> None:
+    """A window after the load gives the weights that it gives in a run that had no open window."""
+    accelerator, model, optimizer = made(strategy, 2)
+    accelerator.save_state(folder / "closed")
+
+    def window() -> list[torch.Tensor]:
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [getattr(one, "full_tensor", one.clone)().detach().clone() for one in model.parameters()]
+
+    undisturbed = window()
+    accelerator.load_state(folder / "closed")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((2, 4), 100.0)).square().mean())
+    accelerator.load_state(folder / "closed")
+    for own, reference in zip(window(), undisturbed, strict=True):
+        assert torch.equal(
+            getattr(own, "full_tensor", own.clone)(), getattr(reference, "full_tensor", reference.clone)()
+        )
+    accelerator.end_training()
+
+
+def test_a_load_drops_the_open_window_of_the_run_that_loads(tmp_path: Path) -> None:
+    check_load_into_an_open_window(tmp_path, None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+def test_a_load_drops_the_open_window_on_every_rank(tmp_path: Path, strategy: str) -> None:
+    check_load_into_an_open_window(tmp_path, strategy)

@@ -14,6 +14,7 @@ from accel_testing.equivalence.layouts import Layout, expand
 from accel_testing.equivalence.program import Program
 from accel_testing.equivalence.training import Maker, TrainedStep, train_layout, train_reference
 from accel_testing.errors import RankError
+from accel_testing.private import DYNAMO
 from accel_testing.ranks.pool import RankPool, first_failure
 from accel_testing.ranks.wire import Call, ModuleSource, source_of
 
@@ -182,7 +183,7 @@ def _check(
 ) -> Report:
     """Trains the needed references once each, and every layout; compares them."""
     if pool is None:
-        with RankPool(preload=["torch._dynamo"]) as own:  # imported by every optimizer
+        with RankPool(preload=[DYNAMO]) as own:  # imported by every optimizer
             return _check(
                 program, source, layouts, tolerances=tolerances, pool=own, cpu=cpu, perturb=perturb, around=around
             )

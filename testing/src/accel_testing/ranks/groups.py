@@ -2,10 +2,10 @@
 
 import gc
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from accel_testing.private import drop_mesh_caches
 from accel_testing.ranks.wire import Job
 
 if TYPE_CHECKING:
@@ -59,15 +59,5 @@ def forget_groups() -> None:
     caches sharding decisions and redistribution plans of DTensors by their meshes, which reference groups.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-        # Private names of torch change between versions: a missing name only leaves some threads running.
-        for owner, name in (
-            (debug, "_clear_sharding_prop_cache"),
-            (_redistribute, "clear_redistribute_planner_cache"),
-            (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
-            (getattr(_collective_utils.MeshTopoInfo, "build_from_mesh", None), "cache_clear"),
-        ):
-            with suppress(AttributeError):
-                getattr(owner, name)()
+        drop_mesh_caches()
     gc.collect()

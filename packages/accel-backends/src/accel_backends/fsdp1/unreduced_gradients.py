@@ -58,14 +58,11 @@ def set_unreduced_gradients(
         BackendError: the user has wrapped the model with ``use_orig_params=False``.
     """
     brought = brought_by_any(gradients, group)
-    for handle, names in _units(model):
+    _drop(model)
+    for handle, names in _units(model) if brought else ():
         flat = handle.flat_param
-        flat.grad = None
-        if hasattr(flat, "_saved_grad_shard"):
-            del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
         pieces = flat._shard_param_infos
         for name, parameter, shape, piece in zip(names, flat._params, flat._shapes, pieces, strict=True):
-            parameter.grad = None
             if name not in brought:
                 continue
             empty = torch.zeros(shape, dtype=parameter.dtype, device=handle.device)
@@ -73,6 +70,22 @@ def set_unreduced_gradients(
             if piece.in_shard:
                 first, last = piece.intra_param_start_idx, piece.intra_param_end_idx
                 parameter.grad = total.flatten()[first : last + 1].view(parameter.shape)
+
+
+def _drop(model: "FullyShardedDataParallel") -> None:
+    """Drops all gradients, also of flat parameters that the optimizer sees themselves."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for parameter in model.parameters():
+        parameter.grad = None
+    for wrapped in FullyShardedDataParallel.fsdp_modules(model):
+        if (handle := wrapped._handle) is not None:
+            flat: Any = handle.flat_param
+            flat.grad = None
+            if hasattr(flat, "_saved_grad_shard"):
+                del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
+            for parameter in getattr(flat, "_params", None) or ():
+                parameter.grad = None
 
 
 def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:

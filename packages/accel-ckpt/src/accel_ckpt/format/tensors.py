@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_ckpt.format.shard_layout import Layout, Split, layout_left_to_right, layout_of, local_shape, whole
+from accel_ckpt.private import shard_of
 from accel_state.errors import CheckpointError
 
 # dtype codes of safetensors headers (its specification); other dtypes are stored as bytes, see safetensors_file.py.
@@ -75,7 +76,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         return tensor.detach()
-    local: torch.Tensor = dtensor._local_tensor.detach()
+    local: torch.Tensor = shard_of(dtensor).detach()
     return local.wait() if hasattr(local, "wait") else local
 
 
@@ -128,7 +129,7 @@ def dtensor_layout(key: str, dtensor: Any) -> Layout | None:
         split_factor = int(getattr(placement, "split_factor", 1))
         count = dtensor.device_mesh.size(axis)
         splits.append(Split(dim % dtensor.ndim, count, place[axis], split_factor))
-    have = tuple(dtensor._local_tensor.shape)
+    have = tuple(shard_of(dtensor).shape)
     for arrange in (layout_of, layout_left_to_right):
         candidate = arrange(dtensor.shape, splits)
         if local_shape(candidate) == have:
@@ -149,7 +150,7 @@ def put_together(dtensor: Any) -> torch.Tensor:
     if dtype.itemsize > 1 or not dtype.is_floating_point:
         whole: torch.Tensor = dtensor.full_tensor()
         return whole
-    raw: torch.Tensor = distributed_like(dtensor._local_tensor.view(torch.uint8), dtensor).full_tensor()
+    raw: torch.Tensor = distributed_like(shard_of(dtensor).view(torch.uint8), dtensor).full_tensor()
     return raw.view(dtype)
 
 

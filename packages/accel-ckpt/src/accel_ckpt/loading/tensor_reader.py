@@ -28,6 +28,7 @@ from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
 from accel_ckpt.loading.cooperative_read import Parts, Place, RankReads, assign_verifiers, read_for_all, wanted_by_all
 from accel_ckpt.loading.opened_files import OpenedFiles
+from accel_ckpt.private import shard_of
 from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointCorruptError
 
@@ -262,7 +263,7 @@ def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[
         if same not in known:
             known[same] = _Share.of(whole(entry.shape))
         return known[same]
-    local = tuple(dtensor._local_tensor.shape)
+    local = tuple(shard_of(dtensor).shape)
     same = (entry.shape, local, id(dtensor.device_mesh), dtensor.placements)
     if same not in known:
         layout = dtensor_layout(key, dtensor)
@@ -297,7 +298,7 @@ class _Target:
         dtensor = as_dtensor(self.like)
         if dtensor is None:
             return self.tensor if self.like.device.type == "meta" else self._on(self.like.device, ring)
-        device = dtensor._local_tensor.device
+        device = shard_of(dtensor).device
         device = torch.device(dtensor.device_mesh.device_type) if device.type == "meta" else device
         local = self._on(device, ring)
         placed: torch.Tensor = distributed_like(local, dtensor)

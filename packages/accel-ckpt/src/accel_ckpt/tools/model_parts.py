@@ -12,6 +12,7 @@ from accel_ckpt.format.safetensors_file import Span
 from accel_ckpt.format.shard_layout import boxes, local_shape
 from accel_ckpt.format.tensors import as_dtensor, byte_view, distributed_like, dtensor_layout
 from accel_ckpt.io.storage import locate
+from accel_ckpt.private import shard_of
 from accel_ckpt.tools.hub_files import dtype_of_code, model_files, open_plain, read_plain
 from accel_state.errors import CheckpointMismatchError
 
@@ -67,9 +68,9 @@ def _part(key: str, source: ByteSource, span: Span, like: torch.Tensor | None) -
     if dtensor is None:
         return saved.to(like.device, copy=True)
     layout = dtensor_layout(key, dtensor)
-    local = torch.empty(dtensor._local_tensor.shape if layout is None else local_shape(layout), dtype=dtype)
+    local = torch.empty(shard_of(dtensor).shape if layout is None else local_shape(layout), dtype=dtype)
     for box, here in () if layout is None else boxes(layout):
         rows = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
         local[tuple(slice(at, at + size) for at, size in zip(here.offset, here.shape, strict=True))] = saved[rows]
-    placed: torch.Tensor = distributed_like(local.to(dtensor._local_tensor.device), dtensor)
+    placed: torch.Tensor = distributed_like(local.to(shard_of(dtensor).device), dtensor)
     return placed

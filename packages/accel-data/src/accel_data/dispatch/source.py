@@ -1,34 +1,20 @@
 """Dispatch source: rank 0 reads for all ranks (``dispatch_batches=True``)."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
 from accel_data.dispatch.buffers import Blocks
-from accel_data.dispatch.pipeline import READER, Dispatched, Message, Receiver, Sender, take
-from accel_data.dispatch.scatter import ABSENT, Dealer, SliceFunction
+from accel_data.dispatch.epoch import DispatchPass, DispatchPlan, StepFacts
+from accel_data.dispatch.pipeline import READER, Dispatched, Receiver, Sender
+from accel_data.dispatch.scatter import Dealer
 from accel_data.loader_group import LoaderGroup, connect
-from accel_data.options import LoaderOptions
+from accel_data.loader_spec import LoaderSpec
 from accel_data.order.cursor import Cursor, Step
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from accel_state.parallelism.config import DataShard
-
-
-class _Facts(NamedTuple):
-    """Metadata of one step, sent to every rank."""
-
-    samples: int
-    counts: tuple[int, ...] | None
-    rows: int
-    record: dict[str, Json]
 
 
 @final
@@ -43,17 +29,9 @@ class DispatchSource(Source):
 
     reads_for_all = True
 
-    def __init__(
-        self,
-        base: Source,
-        shard: "DataShard",
-        options: LoaderOptions,
-        *,
-        group: "ProcessGroup | None" = None,
-        slice_fn: SliceFunction | None = None,
-    ) -> None:
-        loader = base.dataloader
-        self._base, self._shard, self._group = base, shard, group
+    def __init__(self, base: Source, spec: LoaderSpec) -> None:
+        loader, shard, options = base.dataloader, spec.shard, spec.options
+        self._base, self._shard, self._group = base, shard, spec.group
         self.dataloader, self.even_batches = loader, options.even_batches
         self.total_dataset_length = base.total_dataset_length
         rows = loader.batch_size
@@ -70,21 +48,21 @@ class DispatchSource(Source):
             drop_last=bool(loader.drop_last),
             batch_rows=rows,
             has_rows=rows is not None or not isinstance(loader.dataset, IterableDataset),
-            slice_fn=slice_fn,
+            slice_fn=spec.slice_fn,
         )
         self.total_batch_size = base.total_batch_size * self._dealer.takes
         self._peers: LoaderGroup | None = None
         self._leaving: Sender | Receiver | None = None
         self._record: dict[str, Json] | None = None
         self._dealt_with: dict[str, Json] = {}
-        self.blocks = Blocks()
+        self._blocks = Blocks()
         self._passes = 0
 
     @property
     def read_amplification(self) -> int | None:
         return self._base.read_amplification
 
-    def begin(self, cursor: Cursor) -> "DispatchPass":
+    def begin(self, cursor: Cursor) -> DispatchPass:
         if self._peers is None:
             self._peers = self._connect()
         if self._leaving is not None and not self._leaving.close(None if self._peers is None else self._peers.patience):
@@ -92,7 +70,23 @@ class DispatchSource(Source):
         self._leaving = None
         self._record = None
         self._passes += 1
-        return DispatchPass(self, cursor, self._passes)
+        length, peers = self.length(cursor), self._peers
+        base = self._base.begin(cursor) if peers is None or peers.rank == READER else None
+        start = Step(cursor, private=None if base is None else base.step(0).private)
+        plan = DispatchPlan(
+            start=start,
+            tag=self._passes,
+            length=length,
+            step_rows=self.total_batch_size,
+            record=self._base.record(between=False),
+            peers=peers,
+            blocks=self._blocks,
+            base=base,
+            steps=iter(()) if base is None else self._steps(base, cursor),
+            looked_at=self._looked_at,
+            left=self._left,
+        )
+        return DispatchPass(plan)
 
     def _connect(self) -> LoaderGroup | None:
         peers = connect(self, self._shard, self._group)
@@ -150,7 +144,7 @@ class DispatchSource(Source):
 
         return undo
 
-    def steps(self, start: Pass, cursor: Cursor) -> Iterator[Dispatched]:
+    def _steps(self, start: Pass, cursor: Cursor) -> Iterator[Dispatched]:
         """Divides a pass of the base source into steps."""
         dealer = replace(self._dealer, even=self.even_batches)
         before = cursor.samples
@@ -175,97 +169,14 @@ class DispatchSource(Source):
             if record != self._dealt_with:
                 self._dealt_with = record
             # Steps of a message share this object, so that it is sent once per message.
-            facts = _Facts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
+            facts = StepFacts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
             yield Dispatched(dealt.parts, facts, step.private)
 
-    def leave(self, end: "Sender | Receiver") -> None:
+    def _looked_at(self, record: dict[str, Json]) -> None:
+        self._record = record
+
+    def _left(self, end: Sender | Receiver) -> bool:
         """Ends the threads of a pass; unfinished sends and receives continue in the background."""
         if not end.close():
             self._leaving = end
-
-
-@final
-class DispatchPass(Pass):
-    """One pass over the batches that rank 0 reads."""
-
-    def __init__(self, source: DispatchSource, cursor: Cursor, tag: int) -> None:
-        """``tag`` distinguishes the messages of this pass from those of another pass in progress."""
-        self._source, self._cursor, self._tag = source, cursor, tag
-        self._end: Sender | Receiver | None = None
-        self._base: Pass | None = None
-        self._notes: deque[tuple[int, _Facts, Any]] = deque(maxlen=3)
-        self.length = source.length(cursor)
-        peers = source._peers
-        private = None
-        if peers is None or peers.rank == READER:
-            self._base = source._base.begin(cursor)
-            private = self._base.step(0).private
-        # Taken before any lookahead, because afterwards the record of the base source is that of the batch read last.
-        self._start = Step(cursor, private=private), source._base.record(between=False)
-        self.batches = self._alone() if peers is None else self._together(peers)
-
-    def _alone(self) -> Iterator[Any]:
-        assert self._base is not None
-        for number, step in enumerate(self._source.steps(self._base, self._cursor), 1):
-            self._notes.append((number, step.shared, step.own))
-            yield step.parts[0]
-        self._finish()
-
-    def _together(self, peers: LoaderGroup) -> Iterator[Any]:
-        end = self._end = self._open(peers)
-        number = 1
-        while True:
-            message = take(end, peers.patience, number, self.trouble)
-            if message.kind == "end":
-                self._finish()
-                return
-            for part, facts, own in self._content(message):
-                if part is not ABSENT:
-                    self._notes.append((number, facts, own))
-                    yield part
-                    number += 1
-
-    def _finish(self) -> None:
-        if self._notes:
-            _, facts, _ = self._notes[-1]
-            self.remainder = facts.rows % self._source.total_batch_size
-
-    def _open(self, peers: LoaderGroup) -> "Sender | Receiver":
-        end: Sender | Receiver
-        if self._base is None:
-            end = Receiver(peers, self._source.blocks, self._tag)
-        else:
-            greeting = tuple(self._cursor.state_dict().items())
-            end = Sender(peers, self._source.steps(self._base, self._cursor), greeting, self._source.blocks, self._tag)
-        end.start()
-        return end
-
-    def _content(self, message: Message) -> list[tuple[Any, _Facts, Any]]:
-        greeting, steps = message.content
-        if dict(greeting) != self._cursor.state_dict():
-            raise DataStateError(
-                f"rank {READER} reads from {dict(greeting)}, this rank is at {self._cursor.state_dict()}: load the "
-                "same state and set the same epoch on every rank"
-            )
-        found: list[tuple[Any, _Facts, Any]] = steps
-        return found
-
-    @property
-    def readers(self) -> Iterator[Any]:
-        return self.batches if self._base is None else self._base.readers
-
-    def step(self, number: int) -> Step:
-        if number == 0:
-            step, self._source._record = self._start
-            return step
-        facts, own = next((facts, own) for counted, facts, own in self._notes if counted == number)
-        self._source._record = facts.record
-        # Only the reading rank has, and needs, the private state of its dataset.
-        return Step(Cursor(self._cursor.epoch, facts.samples), facts.counts, private=own)
-
-    def close(self) -> None:
-        super().close()
-        if self._end is not None:
-            self._source.leave(self._end)
-        if self._base is not None and (self._end is None or self._source._leaving is None):
-            self._base.close()
+        return self._leaving is None

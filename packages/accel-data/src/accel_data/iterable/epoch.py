@@ -16,39 +16,44 @@ from accel_data.source import Pass
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The beginning of a pass: the readers at ``start``, which is that of ``begun``, and of what they read ``dropped``
-    batches not delivered, so that the first one is that at ``cursor``."""
+    """What a pass over a stream needs.
+
+    Attributes:
+        cursor: the first batch that is delivered.
+        begun: the position at which the readers start.
+        start: where each reader starts, which follows from ``begun``.
+        strategy: how the readers share the dataset.
+        readers: ranks and workers that read.
+        pool: reads the streams of this rank.
+        lockstep: gives ranks with streams of their own equally many steps; None: ranks know nothing of each other.
+        length: see ``Pass.length``.
+        dropped: batches that are read from ``begun`` on and not delivered, so that the first one is that at ``cursor``.
+        opened: called with the first batch that was read.
+        looked_at: called with each position that the loader looks at.
+    """
 
     cursor: Cursor
     begun: StreamPosition
     start: Start
     strategy: Strategy
     readers: Readers
+    pool: ReaderPool
+    lockstep: Lockstep | None
+    length: int | None
+    opened: Callable[[Delivered], None]
+    looked_at: Callable[[StreamPosition], None]
     dropped: int = 0
 
 
 @final
 class StreamEpoch(Pass):
-    """One pass over a stream, from a plan.
+    """One pass over a stream, from a plan."""
 
-    ``opened`` is called with the first batch that was read, ``reported`` with each position that the loader looks at.
-    ``lockstep`` (None: ranks know nothing of each other) gives ranks with streams of their own equally many steps.
-    """
-
-    def __init__(
-        self,
-        plan: EpochPlan,
-        pool: ReaderPool,
-        lockstep: Lockstep | None,
-        *,
-        length: int | None,
-        opened: Callable[[Delivered], None],
-        reported: Callable[[StreamPosition], None],
-    ) -> None:
-        self.length = length
-        self._plan, self._pool, self._on_open, self._report = plan, pool, opened, reported
+    def __init__(self, plan: EpochPlan) -> None:
+        self.length = plan.length
+        self._plan, self._pool = plan, plan.pool
         start, workers = plan.start, max(plan.readers.workers, 1)
         # Of this rank's streams, by worker.
         self._positions = list(start.positions) if len(start.positions) > 1 else [start.positions[0]] * workers
@@ -59,7 +64,7 @@ class StreamEpoch(Pass):
         self._at = plan.begun
         self._behind: deque[tuple[int, StreamPosition, Any]] = deque([(-plan.dropped, plan.begun, None)], maxlen=3)
         self._iterator: Iterator[Any] = iter(())
-        self.batches = self._read(lockstep)
+        self.batches = self._read()
 
     @property
     def readers(self) -> Iterator[Any]:
@@ -75,10 +80,11 @@ class StreamEpoch(Pass):
             position, counts = self._plan.begun, None
         else:
             position, counts = next(facts for counted, *facts in reversed(self._behind) if counted == number)
-        self._report(position)
+        self._plan.looked_at(position)
         return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
 
-    def _read(self, lockstep: Lockstep | None) -> Iterator[Any]:
+    def _read(self) -> Iterator[Any]:
+        lockstep = self._plan.lockstep
         plan, stride, first, total = self._plan, self._pool.stride, 1 - self._plan.dropped, 0
         shards, strided = plan.readers.shards, plan.strategy.strided
         self._iterator = items = self._pool.open(plan.readers.index)
@@ -89,7 +95,7 @@ class StreamEpoch(Pass):
             if number == first:
                 self._taken = self._taken_before()
                 if is_new:
-                    self._on_open(item)
+                    plan.opened(item)
             if facts is not None:
                 total, counts = sum(max(rows, 0) for rows, _, _ in facts), None
                 full, turn = min(rows for rows, _, _ in facts) == stride.batch_size, facts[0][1] + 1

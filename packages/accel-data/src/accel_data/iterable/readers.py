@@ -11,6 +11,7 @@ from accel_data.iterable.stride import Stride
 from accel_data.iterable.worker import Delivered, Start, StreamReader, WorkerInit
 from accel_data.map.skip import iterated, let_go
 from accel_data.order.counter_rng import derive_key
+from accel_data.private import copied, drop_iterator, kept_iterator
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -29,12 +30,12 @@ class ReaderPool:
         self, loader: "DataLoader[Any]", dataset: Any, stride: Stride, *, exact: bool, every: int | None
     ) -> None:
         self.stride, self.batched = stride, loader.batch_size is not None
-        self.dataloader = _with(loader, dataset=dataset)
+        self.dataloader = copied(loader, dataset=dataset)
         batched, shared, collate = self.batched, loader.persistent_workers, loader.collate_fn
         reader = StreamReader(dataset, stride, collate, batched=batched, shared=shared, exact=exact, every=every)
         self._reader = reader
         init = WorkerInit(loader.worker_init_fn, reader)
-        self._inner = _with(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
+        self._inner = copied(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
         self._reading: Iterator[Any] | None = None
         # A dataset that has loaded a state begins there again; this copy begins at the front.
         self._unsought = _copied(dataset) if is_seekable(dataset) else dataset
@@ -42,7 +43,7 @@ class ReaderPool:
     def begin(self, start: Start) -> None:
         """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""
         if not (start.plain and self._reader.start.plain):
-            self._inner._iterator = None
+            drop_iterator(self._inner)
         self._reader.begin(start)
 
     def open(self, shard: int) -> Iterator[Delivered]:
@@ -55,8 +56,8 @@ class ReaderPool:
             key = derive_key(torch.initial_seed(), self._reader.start.epoch, shard)
             generator.manual_seed(key)
             self._reader.seed(key >> 1)
-            if self._reading is not None and self._reading is inner._iterator:
-                inner._iterator = None
+            if self._reading is not None and self._reading is kept_iterator(inner):
+                drop_iterator(inner)
         self._reading = iterated(inner, generator)
         return self._reading
 
@@ -72,14 +73,6 @@ class ReaderPool:
         reader.start, reader.dataset = Start(reader.start.epoch), self._unsought
         choose_epoch(reader.dataset, reader.start.epoch)
         return next(iter(reader), None)
-
-
-def _with(loader: "DataLoader[Any]", **changes: Any) -> "DataLoader[Any]":
-    """A copy of the user's loader, of its class and with all its options but these."""
-    other = copy.copy(loader)
-    # A DataLoader refuses to have these set once it exists, because its own sampler is made from them.
-    other.__dict__.update(changes, _iterator=None)
-    return other
 
 
 def _copied(dataset: Any) -> Any:

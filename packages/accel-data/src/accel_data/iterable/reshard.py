@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any, final
 
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_data.iterable.capabilities import choose_epoch
 from accel_data.iterable.worker import WorkerView
+from accel_data.private import worker_info
 from accel_data.source import Json
 from accel_state.errors import DataStateError
 
@@ -84,7 +84,7 @@ class MergedRemainder(IterableDataset[Any]):
         before, dataset = self.progress, self.dataset
         if before.shards > 1:
             dataset = dataset.shard(num_shards=before.shards, index=shard)
-        info = WorkerInfo(id=worker, num_workers=before.workers, seed=0, dataset=dataset)
+        info = worker_info(worker, before.workers, dataset)
         absent, hidden = WorkerView(info, dataset), not before.seated and before.workers == 1
         with absent.installed(hidden=hidden):
             choose_epoch(dataset, self.epoch)

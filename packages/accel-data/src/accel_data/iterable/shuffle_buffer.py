@@ -7,6 +7,7 @@ means to read back without limit, or to save elements. Here each element leaves 
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, TypeVar, final
 
@@ -71,8 +72,14 @@ class ShuffleBuffer(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         if not hasattr(self.dataset, "set_epoch"):  # otherwise the user may have called it
             choose_epoch(self.dataset, self.epoch)
-        self._pass, self._loaded = _ShuffledPass(self, self._loaded), None
-        return iter(self._pass)
+        self._leave_pass()
+        begun = self._pass = _ShuffledPass(_PassPlan(self.dataset, self.size, self.seed, self.epoch, self._loaded))
+        self._loaded = None
+        return iter(begun)
+
+    def _leave_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.is_latest, self._pass = False, None
 
     def __len__(self) -> int:
         """Elements of the source; raises ``TypeError`` when it has no length."""
@@ -137,22 +144,40 @@ class ShuffleBuffer(IterableDataset[T]):
                 "epoch"
             )
         self.set_epoch(state_dict[EPOCH_KEY])
-        self._loaded, self._pass = dict(state_dict), None
+        self._leave_pass()
+        self._loaded = dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pass": None}
 
 
 @final
-class _ShuffledPass:
-    """One iteration of a buffer: the elements of the source by (key, index), and what is needed to begin inside."""
+@dataclass(frozen=True, slots=True)
+class _PassPlan:
+    """What one iteration of a buffer needs; ``loaded``: a saved position to continue from."""
 
-    def __init__(self, buffer: ShuffleBuffer[Any], loaded: Mapping[str, Any] | None) -> None:
-        self.epoch, self._buffer, self._ended = buffer.epoch, buffer, False
+    dataset: Any
+    size: int
+    seed: int
+    epoch: int
+    loaded: Mapping[str, Any] | None
+
+
+@final
+class _ShuffledPass:
+    """One iteration of a buffer: the elements of the source by (key, index), and what is needed to begin inside.
+
+    Attributes:
+        is_latest: set by the buffer: whether no other iteration has begun since, whose state that of the source is.
+    """
+
+    def __init__(self, plan: _PassPlan) -> None:
+        self.epoch, self.is_latest, loaded = plan.epoch, True, plan.loaded
+        self._dataset, self._ended = plan.dataset, False
         # A resume reads again the window, and what lies between it and the state that was noted before it: ``size``.
-        self._gap = max(buffer.size // _STATES_PER_WINDOW, 1)
-        self._window = buffer.size - self._gap + 1
-        self._key, self._drawn, self._block = derive_key(buffer.seed, self.epoch), list[float](), -1
+        self._gap = max(plan.size // _STATES_PER_WINDOW, 1)
+        self._window = plan.size - self._gap + 1
+        self._key, self._drawn, self._block = derive_key(plan.seed, self.epoch), list[float](), -1
         self._read, self._last = 0, None if loaded is None else loaded[LAST_KEY]
         noted = Snapshot(0, None) if loaded is None else Snapshot(loaded[SOURCE_AT_KEY], loaded[SOURCE_KEY])
         self._states = deque([noted])
@@ -163,7 +188,7 @@ class _ShuffledPass:
 
     def __iter__(self) -> Iterator[Any]:
         noted = self._states[0]
-        elements, stateful = open_stream(self._buffer.dataset, noted if noted.at else None)
+        elements, stateful = open_stream(self._dataset, noted if noted.at else None)
         if stateful is None and noted.at:  # the source seeks no more, or never did
             noted = self._states[0] = Snapshot(0, None)
         begun = self._read = noted.at
@@ -172,7 +197,7 @@ class _ShuffledPass:
         while True:
             index = self._read
             # The state of a dataset follows its latest iterator, which is another inside a pass over the same buffer.
-            follows = stateful is not None and self._buffer._pass is self
+            follows = stateful is not None and self.is_latest
             if follows and index > begun and index % self._gap == 0:
                 self._states.append(Snapshot(index, copy.deepcopy(stateful.state_dict())))
             element = next(elements, self)

@@ -3,46 +3,34 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from accel_data.iterable.capabilities import Strategy, inspect_stream, resolve
+from accel_data.iterable.capabilities import Strategy
 from accel_data.iterable.epoch import EpochPlan, StreamEpoch
 from accel_data.iterable.lockstep import Lockstep
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import MergedRemainder
 from accel_data.iterable.resume import BATCHES_KEY, LENGTH_KEY, Readers, StreamPosition, resume
 from accel_data.iterable.stride import Stride, check_split
-from accel_data.iterable.worker import Delivered
+from accel_data.iterable.worker import Delivered, Start
 from accel_data.loader_group import connect
-from accel_data.options import LoaderOptions
+from accel_data.loader_spec import LoaderSpec
 from accel_data.order.cursor import Cursor
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.utils.data import DataLoader
-
-    from accel_state.parallelism.config import DataShard
 
 
 @final
 class StreamSource(Source):
     """Batches of an iterable dataset for one rank."""
 
-    def __init__(
-        self,
-        loader: "DataLoader[Any]",
-        shard: "DataShard",
-        options: LoaderOptions,
-        *,
-        group: "ProcessGroup | None" = None,
-    ) -> None:
-        """Resolves how the dataset is shared; reads nothing.
+    def __init__(self, spec: LoaderSpec, strategy: Strategy) -> None:
+        """``strategy``: how the ranks share the dataset.
 
-        ``group`` (None: the default one) lets ranks with streams of their own agree on when an epoch ends.
+        The group of ``spec`` lets ranks with streams of their own agree on when an epoch ends.
         """
-        self._loader, self._shard, self._group, self._options = loader, shard, group, options
+        loader, shard, options = spec.dataloader, spec.shard, spec.options
+        self._loader, self._shard, self._group, self._options = loader, shard, spec.group, options
         self._dataset: Any = loader.dataset
         self._readers = Readers(shard.count, shard.index, loader.num_workers)
         self.even_batches = options.even_batches
@@ -53,13 +41,7 @@ class StreamSource(Source):
             size = check_split(size, shard.count)
         self._batch_size = size
         self.total_batch_size = size * shard.count
-        self._strategy = resolve(
-            inspect_stream(self._dataset),
-            ranks=shard.count,
-            workers=loader.num_workers,
-            already_sharded=options.already_sharded,
-            exact=options.exact_streams,
-        )
+        self._strategy = strategy
         self._lockstep: Lockstep | None = None
         self._said: set[str] = set()
         self._known: dict[Cursor, StreamPosition] = {}
@@ -78,7 +60,8 @@ class StreamSource(Source):
     def _install(self, strategy: Strategy, begun: StreamPosition) -> None:
         """Puts readers for this strategy in the place of the dataset, in a copy of the user's loader."""
         loader, shard, dataset = self._loader, self._shard, self._dataset
-        self._current = strategy
+        self._current, length, strided = strategy, _size(self._dataset), strategy.strided
+        self.total_dataset_length = length if strided else None
         if strategy.mode == "native":
             dataset = dataset.shard(num_shards=shard.count, index=shard.index)
         elif strategy.mode == "left":
@@ -86,31 +69,43 @@ class StreamSource(Source):
             dataset = MergedRemainder(dataset, begun.progress)
         stride = Stride(
             batch_size=self._batch_size,
-            shards=shard.count if strategy.strided else 1,
-            index=shard.index if strategy.strided else 0,
+            shards=shard.count if strided else 1,
+            index=shard.index if strided else 0,
             drop_last=loader.drop_last,
             even=self.even_batches and shard.count > 1,
         )
         every = getattr(loader, "snapshot_every_n_steps", 1 if self._options.use_stateful_dataloader else None)
         self._pool = ReaderPool(loader, dataset, stride, exact=self._options.exact_streams, every=every)
         self.dataloader = self._pool.dataloader
-        self.total_dataset_length = _size(self._dataset) if strategy.strided else None
 
     def begin(self, cursor: Cursor) -> Pass:
-        plan = self._plan(cursor)
-        even, mode = self.even_batches and self._shard.count > 1, plan.strategy.mode
+        begun, start, strategy = self._resumed(cursor)
+        even, mode = self.even_batches and self._shard.count > 1, strategy.mode
         if mode != self._current.mode or mode == "left" or even is not self._pool.stride.even:
-            self._install(plan.strategy, plan.begun)
-        self._current, self._position = plan.strategy, plan.begun
-        self._pool.begin(plan.start)
-        exchanges, length = even and not plan.strategy.strided, self.length(cursor)
+            self._install(strategy, begun)
+        self._current, self._position = strategy, begun
+        self._pool.begin(start)
+        exchanges, length = even and not strategy.strided, self.length(cursor)
         if exchanges and self._lockstep is None:
             peers = connect(self, self._shard, self._group)
             self._lockstep = None if peers is None else Lockstep(peers)
-        lockstep = self._lockstep if exchanges else None
-        return StreamEpoch(plan, self._pool, lockstep, length=length, opened=self._opened, reported=self._reported)
+        plan = EpochPlan(
+            cursor=cursor,
+            begun=begun,
+            start=start,
+            strategy=strategy,
+            readers=self._readers,
+            pool=self._pool,
+            lockstep=self._lockstep if exchanges else None,
+            length=length,
+            dropped=0 if begun.skip is None else begun.skip[BATCHES_KEY],
+            opened=self._opened,
+            looked_at=self._looked_at,
+        )
+        return StreamEpoch(plan)
 
-    def _plan(self, cursor: Cursor) -> EpochPlan:
+    def _resumed(self, cursor: Cursor) -> tuple[StreamPosition, Start, Strategy]:
+        """The position that a pass from ``cursor`` begins at, where its readers start, and how they share the data."""
         begun = self._position_at(cursor)
         start, mode = resume(begun, self._readers)
         strategy = self._strategy if mode is None else replace(self._strategy, mode=mode)
@@ -118,8 +113,7 @@ class StreamSource(Source):
             strategy = replace(strategy, divided=False)
         if mode == "left":
             strategy = replace(strategy, reason="its shards were left inside this epoch by other readers")
-        dropped = 0 if begun.skip is None else begun.skip[BATCHES_KEY]
-        return EpochPlan(cursor, begun, start, strategy, self._readers, dropped)
+        return begun, start, strategy
 
     def _position_at(self, cursor: Cursor) -> StreamPosition:
         """The position that was loaded, reported or skipped to at ``cursor``; otherwise one of its samples only."""
@@ -215,7 +209,7 @@ class StreamSource(Source):
             self._said.add(self._current.name)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _reported(self, position: StreamPosition) -> None:
+    def _looked_at(self, position: StreamPosition) -> None:
         self._position = position
 
 

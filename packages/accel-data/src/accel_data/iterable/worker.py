@@ -2,21 +2,23 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, final
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride, parts
-from accel_data.map.global_rng import seed_globals
+from accel_data.map.global_rng import SeededGlobals, seed_globals
 from accel_data.order.counter_rng import derive_key
+from accel_data.private import show_worker_info
 from accel_state.errors import DataError, DataStateError
 
+_OF_COLLATION = 0xC011A7E
+"""Separates the seeds of collation from those of the streams."""
 _SNAPSHOT_SHARE = 0.05
 """Taking snapshots of a dataset's state may cost this share of the time; between them positions are counted."""
 
@@ -111,6 +113,7 @@ class StreamReader(IterableDataset[Delivered]):
         reader notes the dataset's own state (None: as often as is cheap).
         """
         self.dataset, self.stride, self.collate, self.batched = dataset, stride, collate, batched
+        self._draws_nothing = collate is default_collate or collate is default_convert
         self.exact, self.every = exact, every
         self.start = Start()
         self.view: WorkerView | None = None
@@ -164,7 +167,8 @@ class StreamReader(IterableDataset[Delivered]):
             snapshot = camera.take(stop) if usable else None
             facts = part.real, part.group_real, stop
             content = part.elements if self.batched else part.elements[0]
-            yield Delivered(self._collated(content, view), facts, worker, divided, snapshot)
+            batch = self.collate(content) if view is None else self._collated(content, view, stop, divided=divided)
+            yield Delivered(batch, facts, worker, divided, snapshot)
         self._check(view, divided)
 
     def _check(self, view: "WorkerView | None", divided: bool) -> None:
@@ -174,11 +178,11 @@ class StreamReader(IterableDataset[Delivered]):
                 "stream was already divided; ask at the beginning of __iter__"
             )
 
-    def _collated(self, content: Any, view: "WorkerView | None") -> Any:
-        if view is None:
-            return self.collate(content)
+    def _collated(self, content: Any, view: "WorkerView", stop: int, *, divided: bool) -> Any:
         asked, view.asked = view.asked, True  # collation may use the number of its worker, and divides nothing by it
-        with view.installed(hidden=False):
+        # A resume reads elements again and collates none of them again, so the draws of both are kept apart.
+        draws = nullcontext() if self._draws_nothing else SeededGlobals(view.collation_seed(stop, divided))
+        with view.installed(hidden=False), draws:
             batch = self.collate(content)
         view.asked = asked
         return batch
@@ -229,6 +233,10 @@ class WorkerView:
         self._key = key
         seed_globals(derive_key(key, self.number) if self.asked and self.number else key)
 
+    def collation_seed(self, stop: int, divided: bool) -> int:
+        """Returns the seed for collating the batch behind which the stream is at ``stop``."""
+        return derive_key(self._key or 0, _OF_COLLATION, self.number if divided else 0, stop)
+
     def _ask(self) -> None:
         if not self.asked and self.number and self._key is not None:
             seed_globals(derive_key(self._key, self.number))
@@ -246,17 +254,17 @@ class WorkerView:
                 "worker_init_fn divides the dataset among workers, so a position in the undivided stream cannot be "
                 "found; divide in the dataset's __iter__ instead, or resume with num_workers=0"
             )
-        torch_worker._worker_info = None if hidden else self  # type: ignore[assignment]
+        show_worker_info(None if hidden else self)
 
     @contextmanager
     def installed(self, *, hidden: bool) -> Iterator[None]:
         """``install``, for a while."""
-        before = torch_worker._worker_info
+        before = get_worker_info()
         self.install(hidden=hidden)
         try:
             yield
         finally:
-            torch_worker._worker_info = before
+            show_worker_info(before)
 
     @property
     def id(self) -> int:

@@ -1,10 +1,9 @@
 """Decomposition of a map-style DataLoader into its samplers, and the computable order of a sampler, if it has one."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -15,11 +14,11 @@ from torch.utils.data import (
 )
 
 from accel_data.map.samplers import OrderSampler, SeedableRandomSampler
-from accel_data.order.counter_rng import derive_key
+from accel_data.options import LoaderOptions
 from accel_data.order.orders import Order, Replacement, Sequential, Shuffled, Subset
-from accel_data.order.special_orders import SeededPermutation, Weighted
-from accel_data.stateful_dataloader import torchs_class
-from accel_state.errors import DataError
+from accel_data.order.special_orders import NodeBlocks, SeededPermutation, Weighted
+from accel_data.private import fixed_num_samples
+from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -49,8 +48,15 @@ class DataLoaderParts:
     whole: bool
 
 
-def read_dataloader(dataloader: "DataLoader[Any]") -> DataLoaderParts:
-    """Decomposes a map-style DataLoader without changing it."""
+def read_dataloader(dataloader: "DataLoader[Any]", options: LoaderOptions) -> DataLoaderParts:
+    """Decomposes a map-style DataLoader without changing it; ``options`` may ask for a seedable ``RandomSampler``."""
+    parts = _decomposed(dataloader)
+    if options.use_seedable_sampler and _torchs_class(parts.sampler) is RandomSampler:
+        return replace(parts, sampler=_made_seedable(parts.sampler, options.data_seed))
+    return parts
+
+
+def _decomposed(dataloader: "DataLoader[Any]") -> DataLoaderParts:
     batches: Any = dataloader.batch_sampler
     slot = "batch_sampler"
     if batches is None:
@@ -61,48 +67,47 @@ def read_dataloader(dataloader: "DataLoader[Any]") -> DataLoaderParts:
     size, drop_last = getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False))
     inner = getattr(batches, "sampler", None)
     size = size if isinstance(size, int) else None
-    return DataLoaderParts(slot, batches, inner, size, drop_last, True, torchs_class(batches) is not BatchSampler)
+    return DataLoaderParts(slot, batches, inner, size, drop_last, True, _torchs_class(batches) is not BatchSampler)
 
 
-def order_of(sampler: Any) -> Order | None:
-    """Returns the order that replaces a sampler of torch or accel; None for other samplers, which must be iterated.
+_OF_TORCHDATA = {
+    "RandomSampler": RandomSampler,
+    "BatchSampler": BatchSampler,
+    "StatefulDistributedSampler": DistributedSampler,
+}
+
+
+def _torchs_class(sampler: object) -> type:
+    """Returns the class of a sampler; for a sampler of torchdata's, the equivalent class of torch."""
+    kind = type(sampler)
+    same = _OF_TORCHDATA.get(kind.__name__) if kind.__module__ == "torchdata.stateful_dataloader.sampler" else None
+    return kind if same is None else same
+
+
+def order_of(parts: DataLoaderParts, options: LoaderOptions) -> Order | None:
+    """Returns the order that replaces samplers of torch or accel; None for other samplers, which must be iterated.
 
     Only the classes themselves are replaced, because a subclass may do anything.
+
+    Raises:
+        ConfigError: ``sharding="node"`` with an order that does not read each sample once.
     """
-    make = _ORDERS.get(torchs_class(sampler))
-    return None if make is None else make(sampler)
+    make = None if parts.whole else _ORDERS.get(_torchs_class(parts.sampler))
+    order = None if make is None else make(parts.sampler)
+    if order is None or options.sharding != "node":
+        return order
+    kind = order.describe()
+    if kind["kind"] not in ("sequential", "shuffled") or kind.get("source", len(order)) != len(order):
+        raise ConfigError(f"sharding='node' reads each sample once; it cannot follow the order {kind['kind']!r}")
+    return NodeBlocks(len(order), num_nodes=options.num_nodes, shuffle=kind["kind"] == "shuffled")
 
 
-_BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order")
-
-
-@final
-class Basis:
-    """Attributes from which a sampler's order was computed, to detect that the user has changed the sampler."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
-
-    def differs(self, sampler: Any) -> bool:
-        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not detected."""
-        now = [_content(getattr(sampler, name, None)) for name in _BASIS]
-        return any(
-            version != version_now or not (value is other or (isinstance(value, int) and value == other))
-            for (value, version), (other, version_now) in zip(self._values, now, strict=True)
-        )
-
-
-def _content(value: Any) -> tuple[Any, int]:
-    counts = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value, value._version if counts else 0
-
-
-def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
+def _made_seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
     """Returns a sampler with the same source, number and replacement as ``sampler``, but seeded by seed + epoch."""
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
+        num_samples=fixed_num_samples(sampler),
         generator=sampler.generator,
         data_seed=data_seed,
     )
@@ -139,100 +144,3 @@ _ORDERS: dict[type, Callable[[Any], Order]] = {
     DistributedSampler: _distributed,
     OrderSampler: lambda sampler: sampler.order,
 }
-
-
-def own_seed(sampler: Any) -> int | None:
-    """Returns the seed that a sampler has as an attribute, or None."""
-    if isinstance(sampler, SeedableRandomSampler):
-        return sampler.initial_seed
-    if isinstance(sampler, OrderSampler | DistributedSampler):
-        return sampler.seed
-    return None
-
-
-def drawn_seed(reading: DataLoaderParts) -> int:
-    """Draws a seed from the generator of the user's sampler; without one, from torch's global generator."""
-    generator = next((found for found in map(_generator_of, chain_of(reading)) if found is not None), None)
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-
-
-def chain_of(reading: DataLoaderParts) -> list[Any]:
-    """Returns the user's batch sampler, its sampler, and the samplers that they wrap, outermost first."""
-    found: list[Any] = []
-    candidates: list[Any] = [reading.batch_sampler, reading.sampler]
-    while candidates:
-        candidate = candidates.pop(0)
-        if candidate is None or any(candidate is known for known in found):
-            continue
-        found.append(candidate)
-        candidates += [getattr(candidate, name, None) for name in ("batch_sampler", "sampler")]
-    return found
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:
-    generator = getattr(sampler, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
-
-
-@final
-class Surroundings:
-    """The user's samplers and dataset that have a ``set_epoch`` or a state.
-
-    Collected once, because the start of a pass must be fast.
-
-    Attributes:
-        dataset_listens: whether the dataset has a ``set_epoch``.
-    """
-
-    def __init__(self, reading: DataLoaderParts, dataset: object, *, walked: bool) -> None:
-        samplers = chain_of(reading)
-        self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
-        self._epochs: dict[int, int | None] = {n: 0 for n, it in enumerate(self._listeners) if it is not dataset}
-        self.dataset_listens = any(it is dataset for it in self._listeners)
-        self._walked = samplers if walked else []
-        names = ("state_dict", "load_state_dict")
-        self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
-
-    def begin(self, epoch: int, seed: int) -> None:
-        """Calls ``set_epoch`` on all of them, and seeds the generators of samplers that are iterated."""
-        for listener in self._listeners:
-            listener.set_epoch(epoch)
-        self._epochs = {number: self._epoch_of(number) for number in self._epochs}
-        for number, sampler in enumerate(self._walked):
-            generator = _generator_of(sampler)
-            if generator is not None:
-                generator.manual_seed(derive_key(seed, epoch, number))
-
-    def epoch_chosen(self) -> int | None:
-        """Returns the epoch that the script set on a sampler since the last call or ``begin``; None if it set none."""
-        for number, known in self._epochs.items():
-            epoch = self._epoch_of(number)
-            if epoch is not None and epoch != known:
-                self._epochs[number] = epoch
-                return epoch
-        return None
-
-    def _epoch_of(self, number: int) -> int | None:
-        epoch = getattr(self._listeners[number], "epoch", None)
-        return epoch if isinstance(epoch, int) else None
-
-    def states(self) -> list[Any]:
-        """Returns the states of the stateful samplers, outermost first."""
-        return [sampler.state_dict() for sampler in self._stateful]
-
-    def load(self, states: Sequence[Any]) -> None:
-        """Restores the states of the stateful samplers."""
-        for sampler, state in zip(self._stateful, states, strict=False):
-            sampler.load_state_dict(state)
-
-
-def fingerprint_of(dataset: Any) -> str | None:
-    """Returns the dataset's ``fingerprint`` (attribute or method), a string that identifies its content, or None."""
-    value = getattr(dataset, "fingerprint", None)
-    if callable(value):
-        value = value()
-    if value is not None and not isinstance(value, str):
-        raise DataError(
-            f"{type(dataset).__name__}.fingerprint gives {type(value).__name__}; it must give a string, or None"
-        )
-    return value

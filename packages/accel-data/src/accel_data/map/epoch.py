@@ -1,6 +1,7 @@
 """Pass over map-style data: iteration of the user's DataLoader over the batches of an index stream."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -15,6 +16,26 @@ from accel_data.stateful_dataloader import is_torchs_iteration
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class MapPlan:
+    """What a pass over map-style data needs.
+
+    Attributes:
+        dataloader: iterates over ``indices``, which is its sampler.
+        indices: the rank's index batches, whose index stream is set.
+        generator: draws the workers' seeds.
+        trail: see ``Pass.trail``.
+        closed: called when the pass is over.
+    """
+
+    dataloader: DataLoader[Any]
+    indices: IndexBatches
+    generator: torch.Generator
+    trail: IndexTrail | None = None
+    closed: Callable[[], None] | None = None
+
+
+@final
 class MapPass(Pass):
     """One iteration of the user's DataLoader over the batches of an index stream.
 
@@ -24,26 +45,18 @@ class MapPass(Pass):
 
     is_over = False
 
-    def __init__(
-        self,
-        dataloader: DataLoader[Any],
-        indices: IndexBatches,
-        generator: torch.Generator,
-        *,
-        trail: IndexTrail | None = None,
-        closed: Callable[[], None] | None = None,
-    ) -> None:
-        """``closed`` is called when the pass is over."""
-        self.trail = trail
+    def __init__(self, plan: MapPlan) -> None:
+        dataloader, indices = plan.dataloader, plan.indices
         assert indices.walk is not None
+        self.trail = plan.trail
         self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
+        self._closed = plan.closed
         # A subclass may yield more or fewer batches than its sampler.
-        self._closed = closed
         own = is_torchs_iteration(dataloader)
         self.exact = self._walk.exact and own
         self.reads_in_step = own and not dataloader.num_workers
         indices.looks_ahead = self.reads_in_step and not self.exact
-        self.batches = iterated(dataloader, generator)
+        self.batches = iterated(dataloader, plan.generator)
 
     @property
     def is_last(self) -> bool:

@@ -1,27 +1,19 @@
 """Skipping in plain DataLoaders, and copies of DataLoaders with another sampler."""
 
-import copy
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
+
+from accel_data.private import LoaderT, copied, drop_iterator
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-LoaderT = TypeVar("LoaderT", bound="DataLoader[Any]")
-
 
 def swapped(dataloader: LoaderT, sampler: object, *, slot: str = "batch_sampler") -> LoaderT:
-    """Copies ``dataloader`` with ``sampler`` as its ``slot``; every other attribute is the same.
-
-    The copy is not constructed from arguments, so that no attribute is lost and a subclass keeps its type.
-    """
-    other = copy.copy(dataloader)
-    # torch refuses to set these attributes, because its caches would not follow; the copy has no caches yet.
-    vars(other)[slot] = sampler
-    vars(other)["_iterator"] = None
-    return other
+    """Copies ``dataloader`` with ``sampler`` as its ``slot``; every other attribute is the same."""
+    return copied(dataloader, **{slot: sampler})
 
 
 def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Iterator[Any]:
@@ -41,7 +33,7 @@ def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Ite
 def let_go(dataloader: "DataLoader[Any]") -> None:
     """Drops the iterator that torchdata's loader keeps after a pass, with its workers, unless they are persistent."""
     if not dataloader.persistent_workers:
-        vars(dataloader)["_iterator"] = None
+        drop_iterator(dataloader)
 
 
 @final

@@ -1,6 +1,5 @@
 """Map-style data: the user's DataLoader is kept, with accel's sampler instead of its own."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,13 +8,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from accel_data.map.dataloader_parts import (
-    Basis,
-    DataLoaderParts,
-    Surroundings,
-    fingerprint_of,
-    order_of,
-)
+from accel_data.map.dataloader_parts import order_of
 from accel_data.map.dataset_changes import (
     BEGUN_KEY,
     FINGERPRINT_KEY,
@@ -26,11 +19,12 @@ from accel_data.map.dataset_changes import (
     check_dataset,
     order_begun,
 )
-from accel_data.map.epoch import MapPass
+from accel_data.map.epoch import MapPass, MapPlan
 from accel_data.map.global_rng import SeededGlobals
-from accel_data.map.index_agreement import IndexCheck, IndexTrail
+from accel_data.map.index_agreement import IndexTrail
 from accel_data.map.index_batches import IndexBatches, WorkerSeeds
 from accel_data.map.index_stream import ItemWalk, OrderWalk, Walk, sized
+from accel_data.map.map_spec import MapSpec
 from accel_data.map.sampler_stream import (
     BatchWalk,
     DrawnRows,
@@ -40,16 +34,16 @@ from accel_data.map.sampler_stream import (
     samples_in,
     skip_batches,
 )
-from accel_data.map.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of, check_split
+from accel_data.map.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of
+from accel_data.map.shared_seed import SharedSeed
 from accel_data.map.skip import swapped
-from accel_data.options import LoaderOptions
+from accel_data.map.surroundings import Basis, Surroundings, fingerprint_of
 from accel_data.order.counter_rng import derive_key
 from accel_data.order.cursor import Cursor
 from accel_data.order.orders import Epoch, Order
-from accel_data.order.special_orders import NodeBlocks
+from accel_data.private import copied
 from accel_data.source import Json, Source
-from accel_state.errors import ConfigError, DataStateError
-from accel_state.parallelism.config import DataShard
+from accel_state.errors import DataStateError
 
 SEED_KEY = "seed"
 SAMPLER_KEY = "sampler"
@@ -61,20 +55,15 @@ class MapSource(Source):
 
     Attributes:
         seed: determines, with the epoch, every order; equal on all ranks. None if the order is always the same.
-        check: check of the indices of a user's sampler; None if no other rank reads with that sampler.
-
-    Raises:
-        ConfigError: an option needs a known batch size or a computable order, and the loader has none.
     """
 
     reads_alone = True
 
-    def __init__(
-        self, dataloader: DataLoader[Any], shard: DataShard, *, reading: DataLoaderParts, options: LoaderOptions
-    ) -> None:
-        self._shard, self._options, self._reading = shard, options, reading
-        self.seed: int | None = None
-        self.check: IndexCheck | None = None
+    def __init__(self, spec: MapSpec, seed: SharedSeed) -> None:
+        parts, loader, shard, options = spec.parts, spec.loader.dataloader, spec.loader.shard, spec.loader.options
+        self._shard, self._options, self._parts = shard, options, parts
+        self.seed, self._check = seed.value, seed.check
+        self._order, self._rank_batch = spec.order, spec.rank_batch
         self._last_epoch: tuple[tuple[Order, int | None, int], Epoch] | None = None
         self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
@@ -86,58 +75,29 @@ class MapSource(Source):
         self._passed: tuple[Cursor, int] | None = None
         self._begun: tuple[int, Order] | None = None
         self.even_batches = options.even_batches
-        size = reading.batch_size
-        self._rank_batch = check_split(size, shard.count) if options.split_batches else size
-        self._order, self._basis = self._make_order(), Basis(reading.sampler)
-        self._check_options()
-        self._batches = IndexBatches(reading, shard, batch_size=self._rank_batch, options=options)
-        self.dataloader = swapped(dataloader, self._batches, slot=reading.slot)
+        self._basis = Basis(parts.sampler)
+        self._surroundings = Surroundings(parts, loader.dataset, walked=self._order is None)
+        self._batches = IndexBatches(parts, shard, batch_size=self._rank_batch, options=options)
+        self.dataloader = swapped(loader, self._batches, slot=parts.slot)
         self._batches.length = self.length(Cursor())
         self._measured: bool | None = self.even_batches
-        self._surroundings = Surroundings(reading, dataloader.dataset, walked=self._order is None)
         self.total_batch_size = (self._rank_batch or 1) * shard.count
         self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_last_epoch": None, "_generator": None, "_last_pass": None}
 
-    def _make_order(self) -> Order | None:
-        if self._reading.whole:
-            return None
-        order = order_of(self._reading.sampler)
-        if self._options.sharding != "node" or order is None:
-            return order
-        kind = order.describe()
-        if kind["kind"] not in ("sequential", "shuffled") or kind.get("source", len(order)) != len(order):
-            raise ConfigError(f"sharding='node' reads each sample once; it cannot follow the order {kind['kind']!r}")
-        return NodeBlocks(len(order), num_nodes=self._options.num_nodes, shuffle=kind["kind"] == "shuffled")
-
-    def _check_options(self) -> None:
-        reading, options = self._reading, self._options
-        needs_order = options.sharding != "index"
-        if needs_order and self._order is None:
-            name = type(reading.batch_sampler if reading.whole else reading.sampler).__name__
-            raise ConfigError(
-                f"sharding={options.sharding!r} computes positions, but {name} has to be walked; use a sampler of "
-                "torch's, an accel_data.OrderSampler, or sharding='index'"
-            )
-        if options.global_batch_size is not None and reading.whole:
-            raise ConfigError(
-                f"global_batch_size={options.global_batch_size} cuts batches by itself, but "
-                f"{type(reading.batch_sampler).__name__} already makes them; give the loader batch_size and sampler"
-            )
-
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]
         """Samples of one epoch, if the sampler or the dataset has a length."""
         if self._order is not None:
             return len(self._order)
-        size = None if self._reading.whole else sized(self._reading.sampler)
+        size = None if self._parts.whole else sized(self._parts.sampler)
         return sized(self.dataloader.dataset) if size is None else size
 
     def _sharding(self, total: int) -> ByIndex | Elastic:
         assert self._rank_batch is not None
-        options, drop_last = self._options, self._reading.drop_last
+        options, drop_last = self._options, self._parts.drop_last
         if options.global_batch_size is not None:
             return Elastic(
                 total=total,
@@ -170,16 +130,16 @@ class MapSource(Source):
         return ByNode(num_nodes=self._options.num_nodes, **fields)
 
     def _cut(self) -> DrawnRows:
-        reading = self._reading
+        parts = self._parts
         split = self._options.split_batches
-        return DrawnRows(self._shard.count, reading.batch_size, split, self.even_batches, reading.drop_last)
+        return DrawnRows(self._shard.count, parts.batch_size, split, self.even_batches, parts.drop_last)
 
     def _order_of(self, epoch: int) -> Order | None:
         """Returns the order of an epoch; an epoch that is finished over its original samples has its own order."""
         return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
 
     def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
-        reading, shard, order = self._reading, self._shard, self._order_of(cursor.epoch)
+        parts, shard, order = self._parts, self._shard, self._order_of(cursor.epoch)
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         if order is not None:
@@ -188,13 +148,13 @@ class MapSource(Source):
                 return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
             return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
-        if reading.whole:
+        if parts.whole:
             cut = self._cut()
             return BatchWalk(
-                reading.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
+                parts.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
             )
         sharding = self._sharding(UNKNOWN_TOTAL)
-        return ItemWalk(reading.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
+        return ItemWalk(parts.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
         """Returns the indices of an epoch; caches the last ones, because a pass is often left and started again."""
@@ -212,10 +172,10 @@ class MapSource(Source):
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         replayed = self._enter_epoch(cursor.epoch)
-        trail = None if self.check is None or self._order is not None else self.check.trail(cursor)
+        trail = None if self._check is None or self._order is not None else self._check.trail(cursor)
         self._batches.walk = self._walk(cursor, trail)
         seeds = self._seeded(cursor.epoch)
-        self._last_pass = MapPass(self._readers(), self._batches, seeds, trail=trail, closed=replayed)
+        self._last_pass = MapPass(MapPlan(self._readers(), self._batches, seeds, trail=trail, closed=replayed))
         return self._last_pass
 
     def _readers(self) -> DataLoader[Any]:
@@ -226,20 +186,18 @@ class MapSource(Source):
         loader = self.dataloader
         if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
             return loader
-        other = copy.copy(loader)
-        vars(other).update(_iterator=None, persistent_workers=False)
-        return other
+        return copied(loader, persistent_workers=False)
 
     def _follow_sampler(self, *, inside: bool = False) -> None:
         """Rebuilds the order if the user has changed the sampler's weights, indices or number of samples.
 
         Inside an epoch, only a changed length rebuilds it.
         """
-        sampler = self._reading.sampler
+        sampler = self._parts.sampler
         if self._order is None:
             return
         if len(self._order) != sized(sampler) or (not inside and self._basis.differs(sampler)):
-            self._order, self._basis = self._make_order(), Basis(sampler)
+            self._order, self._basis = order_of(self._parts, self._options), Basis(sampler)
             self._measured = None
 
     def _seeded(self, epoch: int) -> torch.Generator:
@@ -273,22 +231,22 @@ class MapSource(Source):
 
     def length(self, cursor: Cursor) -> int | None:
         """Computed, or from the ``len`` of the user's sampler."""
-        reading, rank = self._reading, self._shard.index
+        parts, rank = self._parts, self._shard.index
         if callable(self._options.sharding):
             return None
-        if reading.whole:
-            batches = sized(reading.batch_sampler)
+        if parts.whole:
+            batches = sized(parts.batch_sampler)
             passed = 0 if not cursor.samples else None
             if self._passed is not None and self._passed[0] == cursor:
                 passed = self._passed[1]
             if batches is None or passed is None:
                 return None
-            last = last_batch_size(reading.batch_sampler)
+            last = last_batch_size(parts.batch_sampler)
             return rounds_of(max(batches - passed, 0), self._cut(), rank, last=last)
         order = self._order_of(cursor.epoch)
         if order is not None:
             return batches_of(self._computed(order), cursor.samples, rank)
-        total = sized(reading.sampler)
+        total = sized(parts.sampler)
         return None if total is None else batches_of(self._sharding(total), cursor.samples, rank)
 
     def skip(self, cursor: Cursor, batches: int) -> Cursor:
@@ -298,14 +256,14 @@ class MapSource(Source):
             return self._skip_by_function(cursor, batches)
         if order is not None:
             return Cursor(cursor.epoch, self._computed(order).seek(cursor.samples, batches))
-        if not self._reading.whole:
-            total = sized(self._reading.sampler)
+        if not self._parts.whole:
+            total = sized(self._parts.sampler)
             sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
             return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
         self._enter_epoch(cursor.epoch)
         pending = self._sampler_start
         with self._rng(cursor.epoch):
-            stream = iter(self._reading.batch_sampler)
+            stream = iter(self._parts.batch_sampler)
             _, rest, passed = skip_batches(stream, cursor.samples)
             wanted = batches * self._cut().round_size
             samples = len(rest or ()) + samples_in(stream, wanted - (rest is not None))
@@ -325,7 +283,7 @@ class MapSource(Source):
         return self._shard.count == 1 or (self.even_batches and not callable(self._options.sharding))
 
     def is_over(self, cursor: Cursor) -> bool:
-        """Computed; False for user samplers and sharding functions, whose end is known only after reading."""
+        """Computed; False for user samplers and sharding functions, whose end is known only after parts."""
         order = self._order_of(cursor.epoch)
         if order is None or callable(self._options.sharding) or not cursor.samples:
             return False
@@ -359,9 +317,9 @@ class MapSource(Source):
 
     def _description(self) -> dict[str, Json]:
         """Returns the description of the order; cached, because it may read every weight or length."""
-        order, reading = self._order, self._reading
+        order, parts = self._order, self._parts
         if order is None:
-            walked = reading.batch_sampler if reading.whole else reading.sampler
+            walked = parts.batch_sampler if parts.whole else parts.sampler
             return {"kind": "walked", "sampler": type(walked).__qualname__}
         if self._described is None or self._described[0] is not order:
             self._described = (order, order.describe())

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch.optim import Optimizer
 
+from accel_observe.private import norms as norms_of
+
 if TYPE_CHECKING:
     from accel_backends import Backend
     from accel_state.session import Session
@@ -95,7 +97,7 @@ class StepGradients:
         found = self._found()
         if not found:
             return None
-        norms = dict(zip(found, torch._foreach_norm([one.float() for one in found.values()]), strict=True))
+        norms = dict(zip(found, norms_of([one.float() for one in found.values()]), strict=True))
         device = next(iter(norms.values())).device
         nothing = torch.zeros((), device=device)
         return torch.stack([norms[n].to(device) if n in norms else nothing for n in self._parameters]).square()

@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import nn
 
+from accel_observe.private import at_end_of_backward
+
 DATA, COMPUTE, COMMUNICATION, SAVE = "data", "compute", "communication", "save"
 PHASES = (DATA, COMPUTE, COMMUNICATION, SAVE)
 """Phases: waiting for a batch; computation and the rest of the loop; waiting for other ranks' gradients; saving."""
@@ -81,7 +83,7 @@ class GradientWait:
         if self._last is None:
             # Wrappers such as DDP queue their own end-of-backward callback later than this hook; queueing twice runs
             # after theirs.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._ended))
+            at_end_of_backward(lambda: at_end_of_backward(self._ended))
         self._last = self._clock.now()
 
     def _ended(self) -> None:
@@ -94,10 +96,6 @@ class GradientWait:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from accel_planner import private
 from accel_planner.errors import PlanError
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -35,9 +35,7 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(
-            leaf.numel() * leaf.dtype.itemsize
-            for leaf in _pytree.tree_leaves(self.value)
-            if isinstance(leaf, torch.Tensor)
+            leaf.numel() * leaf.dtype.itemsize for leaf in private.leaves(self.value) if isinstance(leaf, torch.Tensor)
         )
 
     def fake(self, dtype: torch.dtype | None = None) -> Any:
@@ -49,7 +47,7 @@ class Batch:
             wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
             return torch.empty(tuple(leaf.shape), dtype=wanted, device="cpu")
 
-        return _pytree.tree_map(empty, self.value)
+        return private.mapped(empty, self.value)
 
 
 def tokens(model: nn.Module, batch_size: int, seq_length: int) -> Batch:
@@ -96,9 +94,7 @@ def guessed_loss(model: nn.Module, value: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    found = [
-        leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    found = [leaf for leaf in private.leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not found:
         raise PlanError(
             f"{type(model).__name__} gives no floating-point tensor to compute a loss of; give a loss function"

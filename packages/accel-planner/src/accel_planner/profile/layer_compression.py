@@ -82,7 +82,7 @@ def fold(model: nn.Module, runs: Iterable[Sequence[str]]) -> None:
         model.get_submodule(run[1]).register_forward_hook(lambda _, args, output, before=before: before.look(output))
         for name in run[2:-1]:
             parent, _, place = name.rpartition(".")
-            model.get_submodule(parent)._modules[place] = PassedOver(before)
+            model.get_submodule(parent).register_module(place, PassedOver(before))
 
 
 def unfold(timeline: Timeline, units: Sequence[str], runs: Iterable[Sequence[str]]) -> Timeline:

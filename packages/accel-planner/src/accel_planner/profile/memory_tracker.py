@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_planner.private import TorchDispatchMode, packet_of, storage_key
 
 
 @final
@@ -29,7 +30,7 @@ class StorageWatch(TorchDispatchMode):
         self.peak = 0
         self.flops = 0
         self._known = [tensor.untyped_storage() for tensor in known]  # kept alive, so that their keys are not reused
-        self._keys = {storage._cdata: -1 for storage in self._known}
+        self._keys = {storage_key(storage): -1 for storage in self._known}
         self._refs: dict[int, Any] = {}
         self._made = 0
         self._formulas: Any = None
@@ -57,7 +58,7 @@ class StorageWatch(TorchDispatchMode):
 
     def key_of(self, tensor: torch.Tensor) -> int:
         """Number of a tensor's storage in order of creation; -1 if it was given beforehand or never seen."""
-        return self._keys.get(tensor.untyped_storage()._cdata, -1)
+        return self._keys.get(storage_key(tensor.untyped_storage()), -1)
 
     def note(self, what: object) -> None:
         """Appends an object to the events."""
@@ -65,7 +66,7 @@ class StorageWatch(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_key(storage)
         if address in self._keys:
             return
         self._made += 1
@@ -89,7 +90,7 @@ class StorageWatch(TorchDispatchMode):
         self.events.append((key, -size))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = getattr(func, "_overloadpacket", None)
+        packet = packet_of(func)
         if packet in self._formulas:
             self.flops += int(self._formulas[packet](*args, **kwargs, out_val=result))
         elif "_scaled_dot_product_flash_attention_for_cpu" in str(packet):
@@ -102,7 +103,7 @@ def _scratch(func: Any, args: Any) -> int:
     oneDNN does so with contiguous images: with the input in the forward, with the input and the output's gradient in
     the backward. Images in ``channels_last`` format are not copied.
     """
-    name = str(getattr(func, "_overloadpacket", ""))
+    name = str(packet_of(func) or "")
     if name not in ("aten.convolution", "aten.convolution_backward"):
         return 0
     read = args[:2] if name.endswith("backward") else args[:1]

@@ -10,6 +10,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.shard import checkpointed, replace_modules, units_of
 from accel_backends.fsdp.wrap_units import Units, parameters_of_units
 from accel_backends.ops.fqn import innermost, named_parameters
+from accel_planner import private
 from accel_planner.errors import PlanError
 from accel_planner.profile import layer_compression as folding
 from accel_planner.profile.example_inputs import Batch, Loss, guessed_loss, tokens
@@ -145,9 +146,7 @@ class _Profiler:
         return self._trace(variant, batch, loss, [])
 
     def _trace(self, variant: Variant, batch: Batch, loss: Loss, runs: list[list[str]]) -> Timeline:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         wide = {id(p) for name in self.units.wide for p in self.model.get_submodule(name).parameters()}
         compute = self.policy.compute if variant.native else None
 
@@ -218,6 +217,4 @@ def _explained(loss: Loss, model: nn.Module, value: Any) -> torch.Tensor:
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
-    from torch.utils import _pytree
-
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in private.leaves(value) if isinstance(leaf, torch.Tensor)]

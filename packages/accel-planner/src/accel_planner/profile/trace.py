@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_planner import private
 from accel_planner.profile.memory_tracker import StorageWatch
 from accel_planner.profile.profile import Mark, MarkKind, Timeline
 
@@ -93,23 +94,19 @@ def _mark(module: nn.Module, index: int, watch: StorageWatch) -> list[Any]:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    from torch.utils import _pytree
-
-    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in private.leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _through(tree: Any, left: Callable[[], None]) -> Any:
     """Returns the same arguments; ``left`` is called when the backward has passed those that require gradients."""
-    from torch.utils import _pytree
-
-    leaves, spec = _pytree.tree_flatten(tree)
+    leaves, spec = private.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not places or not torch.is_grad_enabled():
         return tree
     passed = _Leave.apply(left, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
-    return _pytree.tree_unflatten(leaves, spec)
+    return private.unflatten(leaves, spec)
 
 
 class _Leave(torch.autograd.Function):

@@ -15,6 +15,7 @@ from accel_state.collectives.group_argument import GLOO_SETTLES
 from accel_state.device.device import Device
 from accel_state.environment import parse_flag
 from accel_state.errors import SessionError
+from accel_state.private import backends_by_device, new_group, timeout_of
 from accel_state.process_group.torch_log import no_warnings
 from accel_state.topology import Topology
 
@@ -165,7 +166,7 @@ def group_backend(group: "ProcessGroup") -> str:
 
 def read_timeout(group: "ProcessGroup") -> timedelta | None:
     """Returns the timeout of collectives of ``group``: the shortest of its backends; None if no backend exposes it."""
-    told = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
+    told = (timeout_of(backend) for backend in _backends(group))
     return min((value for value in told if isinstance(value, timedelta)), default=None)
 
 
@@ -201,27 +202,14 @@ def sibling_group(
         timeout: timeout of its collectives; None: torch's default.
     """
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
 
     from accel_state.collectives.objects import all_gather_object
 
     ranks = dist.get_process_group_ranks(like)
     chosen = dist.Backend(group_backend(like) if backend is None else backend)
     name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
-    group: ProcessGroup
     with no_warnings():  # of the store, if rank 0 ends before it has set its address
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            like.rank(),
-            ranks,
-            chosen,
-            c10d._get_default_store(),
-            name,
-            timeout=c10d._get_default_timeout(chosen) if timeout is None else timeout,
-            device_id=c10d._get_default_group().bound_device_id,
-        )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
+        return new_group(ranks, like.rank(), chosen, name, timeout)
 
 
 def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None:
@@ -250,11 +238,5 @@ def _destroy(group: "ProcessGroup") -> None:
 
 
 def _backends(group: "ProcessGroup") -> list[object]:
-    found: dict[int, object] = {}
-    for device in group._device_types:
-        try:
-            backend = group._get_backend(torch.device(device))
-        except RuntimeError:
-            continue
-        found[id(backend)] = backend
+    found: dict[int, object] = {id(backend): backend for backend in backends_by_device(group)}
     return list(found.values())

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from accel_state.errors import CollectiveError
+from accel_state.private import flatten, unflatten
 
 # A view of a buffer keeps all of the buffer alive. Below this many bytes that costs less than a copy.
 _SHARED_BYTES = 1 << 16
@@ -88,7 +88,7 @@ def join(leaves: list[torch.Tensor]) -> torch.Tensor:
         CollectiveError: a tensor is not dense and strided.
     """
     try:
-        flat: torch.Tensor = _flatten_dense_tensors(leaves)
+        flat = flatten(leaves)
     except RuntimeError as error:
         kinds = ["nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.") for leaf in leaves]
         odd = sorted({kind for kind in kinds if kind != "strided"})
@@ -150,7 +150,7 @@ def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns views of the parts of ``flat``; restores the shape of empty tensors, which torch before 2.10 drops."""
-    parts = _unflatten_dense_tensors(flat, like)
+    parts = unflatten(flat, like)
     return [part if part.numel() else part.view(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 

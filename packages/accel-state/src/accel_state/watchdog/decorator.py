@@ -124,7 +124,7 @@ def recorded(
 class Recording:
     """Context manager that records its block like ``recorded``, without a frame between the caller and the block."""
 
-    __slots__ = ("_counted", "_watchdog", "_operation", "_shared")
+    __slots__ = ("_counted", "_operation", "_shared", "_watchdog")
 
     def __init__(self, operation: str, *, shared: bool = True, counted: bool = False) -> None:
         self._operation = operation

@@ -14,13 +14,9 @@ def flight_record() -> str:
     NCCL's recorder has the times at which the device began and ended each collective; without NCCL, torch records only
     enqueued collectives. ``TORCH_FR_BUFFER_SIZE=0`` disables the recorder.
     """
-    import torch
+    from accel_state.private import flight_recorders
 
-    module = getattr(torch._C, "_distributed_c10d", None)
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(module, name, None)
-        if dump is None:
-            continue
+    for dump in flight_recorders():
         try:
             lines = list(flights(json.loads(dump()), now=time.time()))
         except (RuntimeError, ValueError) as error:

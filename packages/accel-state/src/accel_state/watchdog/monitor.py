@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError, is_relayed
+from accel_state.private import backends_by_device
 from accel_state.watchdog import decorator as active
 from accel_state.watchdog.diagnosis import (
     REMARKABLE,
@@ -354,9 +355,9 @@ def _break_connections(group: "ProcessGroup") -> None:
     import socket
     import stat
 
-    for device in group._device_types:
+    for backend in backends_by_device(group):
         with contextlib.suppress(RuntimeError):
-            group._get_backend(device).abort()
+            backend.abort()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError, ValueError):

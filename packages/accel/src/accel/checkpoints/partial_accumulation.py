@@ -37,6 +37,12 @@ def refuse(held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         )
 
 
+def drop(backend: "Backend", models: Sequence[nn.Module]) -> None:
+    """Drops this run's own unreduced gradients. Collective: every rank of the group must call this."""
+    for model in models:
+        backend.gradients.set_unreduced(model, {})
+
+
 def restore(
     backend: "Backend",
     models: Sequence[nn.Module],

@@ -219,10 +219,15 @@ def restore_local(
     clock: "StepClock",
     options: LoadOptions,
 ) -> None:
-    """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load."""
+    """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load.
+
+    Where no window was open, gradients that this run has accumulated are dropped: they belong to no saved step.
+    """
     if options.wants(RNG):
         _restore_random_state(checkpoint, backend)
-    if options.wants(CLOCK) and clock.open:
+    if options.wants(CLOCK) and not clock.open:
+        open_window.drop(backend, models)
+    elif options.wants(CLOCK):
         open_window.restore(
             backend,
             models,

@@ -7,7 +7,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import final
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accel_launch.launch.child_main import end_with_parent
 

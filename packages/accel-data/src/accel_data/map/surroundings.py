@@ -1,0 +1,121 @@
+"""The user's samplers and dataset behind a map-style loader: the epochs set on them, their states, their changes."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from accel_data.map.dataloader_parts import DataLoaderParts
+from accel_data.order.counter_rng import derive_key
+from accel_state.errors import DataError
+
+_BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order")
+
+
+@final
+class Basis:
+    """Attributes from which a sampler's order was computed, to detect that the user has changed the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
+
+    def differs(self, sampler: Any) -> bool:
+        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not detected."""
+        now = [_content(getattr(sampler, name, None)) for name in _BASIS]
+        return any(
+            version != version_now or not (value is other or (isinstance(value, int) and value == other))
+            for (value, version), (other, version_now) in zip(self._values, now, strict=True)
+        )
+
+
+def _content(value: Any) -> tuple[Any, int]:
+    counts = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value, value._version if counts else 0
+
+
+def _chain_of(parts: DataLoaderParts) -> list[Any]:
+    """Returns the user's batch sampler, its sampler, and the samplers that they wrap, outermost first."""
+    found: list[Any] = []
+    candidates: list[Any] = [parts.batch_sampler, parts.sampler]
+    while candidates:
+        candidate = candidates.pop(0)
+        if candidate is None or any(candidate is known for known in found):
+            continue
+        found.append(candidate)
+        candidates += [getattr(candidate, name, None) for name in ("batch_sampler", "sampler")]
+    return found
+
+
+def generator_in(parts: DataLoaderParts) -> torch.Generator | None:
+    """Returns the generator of the user's samplers, the outermost if there are several; None if they have none."""
+    return next((found for found in map(_generator_of, _chain_of(parts)) if found is not None), None)
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    """Returns the generator that a sampler has as an attribute, or None."""
+    generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+@final
+class Surroundings:
+    """The user's samplers and dataset that have a ``set_epoch`` or a state.
+
+    Collected once, because the start of a pass must be fast.
+
+    Attributes:
+        dataset_listens: whether the dataset has a ``set_epoch``.
+    """
+
+    def __init__(self, parts: DataLoaderParts, dataset: object, *, walked: bool) -> None:
+        samplers = _chain_of(parts)
+        self._listeners = [it for it in [*samplers, dataset] if callable(getattr(it, "set_epoch", None))]
+        self._epochs: dict[int, int | None] = {n: 0 for n, it in enumerate(self._listeners) if it is not dataset}
+        self.dataset_listens = any(it is dataset for it in self._listeners)
+        self._walked = samplers if walked else []
+        names = ("state_dict", "load_state_dict")
+        self._stateful = [it for it in self._walked if all(callable(getattr(it, name, None)) for name in names)]
+
+    def begin(self, epoch: int, seed: int) -> None:
+        """Calls ``set_epoch`` on all of them, and seeds the generators of samplers that are iterated."""
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+        self._epochs = {number: self._epoch_of(number) for number in self._epochs}
+        for number, sampler in enumerate(self._walked):
+            generator = _generator_of(sampler)
+            if generator is not None:
+                generator.manual_seed(derive_key(seed, epoch, number))
+
+    def epoch_chosen(self) -> int | None:
+        """Returns the epoch that the script set on a sampler since the last call or ``begin``; None if it set none."""
+        for number, known in self._epochs.items():
+            epoch = self._epoch_of(number)
+            if epoch is not None and epoch != known:
+                self._epochs[number] = epoch
+                return epoch
+        return None
+
+    def _epoch_of(self, number: int) -> int | None:
+        epoch = getattr(self._listeners[number], "epoch", None)
+        return epoch if isinstance(epoch, int) else None
+
+    def states(self) -> list[Any]:
+        """Returns the states of the stateful samplers, outermost first."""
+        return [sampler.state_dict() for sampler in self._stateful]
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Restores the states of the stateful samplers."""
+        for sampler, state in zip(self._stateful, states, strict=False):
+            sampler.load_state_dict(state)
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """Returns the dataset's ``fingerprint`` (attribute or method), a string that identifies its content, or None."""
+    value = getattr(dataset, "fingerprint", None)
+    if callable(value):
+        value = value()
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{type(dataset).__name__}.fingerprint gives {type(value).__name__}; it must give a string, or None"
+        )
+    return value

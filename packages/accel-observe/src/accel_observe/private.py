@@ -1,0 +1,32 @@
+"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+
+No other module of the package uses a private name of torch; CI checks that.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Calls ``call`` when the backward pass in progress has ended, by ``Variable._execution_engine.queue_callback``.
+
+    Raises:
+        RuntimeError: this torch does not have it, or no backward pass is in progress.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.autograd.Variable._execution_engine, by which the time of the "
+            "backward is measured; use torch 2.9 to 2.13"
+        )
+    engine.queue_callback(call)
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the 2-norm of each tensor, in one launch by ``torch._foreach_norm``; one by one without it."""
+    together = getattr(torch, "_foreach_norm", None)
+    found: Sequence[torch.Tensor] = (
+        [torch.linalg.vector_norm(tensor) for tensor in tensors] if together is None else together(tensors)
+    )
+    return found
