@@ -130,7 +130,6 @@ class Accelerator(
     ) -> None:
         # imported here, because naming the class does not need these modules
         from accel.setup.build import dynamo_of, open_parts
-        from accel.setup.resolve_strategy import several_deepspeed
 
         parts = open_parts(
             {
@@ -139,15 +138,18 @@ class Accelerator(
                 "cpu": cpu,
                 "debug": debug,
                 "project_dir": None if project_dir is None else os.fspath(project_dir),
-                "backend": strategy,
             },
             accumulation=gradient_accumulation_plugin,
             handlers=kwargs_handlers,
             loading=(dataloader_config, split_batches),
             parallelism=parallelism_config,
             project=project_config,
-            fsdp=fsdp_plugin,
-            deepspeed=several_deepspeed(deepspeed_plugin, deepspeed_plugins),
+            strategy=strategy,
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+            },
         )
         self.config = parts.config
         self.session = parts.session

@@ -31,7 +31,6 @@ class ChoosingFacet(ABC):
 
         Collective: every rank of the group must call this.
         """
-        from accel.setup.resolve_strategy import fitting
         from accel_backends import Choice
         from accel_planner.auto import checkpoint_blocks, decide, first_batch
         from accel_planner.cost.hardware import devices_of
@@ -54,9 +53,10 @@ class ChoosingFacet(ABC):
         candidate = chosen.candidate
         if not self._models:
             self.backend.close()
-        self.backend = undecided.open(candidate)
+        resolution = undecided.resolve(candidate)
+        self.backend = undecided.opener(candidate.backend, resolution)
         self.choice = Choice(candidate.backend, chosen.reasons)
-        self.parallelism_config = fitting(None, self.session.topology, self.backend)
+        self.parallelism_config = resolution.parallelism
         if candidate.checkpointing and candidate.kind != "sharded":
             for model in models:
                 checkpoint_blocks(model)
