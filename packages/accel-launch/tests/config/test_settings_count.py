@@ -131,4 +131,4 @@ def test_every_switch_of_a_strategy_requests_its_backend(name: str) -> None:
 def test_the_settings_that_take_one_value_only_are_known() -> None:
     """They name what there is a choice of elsewhere; a second value must come with a reader."""
     only = {name for name, row in settings().items() if not can_differ(row)}
-    assert only == {"main_training_function", "parallelism_config_cp_backend", "parallelism_config_sp_backend"}
+    assert only == {"main_training_function"}

@@ -117,6 +117,10 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
             },
             r"parallelism_config_sp_size is 2 \(env PARALLELISM_CONFIG_SP_SIZE\), and .*sequence_parallel_size says 4",
         ),
+        (
+            {"deepspeed_plugin": {}, "degrees": ParallelismConfig(sp_size=2, sp_backend="ring")},
+            "sp_backend='ring', and the strategy that serves sp_size=2 is 'deepspeed'",
+        ),
         ({"deepspeed_plugins": {}}, "deepspeed_plugins is empty"),
         ({"degrees": ParallelismConfig(cp_size=2)}, "cp_size=2: backend 'ddp' .*; nearest: dp_replicate_size=2"),
         ({"degrees": ParallelismConfig(pp_size=2)}, "pp_size=2: backend 'ddp' .*; nearest: dp_replicate_size=2"),

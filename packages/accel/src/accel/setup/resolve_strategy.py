@@ -116,7 +116,10 @@ def resolve(request: Request, facts: StrategyFacts) -> Strategy:
     resolution = config.resolve(facts)
     facts.agree(resolution.implied)
     name = resolution.config.backend or choice.name
-    return Strategy(Choice(name, (*choice.reasons, *resolution.reasons)), resolution)
+    served = resolution.parallelism.served_by(name)
+    return Strategy(
+        Choice(name, (*choice.reasons, *resolution.reasons)), dataclasses.replace(resolution, parallelism=served)
+    )
 
 
 def with_implied(config: AccelConfig, implied: Mapping[str, Stated]) -> AccelConfig:
