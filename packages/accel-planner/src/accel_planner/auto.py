@@ -100,12 +100,13 @@ class Undecided:
 
     def resolve(self, candidate: "Candidate") -> Resolution:
         """Returns the options of a candidate, resolved for the run."""
+        from accel_backends.core.backend import build_options
         from accel_backends.core.registry import load_backend
 
         if self.strategy.among is not None:
             return self.strategy.among.resolve(replace(self.facts, plan=candidate.options))
         kind = load_backend(candidate.backend)
-        options = self.preferred if isinstance(self.preferred, kind.Config) else kind.options(candidate.options)
+        options = self.preferred if isinstance(self.preferred, kind.Config) else build_options(kind, candidate.options)
         return options.resolve(self.facts)
 
 

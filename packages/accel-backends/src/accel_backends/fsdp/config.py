@@ -158,7 +158,7 @@ class FSDPConfig(BackendConfig):
 
     def _without_ranks(self, facts: StrategyFacts) -> Resolution:
         """Options of a backend in which one process shards over all devices."""
-        from accel_backends.xla.backend import XLAConfig
+        from accel_backends.xla.config import XLAConfig
 
         unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
         for name in unable:

@@ -11,12 +11,12 @@ from accel.loop.accumulator import GradientAccumulationPlugin
 from accel.setup.kwargs_handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.setup.plugins_from_config import compilation_of, degrees_and_open_axes, fp8_recipe
 from accel.setup.resolve_strategy import requested, resolve, with_implied
-from accel_backends import Choice, load_backend
+from accel_backends import Choice, Run, load_backend
 from accel_backends.core.config import Resolution, Stated, StrategyFacts
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided
-from accel_precision import PrecisionPolicy
+from accel_precision import AutocastKwargs, PrecisionPolicy
 from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
 from accel_state.session import locate
@@ -88,9 +88,8 @@ def open_parts(
         policy = policy_of(call["mixed_precision"], config, sorted_handlers, device_type=session.device.type)
 
         def open_backend(name: str, resolution: Resolution) -> "Backend":
-            return load_backend(name)(
-                session, policy, resolution.config, autocast=sorted_handlers.autocast, scaler=sorted_handlers.scaler
-            )
+            run = run_of(session, policy, resolution.parallelism, sorted_handlers)
+            return load_backend(name)(run, resolution.config)
 
         parts = Components(
             config=config,
@@ -115,6 +114,12 @@ def open_parts(
 
         set_seed(config.seed)
     return parts
+
+
+def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig, handlers: Handlers) -> Run:
+    """Run that a backend is opened for."""
+    autocast = handlers.autocast or AutocastKwargs()
+    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler)
 
 
 def facts_of(config: AccelConfig, parallelism: ParallelismConfig | None) -> StrategyFacts:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from accel.setup.plugins_from_config import options_from_settings
-from accel_backends import BackendConfig, Choice, load_backend, select_backend
+from accel_backends import BackendConfig, Choice, build_options, load_backend, select_backend
 from accel_backends.core.config import Resolution, Stated, StrategyFacts
 from accel_backends.core.select import check_axes
 from accel_launch.config import AccelConfig, Origin
@@ -111,7 +111,7 @@ def resolve(request: Request, facts: StrategyFacts) -> Strategy:
     if isinstance(asked, BackendConfig) and choice.name == asked.backend:
         config = asked
     elif config is None:
-        config = load_backend(choice.name).options({})
+        config = build_options(load_backend(choice.name), {})
     check_axes(choice.name, config, parallelism)
     resolution = config.resolve(facts)
     facts.agree(resolution.implied)

@@ -1,0 +1,45 @@
+"""Role of a backend: how models and samples are split over ranks."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_backends.core.run import Run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ReplicatedLayout:
+    """Parallel layout of full models and full samples, one replica on each rank; base of other layouts.
+
+    Attributes:
+        run: processes and options of the backend.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Number of replicas of a model, and shard degree of each replica. Default: one replica per rank, unsharded."""
+        return self.run.session.world_size, 1
+
+    @property
+    def shared_degrees(self) -> Mapping[str, int]:
+        """Number of ranks over which each sample is split, by axis of ``ParallelismConfig``. Default: no axis."""
+        return {}
+
+    @property
+    def rng_seed_rank(self) -> int:
+        """Rank whose random seed this rank uses, so that both draw the same dropout masks. Default: this rank."""
+        return self.run.session.rank
+
+    @property
+    def sequence_group(self) -> "ProcessGroup | None":
+        """Sequence-parallel group of this rank, in the order of the sequence; None: full sequences. Default: None.
+
+        The first read is a collective.
+
+        Collective: every rank of the group must call this.
+        """
+        return None
