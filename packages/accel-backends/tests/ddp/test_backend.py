@@ -319,7 +319,7 @@ def test_parameters_are_averaged_over_ranks(rank):
     model, _ = prepared(ddp)
     with torch.no_grad():
         model.module[0].weight.fill_(float(rank))
-    ddp.states.average_parameters(model)
+    ddp.gradients.average_parameters(model)
     assert float(model.module[0].weight.detach().mean()) == 0.5
 
 

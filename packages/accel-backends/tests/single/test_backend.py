@@ -180,7 +180,7 @@ def test_the_defaults_mean_one_device(single):
     model, _ = prepared(backend)
     assert backend.gradients.ranks == 1
     with backend.no_sync(model), backend.trigger_sync(model), backend.gradients.join([model]):
-        backend.states.average_parameters(model)
+        backend.gradients.average_parameters(model)
 
 
 @pytest.mark.parametrize(

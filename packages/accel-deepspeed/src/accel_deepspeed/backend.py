@@ -35,16 +35,13 @@ from accel_deepspeed.library import (
     use_device,
 )
 from accel_deepspeed.tensor_parallel.autotp import Layers
-from accel_deepspeed.ulysses.sequence import SequenceAttention, Sequences
+from accel_deepspeed.ulysses.sequence import Sequences
 from accel_deepspeed.zero.engine_gradients import ZeroGradients
 from accel_precision.options import GradScalerKwargs
 from accel_state.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Attention = Callable[..., torch.Tensor]
-"""Function of queries, keys and values (samples, tokens, heads, head size) and further arguments, to the same shape."""
 
 
 @final
@@ -232,14 +229,6 @@ class DeepSpeedBackend(ModuleBackend):
         self._open_communication()
         with zero3_init(self):
             yield
-
-    def sequence_attention(self, attention: Attention) -> Attention:
-        """Wraps an attention function in DeepSpeed's ``DistributedAttention``.
-
-        Collective: every rank of the group must call this.
-        """
-        group = self.layout.sequence_group
-        return attention if group is None else SequenceAttention(attention, group)
 
     @property
     def mesh(self) -> "DeviceMesh | None":

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from accel_backends.core.run import Run
-from accel_backends.roles.layout import ReplicatedLayout
+from accel_backends.roles.layout import Attention, ReplicatedLayout
 from accel_deepspeed.tensor_parallel.autotp import Layers
-from accel_deepspeed.ulysses.sequence import Sequences
+from accel_deepspeed.ulysses.sequence import SequenceAttention, Sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +60,14 @@ class ZeroLayout(ReplicatedLayout):
         if self._sequences.size > 1:
             self._open_communication()
         return self._sequences.group
+
+    def sequence_attention(self, attention: Attention) -> Attention:
+        """Wraps an attention function in DeepSpeed's ``DistributedAttention``.
+
+        Collective: every rank of the group must call this.
+        """
+        group = self.sequence_group
+        return attention if group is None else SequenceAttention(attention, group)
 
     @property
     def mesh(self) -> "DeviceMesh | None":

@@ -31,9 +31,8 @@ class Backend(ABC):
     """Preparation, synchronisation and optimizer steps of models, with roles for what is measured and saved between.
 
     The defaults are those of training on one device. A backend overrides the methods in which it differs, and replaces
-    the roles in which it differs at the end of its ``__init__``, in the order in which they stand below. Backends that
-    wrap one model at a time extend ``ModuleBackend``. Concrete backends are final and found by entry points (group
-    ``accel.backends``).
+    the roles in which it differs at the end of its ``__init__``. Backends that wrap one model at a time extend
+    ``ModuleBackend``. Concrete backends are final and found by entry points (group ``accel.backends``).
 
     Attributes:
         name: name of the backend's entry point.

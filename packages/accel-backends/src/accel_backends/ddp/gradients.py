@@ -8,6 +8,7 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends.ddp.averaging import average_tensors
 from accel_backends.ddp.find import find_ddp
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
@@ -37,3 +38,8 @@ class DDPGradients(ReplicatedGradients):
             if (o := known()) is not None and any(id(p) in held for g in o.param_groups for p in g["params"])
         ]
         return joined(wrapped, optimizers, self.loss_scale)
+
+    def average_parameters(self, model: nn.Module) -> None:
+        """Averages the trainable parameters with one all-reduce per dtype and device."""
+        tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+        average_tensors(tensors, self.run.session.group)

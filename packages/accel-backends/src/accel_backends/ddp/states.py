@@ -5,7 +5,6 @@ from typing import cast, final
 
 from torch import nn
 
-from accel_backends.ddp.averaging import average_tensors
 from accel_backends.ddp.config import DDPConfig
 from accel_backends.ddp.find import find_ddp
 from accel_backends.roles.states import ReplicatedStates
@@ -14,11 +13,6 @@ from accel_backends.roles.states import ReplicatedStates
 @final
 class DDPStates(ReplicatedStates):
     """Full states on every rank, with buffers that may differ between forwards."""
-
-    def average_parameters(self, model: nn.Module) -> None:
-        """Averages the trainable parameters with one all-reduce per dtype and device."""
-        tensors = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
-        average_tensors(tensors, self.run.session.group)
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Copies rank 0's buffers to every rank, as DDP's next forward would.

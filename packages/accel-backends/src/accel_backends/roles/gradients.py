@@ -184,3 +184,15 @@ class ReplicatedGradients:
                 f"{nearest_strategy(self.run, lambda other: other.uneven_inputs)}"
             )
         return NOTHING
+
+    def average_parameters(self, model: nn.Module) -> None:
+        """Replaces parameters by their mean over ranks (local SGD). Default: nothing, because there is one replica.
+
+        Raises:
+            BackendError: parameters are sharded, so that no rank can train alone.
+        """
+        if self.capabilities.sharded and self.ranks > 1:
+            raise BackendError(
+                f"backend {self.name!r} spreads parameters over ranks, and local SGD has each rank train a copy of its "
+                f"own; nearest: {nearest_strategy(self.run, lambda other: not other.sharded)}"
+            )

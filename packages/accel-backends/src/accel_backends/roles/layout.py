@@ -1,12 +1,17 @@
 """Role of a backend: how models and samples are split over ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+import torch
 
 from accel_backends.core.run import Run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Attention = Callable[..., torch.Tensor]
+"""Function of queries, keys and values (samples, tokens, heads, head size) and further arguments, to the same shape."""
 
 
 class ReplicatedLayout:
@@ -43,3 +48,13 @@ class ReplicatedLayout:
         Collective: every rank of the group must call this.
         """
         return None
+
+    def sequence_attention(self, attention: Attention) -> Attention:
+        """Wraps an attention function for sequence parallelism: called on parts of sequences, attends over all of them.
+
+        The model calls the returned function, which takes and returns this rank's tokens of all heads; within it
+        ``attention`` receives all tokens of some of the heads. Default: ``attention`` itself.
+
+        Collective: every rank of the group must call this.
+        """
+        return attention

@@ -18,8 +18,6 @@ from accel_backends.ops.state_dicts import (
     state_templates,
 )
 from accel_backends.roles.gradients import NOTHING
-from accel_backends.roles.nearest import nearest_strategy
-from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
@@ -32,20 +30,13 @@ class ReplicatedStates:
     Attributes:
         run: processes and options of the backend.
         config: the backend's options.
-        name: name of the backend, for errors.
-        gradients: the backend's gradients.
         loss_scale: loss scale of fp16; None without one.
     """
 
     def __init__(self, backend: "Backend") -> None:
-        """Takes what it needs from a backend whose loss scale and gradients are known."""
-        self.run, self.config, self.name, self.capabilities = (
-            backend.run,
-            backend.config,
-            backend.name,
-            backend.capabilities,
-        )
-        self.gradients, self.loss_scale = backend.gradients, backend.loss_scale
+        """Takes what it needs from a backend whose loss scale is known."""
+        self.run, self.config = backend.run, backend.config
+        self.loss_scale = backend.loss_scale
 
     # Models
 
@@ -84,18 +75,6 @@ class ReplicatedStates:
 
         Collective: every rank of the group must call this.
         """
-
-    def average_parameters(self, model: nn.Module) -> None:
-        """Replaces parameters by their mean over ranks (local SGD). Default: nothing, because there is one replica.
-
-        Raises:
-            BackendError: parameters are sharded, so that no rank can train alone.
-        """
-        if self.capabilities.sharded and self.gradients.ranks > 1:
-            raise BackendError(
-                f"backend {self.name!r} spreads parameters over ranks, and local SGD has each rank train a copy of its "
-                f"own; nearest: {nearest_strategy(self.run, lambda other: not other.sharded)}"
-            )
 
     # Optimizers
 

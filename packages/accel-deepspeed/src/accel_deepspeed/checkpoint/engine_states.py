@@ -123,7 +123,7 @@ class ZeroStates(ReplicatedStates):
             EngineCounts(one.engine).load_state_dict(state)
 
     def templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """Returns uninitialised tensors by FQN, sharded like the states of ``optimizer_state``."""
+        """Returns uninitialised tensors by FQN, sharded like the states of ``optimizer``."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().templates(optimizer, [prepared.engine])
