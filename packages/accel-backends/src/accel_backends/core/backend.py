@@ -1,9 +1,9 @@
 """Base class of backends: everything that differs between one device and many."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,13 @@ from accel_precision.autocast import restore_module
 from accel_precision.scaler import LossScaler, make_scaler
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
+
+
+class GradientReduction(Protocol):
+    """Reduction of the gradients of one model in each backward."""
+
+    def prepare(self, loss: torch.Tensor) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Backend(ABC):
@@ -78,6 +85,7 @@ class Backend(ABC):
         self.run, self.session, self.policy, self.config = run, session, run.policy, config
         self.device: torch.device = session.device.torch
         self.owned = Ownership()
+        self._reductions: Sequence[GradientReduction] = ()  # prepared before each backward, finished after it
         self._backward = ScaledBackward()
         self.loss_scale = _loss_scale_of(run)
         self.layout = ReplicatedLayout(run)
@@ -136,16 +144,19 @@ class Backend(ABC):
             BackendError: a loss that is no scalar or has no graph.
             PrecisionError: gradients that carry the loss scale were added to ones from which it had been removed.
         """
+        for reduction in self._reductions:
+            reduction.prepare(loss)
         if self.loss_scale is not None:
             scaled_backward(self.loss_scale, lambda factor: self._backward(loss, scale * factor, kwargs))
-        elif scale != 1.0:
-            self._backward(loss, scale, kwargs)
         else:  # as ``ScaledBackward``, without its frame
             try:
-                loss.backward(**kwargs)
+                scaled, arguments = (loss, kwargs) if scale == 1.0 else self._backward.scaled(loss, scale, kwargs)
+                scaled.backward(**arguments)
             except (RuntimeError, AttributeError) as error:
                 explain(loss, kwargs, error)
                 raise
+        for reduction in self._reductions:
+            reduction.finish()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps the optimizer; returns False if all ranks skipped the step because gradients overflowed.

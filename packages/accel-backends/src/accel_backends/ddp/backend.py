@@ -83,14 +83,6 @@ class DDPBackend(ModuleBackend):
         self._reductions[:] = [one for one in self._reductions if one.model not in (None, *gone)]
         super().release(models)
 
-    def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
-        """As on one device; afterwards the gradients of every synchronising model are means over ranks."""
-        for reduction in self._reductions:
-            reduction.prepare(loss)
-        super().backward(loss, scale=scale, **kwargs)
-        for reduction in self._reductions:
-            reduction.finish()
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """DDP's ``no_sync``: gradients accumulate on each rank until a backward outside of the context reduces them.
 
