@@ -87,7 +87,7 @@ class ParallelismConfig:
             value = getattr(self, name) or os.environ.get(f"{PREFIX}_{name.upper()}") or default
             object.__setattr__(self, name, value)
         _check_together(self)
-        for axis, kind in _HANDLERS.items():
+        for axis, kind in AXIS_OPTIONS.items():
             name = f"{axis}_handler"
             if getattr(self, name) is None and self.size(axis) > 1:
                 object.__setattr__(self, name, kind())
@@ -229,7 +229,7 @@ class ParallelismConfig:
                 near = get_close_matches(name, known, n=1)
                 raise ConfigError(f"unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         values = dict(document)
-        for axis, kind in _HANDLERS.items():
+        for axis, kind in AXIS_OPTIONS.items():
             options = values.get(f"{axis}_handler")
             if isinstance(options, Mapping):
                 values[f"{axis}_handler"] = kind(**options)
@@ -322,13 +322,13 @@ class ParallelismConfig:
         return [axis for axis in axes if self.size(axis) > 1]
 
 
-_HANDLERS: Final[Mapping[str, type]] = {
+AXIS_OPTIONS: Final[Mapping[str, type]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
 }
 _DEFAULT_BACKENDS: Final[Mapping[str, str]] = {
-    axis: kind.backend for axis, kind in _HANDLERS.items() if hasattr(kind, "backend")
+    axis: kind.backend for axis, kind in AXIS_OPTIONS.items() if hasattr(kind, "backend")
 }
 
 

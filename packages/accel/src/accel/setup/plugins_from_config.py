@@ -1,13 +1,13 @@
 """Options, degrees, recipes and compilation from the configuration, for calls that pass none."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
 
 from accel_launch.config import AccelConfig, settings
 from accel_launch.launch.parallelism_degrees import degrees
 from accel_state import ParallelismConfig
-from accel_state.parallelism.config import MESH_AXES
+from accel_state.parallelism.config import AXIS_OPTIONS, MESH_AXES
 
 if TYPE_CHECKING:
     from accel_backends import TorchDynamoPlugin
@@ -55,19 +55,11 @@ def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
     given: dict[str, Any] = degrees(config)
     if not given:
         return None
-    from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-
-    handlers: dict[str, Any] = {}
-    strategy = given.pop("cp_comm_strategy", None)
-    if strategy is not None:
-        handlers["cp_handler"] = TorchContextParallelConfig(strategy)
-    sequence = {name: given.pop(name) for name in list(given) if name.startswith("sp_") and name[3:] in _SEQUENCE}
-    if sequence:
-        handlers["sp_handler"] = DeepSpeedSequenceParallelConfig(**sequence)
-    return ParallelismConfig(**given, **handlers)
-
-
-_SEQUENCE = ("seq_length", "seq_length_is_variable", "attn_implementation")
+    for axis, kind in AXIS_OPTIONS.items():
+        options = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
+        if options:
+            given[f"{axis}_handler"] = kind(**options)
+    return ParallelismConfig(**given)
 
 
 def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs | TERecipeKwargs | None":
