@@ -1,10 +1,22 @@
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_backends import Bundle, DDPConfig, ModelFacts, SingleConfig, installed_backends, load_backend, select_backend
-from accel_backends.core.config import BackendConfig
-from accel_state import BackendError, Device, Topology
+from accel_backends import (
+    Bundle,
+    DDPConfig,
+    FSDPConfig,
+    ModelFacts,
+    SingleConfig,
+    installed_backends,
+    load_backend,
+    select_backend,
+)
+from accel_backends.core.config import BackendConfig, Stated, StrategyFacts
+from accel_backends.core.select import check_axes, find_backend
+from accel_state import BackendError, ConfigError, Device, ParallelismConfig, Topology
 
 ONE, TWO = Topology(), Topology(rank=0, world_size=2, local_world_size=2)
 CPU, XLA = Device("cpu"), Device("xla")
@@ -73,3 +85,113 @@ def test_a_bundle_says_which_models_are_placed():
     assert Bundle([]).placed == ()
     with pytest.raises(PrepareError, match="place has 1 entries for 0 models"):
         Bundle([], place=(True,))
+
+
+OWN_BACKEND = """
+from typing import ClassVar
+from accel_backends import Backend, BackendConfig
+
+class Config(BackendConfig):
+    backend: ClassVar[str] = "{name}"
+    axes: ClassVar[frozenset[str]] = frozenset({axes})
+    precedence: ClassVar[int | None] = {precedence}
+
+class Own(Backend):
+    name: ClassVar[str] = "{name}"
+    Config: ClassVar[type[BackendConfig]] = Config
+    def prepare_model(self, model):
+        return model
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution with one backend, for axes and with a precedence."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def _install(name, axes, precedence=100):
+        monkeypatch.delitem(sys.modules, f"module_of_{name}", raising=False)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[accel.backends]\n{name} = module_of_{name}:Own\n")
+        (tmp_path / f"module_of_{name}.py").write_text(
+            OWN_BACKEND.format(name=name, axes=sorted(axes), precedence=precedence)
+        )
+
+    return _install
+
+
+def test_an_installed_backend_is_found_by_the_axes_that_it_serves(install):
+    install("rows", {"tp", "cp"})
+    choice = select_backend(TWO, CPU, axes=["tp"])
+    assert (choice.name, choice.reasons) == ("rows", ("it serves the axes tp",))
+    assert find_backend(["cp", "tp"]) == "rows"
+    assert find_backend(["cp", "dp_shard"]) is None
+    assert select_backend(TWO, CPU, axes=["cp", "dp_shard"]).name == "ddp"
+
+
+def test_a_backend_of_accel_comes_before_an_installed_one(install):
+    install("rows", {"dp_shard"}, precedence=0)
+    assert select_backend(TWO, CPU, axes=["dp_shard"]).name == "fsdp"
+
+
+def test_installed_backends_have_a_declared_order(install):
+    install("first", {"tp"}, precedence=10)
+    install("later", {"tp"})
+    install("named", {"tp"}, precedence=None)
+    assert find_backend(["tp"]) == "first"
+
+
+def test_a_tie_is_refused_with_a_name_that_decides(install):
+    install("left", {"tp"})
+    install("right", {"tp"})
+    with pytest.raises(ConfigError, match="tp: backends 'left', 'right' serve that alike; nearest: strategy='left'"):
+        find_backend(["tp"])
+
+
+def test_a_backend_that_has_to_be_named_is_only_the_nearest(install):
+    install("ring", {"cp"}, precedence=None)
+    assert find_backend(["cp"]) is None
+    with pytest.raises(ConfigError, match="cp_size=2: backend 'single' cannot do that; nearest: strategy='ring'"):
+        check_axes("single", SingleConfig(), ParallelismConfig(cp_size=2))
+
+
+def test_a_backend_that_cannot_be_imported_serves_nothing(install, tmp_path):
+    install("torn", {"tp"})
+    (tmp_path / "module_of_torn.py").write_text("import a_module_that_is_missing\n")
+    assert find_backend(["tp"]) is None
+
+
+def test_options_of_sharding_have_the_degrees_of_the_run():
+    facts = StrategyFacts(TWO, CPU, ParallelismConfig(dp_shard_size=2), frozenset())
+    given = FSDPConfig(activation_checkpointing=True)
+    found = given.resolve(facts)
+    assert (found.config.shard_size, found.config.replicate_size) == (2, 1)
+    assert found.config.activation_checkpointing
+    assert (given.shard_size, found.parallelism) == (None, ParallelismConfig(dp_shard_size=2))
+
+
+def test_on_xla_devices_options_of_sharding_become_those_of_its_backend():
+    found = FSDPConfig(sharding_strategy="NO_SHARD").resolve(StrategyFacts(ONE, XLA))
+    assert (found.config.backend, found.config.shard_parameters) == ("xla", False)
+    assert found.reasons == ("FSDPConfig means XLAConfig on xla",)
+    with pytest.raises(ConfigError, match="cpu_offload=True does not exist on XLA devices"):
+        FSDPConfig(cpu_offload=True).resolve(StrategyFacts(ONE, XLA))
+
+
+def test_options_without_an_open_value_leave_the_planner_nothing():
+    with pytest.raises(ConfigError, match="DDPConfig leaves the planner nothing to choose"):
+        DDPConfig().resolve(StrategyFacts(TWO, CPU, plan={}))
+
+
+def test_settings_that_differ_from_implied_ones_are_refused_with_both_origins():
+    facts = StrategyFacts(TWO, CPU, given={"seed": Stated(1, "env SEED")})
+    facts.agree({"seed": Stated(1, "elsewhere"), "other": Stated(2, "elsewhere")})
+    with pytest.raises(ConfigError, match=r"seed is 1 \(env SEED\), and a plugin says 2; make them agree"):
+        facts.agree({"seed": Stated(2, "a plugin")})
+
+
+def test_a_run_has_one_set_of_options_of_most_backends():
+    with pytest.raises(ConfigError, match="DDPConfig by name: a, b; a run of 'ddp' has one of them"):
+        DDPConfig.several({"a": {}, "b": {}})

@@ -2,15 +2,18 @@
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_backends.core.config import StrategyFacts
 from accel_deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 from accel_deepspeed.config.ds_json import find
 from accel_deepspeed.config.resolve_auto import RunFacts, settle
 from accel_precision import GradScalerKwargs, PrecisionPolicy
+from accel_state import DeepSpeedSequenceParallelConfig, Device, ParallelismConfig, Topology
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError
 
@@ -21,7 +24,7 @@ PLAIN = PrecisionPolicy()
 def test_a_plain_mapping_is_enough() -> None:
     plugin = DeepSpeedPlugin.build({"zero_stage": 2, "offload_optimizer": False, "gradient_accumulation_steps": 4})
     assert (plugin.zero_stage, plugin.offload_optimizer_device) == (2, "none")
-    assert plugin.implied()["gradient_accumulation_steps"].value == 4
+    assert plugin.resolve(facts()).implied["gradient_accumulation_steps"].value == 4
     assert find(plugin.deepspeed_config, "zero_optimization.stage") == 2
 
 
@@ -93,7 +96,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_is_refused_with_what_can(case: str) -> None:
     options, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        DeepSpeedPlugin(**options).implied()
+        DeepSpeedPlugin(**options).resolve(facts())
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
@@ -205,24 +208,60 @@ def test_what_deepspeed_would_make_groups_of_is_taken_out() -> None:
         settled({"sequence_parallel_size": 2, "data_parallel_size": 4})
 
 
-def test_plugins_of_one_run_share_alike() -> None:
+def facts(world_size: int = 2, **degrees: int) -> StrategyFacts:
+    """A run on CPUs; the given degrees, and no other, are requested by a call."""
+    topology = Topology(world_size=world_size, local_world_size=world_size)
+    if not degrees:
+        return StrategyFacts(topology, Device("cpu"))
+    return StrategyFacts(topology, Device("cpu"), ParallelismConfig(**degrees), frozenset())  # type: ignore[arg-type]
+
+
+def test_plugins_of_one_run_have_the_degrees_of_the_run() -> None:
     plugins = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"zero_stage": 3}})
-    plugins.share(sequences=2, layers=1, attention="sdpa")
-    assert [(one.sequence_parallel_size, one.sequence_attention) for one in plugins.plugins.values()] == [
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    run = replace(facts(4), parallelism=ParallelismConfig(sp_size=2, sp_handler=handler), open_axes=frozenset())
+    found = plugins.resolve(run)
+    assert [(one.sequence_parallel_size, one.sequence_attention) for one in found.config.plugins.values()] == [
         (2, "sdpa"),
         (2, "sdpa"),
     ]
+    assert found.config is found.config.plugins["a"]
+    assert (found.parallelism.size("sp"), found.parallelism.size("dp_shard")) == (2, 2)
     with pytest.raises(ConfigError, match="parallelism_config has sp_size=4, and"):
-        plugins.share(sequences=4, layers=1)
+        plugins.resolve(facts(4, sp_size=4))
     other = DeepSpeedPlugin.several({"a": {"sequence_parallel_size": 2}, "b": {"sequence_parallel_size": 4}})
     with pytest.raises(ConfigError, match="one run has one"):
-        other.implied()
-    layers = DeepSpeedPlugin.several({"a": {"tensor_parallel": {"autotp_size": 2}}, "b": {}})
-    layers.share(sequences=1, layers=2)
-    assert [one.tensor_parallel_size for one in layers.plugins.values()] == [2, 2]
-    assert layers.implied()["parallelism_config_tp_size"].value == 2
+        other.resolve(facts(4))
+
+
+def test_resolving_leaves_the_users_options_as_they_are() -> None:
+    plugins = DeepSpeedPlugin.several({"a": {"tensor_parallel": {"autotp_size": 2}}, "b": {}})
+    found = plugins.resolve(facts(2, tp_size=2))
+    assert [one.tensor_parallel_size for one in found.config.plugins.values()] == [2, 2]
+    assert [one.tensor_parallel_size for one in plugins.plugins.values()] == [2, 1]
+    assert found.implied["parallelism_config_tp_size"].value == 2
     with pytest.raises(ConfigError, match=r"parallelism_config has tp_size=1, and .*autotp_size = 2"):
-        layers.share(sequences=1, layers=1)
+        plugins.resolve(facts(2, dp_replicate_size=2))
+    plain = DeepSpeedPlugin(zero_stage=1)
+    assert plain.resolve(facts(2)).config is plain
+
+
+def test_degrees_of_the_configuration_count_where_no_other_is_given() -> None:
+    own = DeepSpeedPlugin.build({"tensor_parallel": {"autotp_size": 2}})
+    assert own.resolve(facts(4)).parallelism == ParallelismConfig(tp_size=2, dp_shard_size=2)
+    assert DeepSpeedPlugin(zero_stage=0).resolve(facts(4)).parallelism == ParallelismConfig(dp_replicate_size=4)
+    with pytest.raises(ConfigError, match="neighbours share sequences or layers, not both"):
+        own.resolve(facts(4, sp_size=2, tp_size=2))
+
+
+def test_the_planners_choice_completes_what_is_open() -> None:
+    plugin = DeepSpeedPlugin(zero_stage="auto", offload_optimizer_device="cpu")
+    assert plugin.planned
+    with_plan = replace(facts(2), plan={"zero_stage": 3, "offload_optimizer_device": "cpu"})
+    found = plugin.resolve(with_plan).config
+    assert (found.zero_stage, found.planned) == (3, False)
+    with pytest.raises(ConfigError, match=r"the planner chose offload_optimizer_device='none', and .* says 'cpu'"):
+        plugin.resolve(replace(with_plan, plan={"zero_stage": 3}))
 
 
 def test_what_is_told_of_shared_layers_goes_to_the_engine() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import accel
 import accel_launch
-from accel.setup.plugins_from_config import compilation_of, deepspeed_options, degrees_of, fp8_recipe, fsdp_options
+from accel.setup.plugins_from_config import compilation_of, degrees_of, fp8_recipe, options_from_settings
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_launch.config.setting import Setting
 
@@ -20,10 +20,10 @@ PACKAGES = [Path(package.__file__).parent for package in (accel, accel_launch)]
 BECOMES: dict[str, Callable[[AccelConfig], object]] = {
     "dynamo_": compilation_of,
     "fp8_": lambda config: fp8_recipe(config, {}),
-    "fsdp_": lambda config: _plugin(fsdp_options(config), "FSDPConfig"),
+    "fsdp_": lambda config: [_plugin(one.values, "FSDPConfig") for one in options_from_settings(config)],
     "parallelism_config_": degrees_of,
-    # The plugin of a backend that others install reads its variables.
-    "megatron_lm_": lambda config: config.variables(),
+    # A backend that others install takes options, or reads variables.
+    "megatron_lm_": lambda config: [*options_from_settings(config), config.variables()],
 }
 OTHERS: Mapping[str, object] = {
     "fp8_override_linear_precision": "true,false,false",
@@ -39,10 +39,10 @@ BESIDE: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def _plugin(options: dict[str, Any] | None, name: str) -> object:
+def _plugin(options: Mapping[str, Any], name: str) -> object:
     import accel_backends
 
-    return None if options is None else getattr(accel_backends, name).build(options)
+    return _plain(getattr(accel_backends, name).build(options))
 
 
 def other_than_default(row: Setting) -> object:
@@ -87,7 +87,10 @@ def can_differ(row: Setting) -> bool:
 
 ROWS = [row for row in settings().values() if can_differ(row)]
 OF_DEEPSPEED = [row.name for row in ROWS if row.facts.needs == "use_deepspeed" and not row.facts.launch_only]
-BY_NAME = [row.name for row in ROWS if not row.name.startswith(tuple(BECOMES)) and row.name not in OF_DEEPSPEED]
+SWITCHES = [row.name for row in ROWS if row.facts.strategy]
+BY_NAME = [
+    row.name for row in ROWS if not row.name.startswith(tuple(BECOMES)) and row.name not in (*OF_DEEPSPEED, *SWITCHES)
+]
 BY_EFFECT = [row.name for row in ROWS if row.name.startswith(tuple(BECOMES))]
 
 
@@ -114,13 +117,18 @@ def _plain(made: Any) -> object:
 
 def test_every_option_of_deepspeed_becomes_one_of_its_plugin() -> None:
     given = {name: other_than_default(settings()[name]) for name in OF_DEEPSPEED}
-    options = deepspeed_options(resolve_config({"use_deepspeed": True, **given}, {}))
-    assert options is not None
-    assert set(options.pop("sources")) == set(options)
-    assert len(options) == len(given)
+    (options,) = options_from_settings(resolve_config({"use_deepspeed": True, **given}, {}))
+    assert set(options.sources) == set(options.values)
+    assert len(options.values) == len(given)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_of_a_strategy_requests_its_backend(name: str) -> None:
+    (options,) = options_from_settings(resolve_config({name: True}, {}))
+    assert (options.backend, options.origin) == (settings()[name].facts.strategy, f"{name} (call)")
 
 
 def test_the_settings_that_take_one_value_only_are_known() -> None:
     """They name what there is a choice of elsewhere; a second value must come with a reader."""
     only = {name for name, row in settings().items() if not can_differ(row)}
-    assert only == {"main_training_function", "parallelism_config_cp_backend", "parallelism_config_sp_backend"}
+    assert only == {"main_training_function"}

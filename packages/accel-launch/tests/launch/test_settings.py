@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.setup.build import cores_of
-from accel.setup.plugins_from_config import compilation_of, degrees_of, fp8_recipe, fsdp_options, named_backend
+from accel.setup.plugins_from_config import compilation_of, degrees_of, fp8_recipe, options_from_settings
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_launch.config.setting import Setting
 from accel_launch.launch import HostFacts, plan
@@ -139,27 +139,23 @@ def test_a_stronger_source_turns_off_what_it_excludes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [({}, None), ({"backend": "ddp"}, "ddp"), ({"use_megatron_lm": True}, "megatron")],
-)
-def test_a_backend_is_named_outright_or_by_its_switch(given: dict[str, object], name: str | None) -> None:
-    assert named_backend(resolve_config(given, {})) == name
-
-
-@pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, None),
-        ({"use_fsdp": True}, {}),
+        ({}, []),
+        ({"use_fsdp": True}, [("fsdp", {})]),
+        ({"use_megatron_lm": True, "megatron_lm_tp_degree": 2}, [("megatron", {"tp_degree": 2})]),
         (
             {"use_fsdp": True, "fsdp_offload_params": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"},
-            {"cpu_offload": True, "transformer_cls_names_to_wrap": "A,B"},
+            [("fsdp", {"cpu_offload": True, "transformer_cls_names_to_wrap": "A,B"})],
         ),
-        ({"use_fsdp": True, "fsdp_version": 1, "fsdp_min_num_params": 5}, {"fsdp_version": 1, "min_num_params": 5}),
+        (
+            {"use_fsdp": True, "fsdp_version": 1, "fsdp_min_num_params": 5},
+            [("fsdp", {"fsdp_version": 1, "min_num_params": 5})],
+        ),
     ],
 )
-def test_fsdp_options_have_the_names_of_the_plugins_fields(given: dict[str, object], expected: object) -> None:
-    assert fsdp_options(resolve_config(given, {})) == expected
+def test_options_of_a_switch_have_the_names_of_the_plugins_fields(given: dict[str, object], expected: object) -> None:
+    assert [(one.backend, one.values) for one in options_from_settings(resolve_config(given, {}))] == expected
 
 
 @pytest.mark.parametrize("name", [name for name in settings() if name.startswith("fsdp_")])
@@ -175,9 +171,8 @@ def test_every_fsdp_option_is_taken_by_the_plugin(name: str) -> None:
         more = {"fsdp_activation_checkpointing": True}
     if name == "fsdp_sharding_strategy":
         value = "HYBRID_SHARD"
-    options = fsdp_options(resolve_config({"use_fsdp": True, **more, name: value}, {}))
-    assert options is not None
-    FSDPConfig.build(options)
+    (options,) = options_from_settings(resolve_config({"use_fsdp": True, **more, name: value}, {}))
+    assert FSDPConfig.build(options.values, sources=options.sources).backend in ("fsdp", "fsdp1")
 
 
 def test_degrees_and_options_of_axes_make_a_parallelism_config() -> None:

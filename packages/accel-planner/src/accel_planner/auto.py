@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from accel_backends.core.config import BackendConfig
+from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_state.errors import AccelError, ConfigError
+from accel_state.parallelism.config import MESH_AXES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +50,26 @@ class AutoStrategy(BackendConfig):
     candidates: Sequence[str] | None = None
     among: BackendConfig | None = None
 
+    @property
+    def planned(self) -> bool:
+        """Whether the planner completes the options: always."""
+        return True
+
+    def resolve(self, facts: StrategyFacts) -> Resolution:
+        """Refuses given degrees, because the planner chooses them.
+
+        Raises:
+            ConfigError: a degree was given.
+        """
+        if facts.open_axes != frozenset(MESH_AXES):
+            given = facts.parallelism
+            sizes = ", ".join(f"{axis}_size={given.size(axis)}" for axis in given.active_mesh_dims)
+            raise ConfigError(
+                "strategy 'auto' chooses how a model is spread over processes, and ParallelismConfig says it already"
+                f" ({sizes or 'all degrees 1'}); leave one of them out"
+            )
+        return BackendConfig.resolve(self, facts)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -66,25 +87,26 @@ class Undecided:
 
     Attributes:
         strategy: options of ``strategy="auto"``.
-        opener: opens a backend, given its name and options.
+        facts: the run, for which the chosen options are resolved.
+        opener: opens a backend, given its name and its resolved options.
         preferred: options that replace the planner's own if the planner chooses their backend.
     """
 
     strategy: AutoStrategy
-    opener: Callable[[str, BackendConfig], "Backend"]
+    facts: StrategyFacts
+    opener: Callable[[str, Resolution], "Backend"]
     preferred: BackendConfig | None = None
 
-    def open(self, candidate: "Candidate") -> "Backend":
-        """Opens the backend of a candidate."""
+    def resolve(self, candidate: "Candidate") -> Resolution:
+        """Returns the options of a candidate, resolved for the run."""
         from accel_backends.core.backend import build_options
         from accel_backends.core.registry import load_backend
 
-        kind = load_backend(candidate.backend)
         if self.strategy.among is not None:
-            settled = self.strategy.among.settled(candidate.options)
-            return self.opener(candidate.backend, settled or build_options(kind, {}))
+            return self.strategy.among.resolve(replace(self.facts, plan=candidate.options))
+        kind = load_backend(candidate.backend)
         options = self.preferred if isinstance(self.preferred, kind.Config) else build_options(kind, candidate.options)
-        return self.opener(candidate.backend, options)
+        return options.resolve(self.facts)
 
 
 def as_auto(strategy: object) -> AutoStrategy | None:
@@ -177,7 +199,7 @@ def _decided(
     }
     found = [candidate for candidate in found if candidate.backend not in unable]
     if strategy.among is not None:
-        found = settling(found, strategy.among)
+        found = completing(found, strategy.among, StrategyFacts(session.topology, session.device))
     plans = plan_all(profile, facts, hardware, found)
     decision = choose(plans, margin=strategy.margin)
     candidate = decision.plan.candidate
@@ -226,7 +248,7 @@ def able(
     return found if names is None else named(found, names)
 
 
-def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list["Candidate"]:
+def completing(candidates: Sequence["Candidate"], options: BackendConfig, facts: StrategyFacts) -> list["Candidate"]:
     """Returns the candidates that set the open values of ``options`` and change nothing else.
 
     Raises:
@@ -235,15 +257,21 @@ def settling(candidates: Sequence["Candidate"], options: BackendConfig) -> list[
     found = [
         candidate
         for candidate in candidates
-        if candidate.backend == options.backend
-        and not candidate.wraps_blocks
-        and options.settled(candidate.options) is not None
+        if candidate.backend == options.backend and not candidate.wraps_blocks and _fits(candidate, options, facts)
     ]
     if not found:
         raise ConfigError(
             f"{type(options).__name__} leaves no choice that can be carried out here: give its values instead of 'auto'"
         )
     return found
+
+
+def _fits(candidate: "Candidate", options: BackendConfig, facts: StrategyFacts) -> bool:
+    try:
+        options.resolve(replace(facts, plan=candidate.options))
+    except ConfigError:
+        return False
+    return True
 
 
 def first_batch(loader: Any, share: int) -> Any:

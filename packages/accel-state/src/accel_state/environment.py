@@ -189,9 +189,9 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 def get_current_device_type() -> tuple[str, str]:
     """Returns the accelerator type and its ``DistributedType`` name; ("cuda", "MULTI_GPU") without an accelerator."""
-    from accel_state.device.device import DEVICE_KINDS, count_devices
+    from accel_state.device.kinds import DEVICE_KINDS
 
     for kind in DEVICE_KINDS.values():
-        if kind.type not in {"xla", "cpu", "mps"} and count_devices(kind.type) > 0:
+        if kind.functions.indexed and kind.functions.is_present(kind, os.environ):
             return kind.type, kind.family
     return "cuda", "MULTI_GPU"

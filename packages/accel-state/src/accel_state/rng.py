@@ -17,6 +17,7 @@ from accel_state.collectives.group_argument import resolve
 from accel_state.collectives.objects import broadcast_object_list
 from accel_state.determinism import Determinism as Determinism
 from accel_state.determinism import set_deterministic as set_deterministic
+from accel_state.device.kinds import DEVICE_KINDS
 from accel_state.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if numpy is not None:
         numpy.random.seed(seed % 2**32)  # numpy accepts 32 bits
     torch.manual_seed(seed)  # seeds every accelerator too, now or at its first use
-    xla = sys.modules.get("torch_xla.core.xla_model")
-    if xla is not None:
-        xla.set_rng_state(common)  # SPMD: all devices draw from one generator, so no rank is added
+    for kind in DEVICE_KINDS.values():
+        kind.functions.seed(common)  # SPMD: all devices draw from one generator, so no rank is added
     return before
 
 
@@ -180,7 +180,7 @@ def _devices() -> "list[Device]":
             return []
     if chosen == "cpu":
         return []
-    if chosen in ("xla", "mps"):
+    if not Device(chosen).kind.functions.indexed:
         return [Device(chosen, None)]
     return [Device(chosen, index) for index in range(count_devices(chosen))]
 
@@ -267,7 +267,7 @@ def _set(kind: str, generator: torch.Generator | None, state: Any) -> None:
 
 
 def _device(kind: str) -> "Device":
-    from accel_state.device.device import DEVICE_KINDS, Device, count_devices
+    from accel_state.device.device import Device, count_devices
 
     if kind not in DEVICE_KINDS:
         known = ", ".join(["torch", PYTHON, NUMPY, "generator", *DEVICE_KINDS])

@@ -87,12 +87,8 @@ class Session:
         env = os.environ if env is None else env
         if timeout is not None and timeout <= timedelta(0):
             raise SessionError(f"timeout={timeout} is not positive")
+        topology, chosen = locate(cpu=cpu, topology=topology, device=device, env=env)
         lease = current_lease()
-        if lease is not None:
-            topology = _adopted_topology(lease.group, topology, env)
-        elif topology is None:
-            topology = Topology.from_env(env)
-        chosen = Device.choose(topology, cpu=cpu, asked=device, env=env)
         if lease is not None:
             groups.check_adopted_backend(lease.group, backend)
             chosen.set_current()
@@ -369,6 +365,27 @@ class Session:
         if self._closed and self.use_distributed:
             raise SessionError(f"{self!r} cannot reach the other processes any more")
         return self._group if self.use_distributed else None
+
+
+def locate(
+    *,
+    cpu: bool = False,
+    topology: Topology | None = None,
+    device: "Device | str | torch.device | None" = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[Topology, Device]:
+    """Returns the topology and the device of a session that :meth:`Session.open` would open, and opens nothing.
+
+    Raises:
+        TopologyError: the variables contradict each other, or there are more processes than devices.
+    """
+    env = os.environ if env is None else env
+    lease = current_lease()
+    if lease is not None:
+        topology = _adopted_topology(lease.group, topology, env)
+    elif topology is None:
+        topology = Topology.from_env(env)
+    return topology, Device.choose(topology, cpu=cpu, asked=device, env=env)
 
 
 def current_topology(env: Mapping[str, str] | None = None) -> Topology:

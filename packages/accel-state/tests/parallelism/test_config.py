@@ -104,14 +104,27 @@ def test_a_product_that_does_not_match_is_refused():
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
         ({"tp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
         ({"cp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
-        ({"cp_backend": "nope"}, "cp_backend='nope'"),
-        ({"sp_backend": "nope"}, "sp_backend='nope'"),
         ({"tp_handler": TorchContextParallelConfig()}, "tp_handler must be a TorchTensorParallelConfig"),
     ],
 )
 def test_impossible_degrees_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         ParallelismConfig(**values)
+
+
+def test_the_backend_that_serves_an_axis_is_noted_unless_another_was_given():
+    assert ParallelismConfig(sp_size=2).served_by("ring").sp_backend == "ring"
+    assert ParallelismConfig(cp_size=2, cp_backend="ring").served_by("ring").cp_backend == "ring"
+    plain = ParallelismConfig(tp_size=2, sp_backend="nope")
+    assert plain.served_by("ring") is plain
+    with pytest.raises(ConfigError, match=r"sp_backend='nope', and .* serves sp_size=2 is 'ring'.*strategy='nope'"):
+        ParallelismConfig(sp_size=2, sp_backend="nope").served_by("ring")
+
+
+def test_only_deepspeeds_sequence_parallelism_builds_its_own_groups():
+    assert ParallelismConfig(sp_size=2).fitted(4).dp_replicate_size == 2
+    with pytest.raises(TopologyError, match="sp=2"):
+        ParallelismConfig(sp_size=2).served_by("ring").fitted(4)
 
 
 def test_sizes_come_from_the_environment_when_not_given(monkeypatch):

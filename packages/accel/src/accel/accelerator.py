@@ -105,7 +105,6 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         # imported here, because naming the class does not need these modules
         from accel.prepared import PreparationOptions
         from accel.setup.build import dynamo_of, open_parts
-        from accel.setup.resolve_strategy import several_deepspeed
 
         if scheduler_steps not in ("per_step", "per_process"):
             raise ConfigError(f"scheduler_steps is {scheduler_steps!r}; expected 'per_step' or 'per_process'")
@@ -116,15 +115,18 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
                 "cpu": cpu,
                 "debug": debug,
                 "project_dir": None if project_dir is None else os.fspath(project_dir),
-                "backend": strategy,
             },
             accumulation=gradient_accumulation_plugin,
             handlers=kwargs_handlers,
             loading=(dataloader_config, split_batches),
             parallelism=parallelism_config,
             project=project_config,
-            fsdp=fsdp_plugin,
-            deepspeed=several_deepspeed(deepspeed_plugin, deepspeed_plugins),
+            strategy=strategy,
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+            },
         )
         options = PreparationOptions(
             device_placement=device_placement,

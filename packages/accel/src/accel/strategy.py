@@ -63,7 +63,6 @@ class RunStrategy:
         models = [item for item, kind in zip(items, kinds, strict=True) if kind == "model"]
         if undecided is None or not any(p.requires_grad for model in models for p in model.parameters()):
             return
-        from accel.setup.resolve_strategy import fitting
         from accel_backends import Choice
         from accel_planner.auto import checkpoint_blocks, decide, first_batch
         from accel_planner.cost.hardware import devices_of
@@ -83,9 +82,10 @@ class RunStrategy:
         candidate = chosen.candidate
         if not in_use:
             self.backend.close()
-        self.backend = undecided.open(candidate)
+        resolution = undecided.resolve(candidate)
+        self.backend = undecided.opener(candidate.backend, resolution)
         self.choice = Choice(candidate.backend, chosen.reasons)
-        self.parallelism = fitting(None, session.topology, self.backend)
+        self.parallelism = resolution.parallelism
         if candidate.wraps_blocks:
             for model in models:
                 checkpoint_blocks(model)

@@ -9,7 +9,7 @@ from accel_state.errors import BackendError
 
 GROUP = "accel.backends"
 # Resolved without reading the metadata of all installed packages, which takes longer than importing the backend.
-_OWN = {
+OWN = {
     "single": ("accel_backends.single.backend", "SingleBackend"),
     "ddp": ("accel_backends.ddp.backend", "DDPBackend"),
     "fsdp": ("accel_backends.fsdp.backend", "FSDPBackend"),
@@ -22,7 +22,7 @@ def installed_backends() -> tuple[str, ...]:
     """Returns the names of the installed backends, those of other packages included."""
     from importlib.metadata import entry_points
 
-    return tuple(sorted({*_OWN, *(point.name for point in entry_points(group=GROUP))}))
+    return tuple(sorted({*OWN, *(point.name for point in entry_points(group=GROUP))}))
 
 
 def load_backend(name: str) -> type[Backend]:
@@ -31,8 +31,8 @@ def load_backend(name: str) -> type[Backend]:
     Raises:
         BackendError: no such backend is installed (the message lists the installed ones), or the import fails.
     """
-    if name in _OWN:
-        module, attribute = _OWN[name]
+    if name in OWN:
+        module, attribute = OWN[name]
         return cast(type[Backend], getattr(import_module(module), attribute))
     from importlib.metadata import entry_points
 

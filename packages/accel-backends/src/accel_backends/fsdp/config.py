@@ -3,13 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import nn
 
-from accel_backends.core.config import BackendConfig, WholeForm
+from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts, WholeForm
 from accel_backends.core.option_parsing import (
     AutoWrap,
     BackwardPrefetch,
@@ -26,6 +26,7 @@ from accel_backends.core.option_parsing import (
     wrap_value,
 )
 from accel_state.errors import BackendError, ConfigError
+from accel_state.parallelism.config import ParallelismConfig
 
 PREFIX = "FSDP_"
 _KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
@@ -112,6 +113,8 @@ class FSDPConfig(BackendConfig):
     pin_memory: bool | None = None
     find_unused_parameters: bool = False
 
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard"})
+
     @property
     def backend(self) -> str:  # type: ignore[override]
         """Name of the backend of the version: "fsdp" or "fsdp1"."""
@@ -122,14 +125,39 @@ class FSDPConfig(BackendConfig):
         """Whether the options are of version 1, with which a single process trains without FSDP."""
         return self.fsdp_version == 1
 
-    def on(self, device_type: str) -> BackendConfig:
-        """Returns XLA options for XLA devices: one process shards over all devices; the compiler places all-gathers.
+    def resolve(self, facts: StrategyFacts) -> Resolution:
+        """Returns these options with the requested degrees; XLA options on XLA devices.
+
+        On XLA devices one process shards over all devices, and the compiler places the all-gathers.
 
         Raises:
-            ConfigError: offloading, activation checkpointing or shard degrees, which the XLA backend does not have.
+            ConfigError: degrees that contradict these options or do not divide the ranks; on XLA devices offloading,
+                activation checkpointing or degrees, which the XLA backend does not have.
         """
-        if device_type != "xla":
+        config = self._with_degrees(facts.parallelism)
+        if facts.device.kind.together:
+            return config._without_ranks(facts)
+        if facts.plan is not None:
+            return BackendConfig.resolve(config, facts)
+        topology = facts.topology
+        replicas, shards = config.degrees(topology.world_size, topology.local_world_size)
+        degrees = replace(facts.parallelism, dp_replicate_size=replicas, dp_shard_size=shards)
+        return Resolution(config, degrees)
+
+    def _with_degrees(self, parallelism: ParallelismConfig) -> "FSDPConfig":
+        if parallelism.total_size == 1:
             return self
+        degrees = {"shard_size": parallelism.size("dp_shard"), "replicate_size": parallelism.size("dp_replicate")}
+        for name, size in degrees.items():
+            mine = getattr(self, name)
+            if mine not in (None, size):
+                raise ConfigError(
+                    f"parallelism_config has dp_{name}={size}, and the sharding options {name}={mine}; give one of them"
+                )
+        return replace(self, shard_size=degrees["shard_size"], replicate_size=degrees["replicate_size"])
+
+    def _without_ranks(self, facts: StrategyFacts) -> Resolution:
+        """Options of a backend in which one process shards over all devices."""
         from accel_backends.xla.config import XLAConfig
 
         unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
@@ -139,7 +167,9 @@ class FSDPConfig(BackendConfig):
                     f"{name}={getattr(self, name)!r} does not exist on XLA devices; leave it out, and XLAConfig("
                     "shard_parameters=True) is what is left of these options"
                 )
-        return XLAConfig(shard_parameters=self.sharding_strategy is not ShardingLevel.NO_SHARD)
+        config = XLAConfig(shard_parameters=self.sharding_strategy is not ShardingLevel.NO_SHARD)
+        found = config.resolve(facts)
+        return replace(found, reasons=(f"{type(self).__name__} means {type(config).__name__} on {facts.device.type}",))
 
     def __post_init__(self) -> None:
         env = os.environ

@@ -1,11 +1,13 @@
 """Consistency of DeepSpeed's options with the other settings of a run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from accel_backends.core.config import Implied
+from accel_backends.core.config import Stated, StrategyFacts
 from accel_deepspeed.config.ds_json import AUTO, find, put
 from accel_state.errors import ConfigError
+from accel_state.parallelism.config import ParallelismConfig
 
 SEQUENCES = "sequence_parallel_size"
 TENSOR = "tensor_parallel"
@@ -26,6 +28,7 @@ class Options(Protocol):
     gradient_accumulation_steps: Any
     origins: dict[str, str]
     chooses_stage: bool
+    zero_stage: Any
 
     @property
     def deepspeed_config(self) -> dict[str, Any]: ...
@@ -35,13 +38,13 @@ class Options(Protocol):
     def tensor_parallel_size(self) -> int: ...
 
 
-def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
+def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Stated]:
     """Returns the values that the options of one run, by plugin name, imply for the Accelerator's settings.
 
     Raises:
         ConfigError: two of them differ.
     """
-    found: dict[str, Implied] = {}
+    found: dict[str, Stated] = {}
     for name, plugin in plugins.items():
         for key, said in _implied(plugin).items():
             origin = f"plugin {name!r}: {said.origin}" if name else said.origin
@@ -50,16 +53,16 @@ def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Implied]:
                     f"{found[key].origin} says {key} = {found[key].value!r}, and {origin} says {said.value!r}; one "
                     "run has one"
                 )
-            found[key] = Implied(said.value, origin)
+            found[key] = Stated(said.value, origin)
     return found
 
 
-def _implied(options: Options) -> dict[str, Implied]:
+def _implied(options: Options) -> dict[str, Stated]:
     """Returns the settings in these options: accumulation, precision, sequence-parallel and tensor-parallel size."""
-    found: dict[str, Implied] = {}
+    found: dict[str, Stated] = {}
     origin = options.origins["gradient_accumulation_steps"]
     if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
-        found["gradient_accumulation_steps"] = Implied(options.gradient_accumulation_steps, origin)
+        found["gradient_accumulation_steps"] = Stated(options.gradient_accumulation_steps, origin)
     document, where = options.deepspeed_config, _where(options)
     on = [
         (name, key)
@@ -69,16 +72,46 @@ def _implied(options: Options) -> dict[str, Implied]:
     if len(on) > 1:
         raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
     if on:
-        found["mixed_precision"] = Implied(on[0][0], f"{where} {on[0][1]}.enabled")
+        found["mixed_precision"] = Stated(on[0][0], f"{where} {on[0][1]}.enabled")
     elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
         off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
         if off == {"bf16", "fp16"}:
-            found["mixed_precision"] = Implied("no", f"{where} bf16.enabled and fp16.enabled")
+            found["mixed_precision"] = Stated("no", f"{where} bf16.enabled and fp16.enabled")
     if find(document, SEQUENCES, AUTO) != AUTO:
-        found["parallelism_config_sp_size"] = Implied(options.sequence_parallel_size, f"{where} {SEQUENCES}")
+        found["parallelism_config_sp_size"] = Stated(options.sequence_parallel_size, f"{where} {SEQUENCES}")
     if find(document, LAYERS, AUTO) != AUTO:
-        found["parallelism_config_tp_size"] = Implied(options.tensor_parallel_size, f"{where} {LAYERS}")
+        found["parallelism_config_tp_size"] = Stated(options.tensor_parallel_size, f"{where} {LAYERS}")
     return found
+
+
+def with_own_degrees(facts: StrategyFacts, options: Options) -> ParallelismConfig:
+    """Returns the requested degrees, with those of DeepSpeed's configuration for axes whose degree was not given."""
+    own = {"sp": options.sequence_parallel_size, "tp": options.tensor_parallel_size}
+    added = {f"{axis}_size": size for axis, size in own.items() if axis in facts.open_axes and size > 1}
+    return replace(facts.parallelism, **added) if added else facts.parallelism  # type: ignore[arg-type]
+
+
+def layout(options: Options, degrees: ParallelismConfig, world_size: int) -> ParallelismConfig:
+    """Returns the degrees of all axes: ranks outside sequence-parallel and tensor-parallel groups are data-parallel.
+
+    ZeRO shards one replica over them from stage 1 on, and AutoTP at every stage.
+
+    Raises:
+        TopologyError: the product of the degrees is not the number of processes.
+        ConfigError: both sequence and tensor parallelism.
+    """
+    sequences, layers = options.sequence_parallel_size, options.tensor_parallel_size
+    if sequences > 1 and layers > 1:
+        raise ConfigError(
+            f"{SEQUENCES}={sequences} and {LAYERS}={layers}: neighbours share sequences or layers, not both; leave one "
+            "of them out"
+        )
+    rest, left_over = divmod(world_size, sequences * layers)
+    replicates = options.zero_stage == 0 and layers == 1
+    if layers > 1 and degrees.data_parallel_size == 1 and not left_over:
+        degrees = replace(degrees, dp_shard_size=rest)
+    fitted = degrees.fitted(world_size)
+    return replace(fitted, dp_replicate_size=rest if replicates else 1, dp_shard_size=1 if replicates else rest)
 
 
 def check_groups(world_size: int, size: int, key: str) -> None:

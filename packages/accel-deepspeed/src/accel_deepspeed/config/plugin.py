@@ -1,13 +1,22 @@
 """Options of DeepSpeed: fields, DeepSpeed's own JSON, and the precedence between them."""
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
-from accel_backends.core.config import BackendConfig, Implied
+from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import as_flag, as_number
-from accel_deepspeed.config.consistency import LAYERS, SEQUENCES, implied_by, share_layers, share_sequences
+from accel_deepspeed.config.consistency import (
+    LAYERS,
+    SEQUENCES,
+    implied_by,
+    layout,
+    share_layers,
+    share_sequences,
+    with_own_degrees,
+)
 from accel_deepspeed.config.ds_json import (
     AUTO,
     TOP_KEYS,
@@ -92,7 +101,9 @@ class DeepSpeedConfig(BackendConfig):
         ConfigError: an invalid value, an unknown key, or two sources that contradict each other.
     """
 
-    backend = "deepspeed"
+    backend: ClassVar[str] = "deepspeed"
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "sp", "tp"})
+    precedence: ClassVar[int | None] = None  # an engine of its own, which a user has to want
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: Any = None
@@ -116,18 +127,20 @@ class DeepSpeedConfig(BackendConfig):
     plugins: dict[str, "DeepSpeedConfig"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def build(cls, values: "Self | Mapping[str, Any] | None" = None) -> Self:
+    def build(
+        cls, values: "Self | Mapping[str, Any] | None" = None, *, sources: Mapping[str, str] | None = None
+    ) -> Self:
         """Returns ``values`` if they are such options already; otherwise builds them from a mapping.
 
         The mapping may have fields, DeepSpeed's own keys, or both. ``offload_optimizer`` and ``offload_param`` may be
-        switches (True: to the CPU), devices, or DeepSpeed's sections.
+        switches (True: to the CPU), devices, or DeepSpeed's sections. ``sources``: origins of the values by name.
         """
         if values is None or isinstance(values, cls):
             return cls() if values is None else values
         if not isinstance(values, Mapping):
             raise ConfigError(f"options of type {type(values).__name__}; expected {cls.__name__} or a mapping")
         known = {one.name for one in fields(cls) if one.init}
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {} if sources is None else {"sources": sources}
         document: dict[str, Any] = {}
         for name, value in values.items():
             if name in known:
@@ -150,7 +163,12 @@ class DeepSpeedConfig(BackendConfig):
         return cls(**given)
 
     @classmethod
-    def several(cls, plugins: Mapping[str, "DeepSpeedConfig | Mapping[str, Any]"]) -> "DeepSpeedConfig":
+    def serves(cls, axes: Collection[str]) -> bool:
+        """Whether ``axes`` are served together: neighbouring ranks share sequences or layers, not both."""
+        return cls.axes.issuperset(axes) and not {"sp", "tp"} <= set(axes)
+
+    @classmethod
+    def several(cls, plugins: Mapping[str, Any]) -> Self:
         """Returns the first of several plugins of one run, which has references to all.
 
         Each applies while it is selected.
@@ -240,15 +258,46 @@ class DeepSpeedConfig(BackendConfig):
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = env.get(f"{PREFIX}MOE_LAYER_CLS_NAMES") or None
 
-    def settled(self, options: Mapping[str, Any]) -> Self | None:
-        """Returns these options with the planner's stage and offloading; None if the user set other values."""
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the stage."""
+        return self.chooses_stage
+
+    def resolve(self, facts: StrategyFacts) -> Resolution:
+        """Returns these options with the requested degrees, and with the planner's choice once it has chosen.
+
+        Raises:
+            ConfigError: a setting, a degree or the planner's choice contradicts these options, or another plugin's.
+        """
+        implied = implied_by(self.plugins or {"": self})
+        facts.agree(implied)
+        if facts.plan is not None:
+            return self._with_plan(facts.plan).resolve(replace(facts, plan=None))
+        config, degrees = self, with_own_degrees(facts, self)
+        attention = None if degrees.sp_handler is None else degrees.sp_handler.sp_attn_implementation
+        if degrees.non_data_parallel_size > 1 or attention is not None:
+            config = self._copied()  # the user's own options stay as they are
+        config.share(sequences=degrees.size("sp"), layers=degrees.size("tp"), attention=attention)
+        return Resolution(config, layout(config, degrees, facts.topology.world_size), implied)
+
+    def _with_plan(self, options: Mapping[str, Any]) -> Self:
         for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
-            is_open = self.origins[_KEYS[name][0]] == "default"
-            if not is_open and options.get(name, "none") != getattr(self, name):
-                return None
+            origin = self.origins[_KEYS[name][0]]
+            if origin != "default" and options.get(name, "none") != getattr(self, name):
+                raise ConfigError(
+                    f"the planner chose {name}={options.get(name, 'none')!r}, and {origin} says "
+                    f"{getattr(self, name)!r}; give all values instead of 'auto'"
+                )
         known = {name: self.origins[key] for name, (key, _) in _KEYS.items()}
         sources = {**known, **dict.fromkeys(options, "the planner")}
         return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
+
+    def _copied(self) -> Self:
+        plugins = {name: copy.copy(one) for name, one in (self.plugins or {"": self}).items()}
+        for one in plugins.values():
+            one.hf_ds_config, one.origins = copy.deepcopy(one.hf_ds_config), dict(one.origins)
+            one.plugins = plugins if self.plugins else {}
+        return next(plugins[name] for name, one in (self.plugins or {"": self}).items() if one is self)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -280,14 +329,6 @@ class DeepSpeedConfig(BackendConfig):
         """DeepSpeed's configuration with the fields merged in; values that ``prepare`` resolves are ``"auto"``."""
         config: dict[str, Any] = self.hf_ds_config.config
         return config
-
-    def implied(self) -> Mapping[str, Implied]:
-        """Returns the values that these options, and the other plugins', imply for the Accelerator's settings.
-
-        Raises:
-            ConfigError: two of them differ.
-        """
-        return implied_by(self.plugins or {"": self})
 
     def explain(self) -> tuple[tuple[str, Any, str], ...]:
         """Returns every key of DeepSpeed's configuration with its value and the origin of the value."""

@@ -30,6 +30,9 @@ class Facts:
     ``section`` is the mapping of Accelerate's files that holds the setting, there also without ``prefix``. ``needs``
     names the setting that must be on (or have a value, ``name=value``) for this one to have an effect. A ``valued``
     boolean is given on the command line as true or false instead of as a switch.
+
+    ``strategy`` names the backend that a switch requests; settings that need the switch are options of the backend,
+    called ``option`` there if that is not the setting's name without ``prefix``.
     """
 
     help: str
@@ -49,6 +52,8 @@ class Facts:
     folded: bool = False
     listed: bool = False
     separator: str = ","
+    strategy: str = ""
+    option: str = ""
 
 
 def setting(default: Any, facts: Facts) -> Any:
@@ -86,6 +91,11 @@ class Setting:
         if not self.facts.section:
             return ()
         return tuple(dict.fromkeys((*self.keys, self.name.removeprefix(self.facts.prefix))))
+
+    @property
+    def option(self) -> str:
+        """Name of the option of the backend whose switch this setting needs."""
+        return self.facts.option or self.name.removeprefix(self.facts.prefix)
 
     @property
     def is_switch(self) -> bool:

@@ -7,7 +7,6 @@ from accel_launch.launch.parallelism_degrees import degrees
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
-_STRATEGIES = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
 _LIBRARIES = {"use_deepspeed": "deepspeed"}
 _STARTERS = ("slurm", "hostfile", "mpirun_hostfile", "deepspeed_hostfile", "tpu_cluster")
 
@@ -22,7 +21,7 @@ def check_settings(config: AccelConfig) -> None:
     if config.module and config.no_python:
         raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
     _check_alone(config, ("cpu", "multi_gpu", "tpu"))
-    _check_alone(config, tuple(_STRATEGIES))
+    _check_alone(config, tuple(_strategies()))
     _check_alone(config, _STARTERS)
     _check_needs(config)
     _check_strategy(config)
@@ -32,6 +31,11 @@ def check_settings(config: AccelConfig) -> None:
     _check_machines(config)
     if config.tpu:
         _check_tpu(config)
+
+
+def _strategies() -> dict[str, str]:
+    """Backend of each switch that requests one."""
+    return {row.name: row.facts.strategy for row in settings().values() if row.facts.strategy}
 
 
 def machine_range(config: AccelConfig) -> tuple[int, int]:
@@ -83,7 +87,7 @@ def _check_strategy(config: AccelConfig) -> None:
                 f"backend is {config.backend!r} ({config.origin('backend')}), which is not installed; there are: auto, "
                 f"{', '.join(names)}"
             )
-    for switch, name in _STRATEGIES.items():
+    for switch, name in _strategies().items():
         if not getattr(config, switch):
             continue
         if config.backend is not None and not config.backend.startswith(name):

@@ -107,7 +107,7 @@ class Hardware:
     @property
     def spmd(self) -> bool:
         """Whether one process drives all devices that it sees (XLA) instead of one process each device."""
-        from accel_state.device.device import DEVICE_KINDS
+        from accel_state.device.kinds import DEVICE_KINDS
 
         kind = DEVICE_KINDS.get(self.kind)
         return kind is not None and kind.together

@@ -23,17 +23,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    import torch
+    from accel_state.device.kinds import DEVICE_KINDS
 
-    from accel_state.device.device import DEVICE_KINDS
-
-    for type_ in DEVICE_KINDS:
-        module: Any = getattr(torch, type_, None)
-        if type_ in {"cpu", "hpu", "xla"} or not hasattr(module, "empty_cache"):
-            continue
-        used = module.is_initialized() if hasattr(module, "is_initialized") else module.device_count() > 0
-        if used:
-            module.empty_cache()
+    for kind in DEVICE_KINDS.values():
+        kind.functions.empty_used_cache(kind)
 
 
 def release_memory(*objects: object) -> list[None]:

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 from accel_state.errors import ConfigError
 
@@ -22,8 +22,11 @@ class TorchTensorParallelConfig:
 class TorchContextParallelConfig:
     """Options of context parallelism: exchange of keys and values by ``"allgather"`` or ``"alltoall"``.
 
-    ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather").
+    ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather"). ``backend`` is the
+    name of the implementation that these options are for.
     """
+
+    backend: ClassVar[str] = "torch"
 
     cp_comm_strategy: str | None = None
 
@@ -40,8 +43,11 @@ class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism: sequence length in tokens, whether it varies, attention.
 
     Options that are None are read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``..._SP_SEQ_LENGTH_IS_VARIABLE`` (default
-    true) and ``..._SP_ATTN_IMPLEMENTATION``.
+    true) and ``..._SP_ATTN_IMPLEMENTATION``. ``backend`` is the name of the implementation that these options are for,
+    which creates the groups of the axis itself.
     """
+
+    backend: ClassVar[str] = "deepspeed"
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None

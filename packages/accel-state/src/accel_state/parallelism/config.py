@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # that tensor-parallel ranks are neighbours.
 MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _DATA_AXES: Final = ("dp_replicate", "dp_shard")
-_BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {"cp": ("torch",), "sp": ("deepspeed",)}
 
 
 @final
@@ -52,11 +51,12 @@ class ParallelismConfig:
     """Degrees of parallelism; their product is the world size.
 
     A size of None is read from ``PARALLELISM_CONFIG_<NAME>_SIZE`` (default 1), a backend of None from
-    ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"). The handlers hold the options of
-    an axis; a missing handler is created with its defaults if the size of its axis is above 1.
+    ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"), whose defaults stand for any
+    backend that serves the axis. The handlers hold the options of an axis; a missing handler is created with its
+    defaults if the size of its axis is above 1.
 
     Raises:
-        ConfigError: a size below 1, an unknown backend, a handler of the wrong type, or sizes that exclude each other.
+        ConfigError: a size below 1, a handler of the wrong type, or sizes that exclude each other.
     """
 
     dp_replicate_size: int | None = None
@@ -82,14 +82,12 @@ class ParallelismConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; expected a whole number of at least 1")
             object.__setattr__(self, name, size)
-        for axis, known in _BACKENDS.items():
+        for axis, default in _DEFAULT_BACKENDS.items():
             name = f"{axis}_backend"
-            value = getattr(self, name) or os.environ.get(f"{PREFIX}_{name.upper()}") or known[0]
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is unknown; expected {' or '.join(map(repr, known))}")
+            value = getattr(self, name) or os.environ.get(f"{PREFIX}_{name.upper()}") or default
             object.__setattr__(self, name, value)
         _check_together(self)
-        for axis, kind in _HANDLERS.items():
+        for axis, kind in AXIS_OPTIONS.items():
             name = f"{axis}_handler"
             if getattr(self, name) is None and self.size(axis) > 1:
                 object.__setattr__(self, name, kind())
@@ -106,11 +104,31 @@ class ParallelismConfig:
         size: int = getattr(self, f"{axis}_size")
         return size
 
+    def served_by(self, backend: str) -> "ParallelismConfig":
+        """Returns these degrees with the name of the backend that serves the axes, where an axis has such a name.
+
+        Raises:
+            ConfigError: another backend was given for an axis of size above 1.
+        """
+        changes: dict[str, Any] = {}
+        for axis, default in _DEFAULT_BACKENDS.items():
+            name = f"{axis}_backend"
+            given = getattr(self, name)
+            if self.size(axis) == 1 or given == backend:
+                continue
+            if given != default:
+                raise ConfigError(
+                    f"{name}={given!r}, and the strategy that serves {axis}_size={self.size(axis)} is {backend!r}; "
+                    f"leave {name} out, or use strategy={given!r}"
+                )
+            changes[name] = backend
+        return replace(self, **changes) if changes else self
+
     def fitted(self, world_size: int) -> "ParallelismConfig":
         """Fits the degrees to ``world_size`` processes: if no degree is set, ``dp_replicate`` becomes the world size.
 
-        DeepSpeed builds its own groups, so with its sequence parallelism the remaining factor becomes ``dp_replicate``
-        too.
+        A sequence-parallel backend that builds its own groups (DeepSpeed) lets the remaining factor become
+        ``dp_replicate`` too.
 
         Raises:
             TopologyError: the product of the degrees does not match.
@@ -118,7 +136,7 @@ class ParallelismConfig:
         if self.total_size == world_size:
             return self
         rest, left_over = divmod(world_size, self.total_size)
-        free = self.total_size == 1 or (self._deepspeed_groups and self.data_parallel_size == 1)
+        free = self.total_size == 1 or (self._groups_elsewhere and self.data_parallel_size == 1)
         if free and not left_over:
             return replace(self, dp_replicate_size=rest)
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self.active_mesh_dims)
@@ -158,7 +176,7 @@ class ParallelismConfig:
         "dp_cp" if they have axes. Returns None if no degree is above 1, or if DeepSpeed builds the groups.
         """
         names, shape = self._get_mesh()
-        if not names or self._deepspeed_groups:
+        if not names or self._groups_elsewhere:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -211,7 +229,7 @@ class ParallelismConfig:
                 near = get_close_matches(name, known, n=1)
                 raise ConfigError(f"unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         values = dict(document)
-        for axis, kind in _HANDLERS.items():
+        for axis, kind in AXIS_OPTIONS.items():
             options = values.get(f"{axis}_handler")
             if isinstance(options, Mapping):
                 values[f"{axis}_handler"] = kind(**options)
@@ -284,7 +302,7 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split over ranks by DeepSpeed (sequence parallelism)."""
+        """Whether sequences are split over ranks between layers (sequence parallelism)."""
         return self.size("sp") > 1
 
     @property
@@ -293,8 +311,8 @@ class ParallelismConfig:
         return self.size("pp") > 1
 
     @property
-    def _deepspeed_groups(self) -> bool:
-        return self.sp_enabled and self.sp_backend == "deepspeed"
+    def _groups_elsewhere(self) -> bool:
+        return self.sp_enabled and self.sp_backend == DeepSpeedSequenceParallelConfig.backend
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         names = tuple(self.active_mesh_dims)
@@ -304,10 +322,13 @@ class ParallelismConfig:
         return [axis for axis in axes if self.size(axis) > 1]
 
 
-_HANDLERS: Final[Mapping[str, type]] = {
+AXIS_OPTIONS: Final[Mapping[str, type]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+}
+_DEFAULT_BACKENDS: Final[Mapping[str, str]] = {
+    axis: kind.backend for axis, kind in AXIS_OPTIONS.items() if hasattr(kind, "backend")
 }
 
 

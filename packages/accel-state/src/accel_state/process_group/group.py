@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 # Longest wait for the other ranks at the rendezvous, whatever the timeout of collectives.
 _LONGEST_RENDEZVOUS = timedelta(minutes=10)
-# Types whose backend creates its communicator in init_process_group if given the device, and reports errors there.
-_BOUND_TYPES = frozenset({"cuda", "xpu"})
 
 
 def default_group() -> "ProcessGroup | None":
@@ -72,7 +70,7 @@ def open_default_group(
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=timeout,
-            device_id=device.torch if device.type in _BOUND_TYPES and device.index is not None else None,
+            device_id=device.torch if device.kind.bound and device.index is not None else None,
         )
         if backend == "gloo":
             # If a rank ended at once, its listening socket would close while other ranks still connect to it.

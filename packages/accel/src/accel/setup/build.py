@@ -5,37 +5,24 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from accel.loop.accumulator import GradientAccumulationPlugin
 from accel.setup.kwargs_handlers import Handlers, ProjectConfiguration, sort_handlers
-from accel.setup.plugins_from_config import (
-    compilation_of,
-    deepspeed_options,
-    degrees_of,
-    fp8_recipe,
-    fsdp_options,
-    named_backend,
-)
-from accel.setup.resolve_strategy import (
-    agreed,
-    apply_degrees,
-    fitting,
-    requested_auto,
-    requested_deepspeed,
-    requested_strategy,
-)
-from accel_backends import BackendConfig, Choice, Run, load_backend, select_backend
+from accel.setup.plugins_from_config import compilation_of, degrees_and_open_axes, fp8_recipe
+from accel.setup.resolve_strategy import requested, resolve, with_implied
+from accel_backends import Choice, Run, load_backend
+from accel_backends.core.config import Resolution, Stated, StrategyFacts
 from accel_data.options import LoaderOptions
-from accel_launch.config import AccelConfig, resolve_config
-from accel_planner.auto import AutoStrategy, Undecided, waiting
+from accel_launch.config import AccelConfig, resolve_config, settings
+from accel_planner.auto import Undecided
 from accel_precision import AutocastKwargs, PrecisionPolicy
 from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
+from accel_state.session import locate
 
 if TYPE_CHECKING:
-    from accel_backends import Backend, FSDPConfig, TorchDynamoPlugin
-    from accel_deepspeed import DeepSpeedConfig
+    from accel_backends import Backend, BackendConfig, TorchDynamoPlugin
 
 
 @final
@@ -64,10 +51,12 @@ def open_parts(
     loading: tuple[LoaderOptions | None, bool | None],
     parallelism: ParallelismConfig | None,
     project: ProjectConfiguration | None,
-    fsdp: "FSDPConfig | Mapping[str, Any] | None" = None,
-    deepspeed: "DeepSpeedConfig | Mapping[str, Any] | None" = None,
+    strategy: "str | BackendConfig | None" = None,
+    plugins: Mapping[str, object] | None = None,
 ) -> Components:
-    """Resolves the configuration, opens the session and the backend; nothing is opened if a setting cannot work.
+    """Resolves the configuration and the strategy, then opens the session and the backend.
+
+    Nothing is opened if a setting cannot work. ``plugins``: options of backends, by the names of their arguments.
 
     Raises:
         ConfigError: a setting cannot work, alone or with the others.
@@ -75,13 +64,11 @@ def open_parts(
     """
     sorted_handlers = sort_handlers(handlers)
     config = resolve_config({name: value for name, value in call.items() if isinstance(value, str | int)}, os.environ)
-    engine = requested_deepspeed(
-        call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config),
-        deepspeed_options(config) if deepspeed is None and fsdp is None and call["backend"] is None else deepspeed,
-        fsdp,
-    )
-    implied = engine.implied() if engine is not None else {}
-    config = agreed(config, implied)
+    request = requested(strategy, plugins or {}, config, sorted_handlers.backend)
+    facts = facts_of(config, parallelism)
+    resolved = resolve(request, facts)
+    implied = resolved.resolution.implied
+    config = with_implied(config, implied)
     steps = call["gradient_accumulation_steps"]
     if steps is None and "gradient_accumulation_steps" in implied:
         steps = implied["gradient_accumulation_steps"].value
@@ -90,48 +77,31 @@ def open_parts(
     with ExitStack() as on_failure:
         session = on_failure.enter_context(
             Session.open(
-                cpu=config.cpu,
-                device=config.device,
+                topology=facts.topology,
+                device=facts.device,
                 backend=process_group.backend,
                 timeout=process_group.timeout or config.timeout,
                 init_method=process_group.init_method,
                 debug=config.debug,
             )
         )
-        given = call["backend"] if isinstance(call["backend"], BackendConfig) else named_backend(config)
-        open_engine = engine if engine is not None and engine.chooses_stage else None
-        auto = AutoStrategy(among=open_engine) if open_engine else requested_auto(given, fsdp, deepspeed, parallelism)
-        given = given if auto is None else None
-        if fsdp is None and call["backend"] is None:
-            fsdp = fsdp_options(config)
-        parallelism = parallelism or degrees_of(config)
-        apply_degrees(engine, parallelism)
-        variables = {**os.environ, **config.variables()}
-        asked = (
-            (None if open_engine else engine)
-            or requested_strategy(given, fsdp, parallelism, variables)
-            or sorted_handlers.ddp
-        )
-        asked = asked.on(session.device.type) if isinstance(asked, BackendConfig) else asked
-        choice = select_backend(session.topology, session.device, asked)
         policy = policy_of(call["mixed_precision"], config, sorted_handlers, device_type=session.device.type)
 
-        backend_type = load_backend(choice.name)
+        def open_backend(name: str, resolution: Resolution) -> "Backend":
+            run = run_of(session, policy, resolution.parallelism, sorted_handlers)
+            return load_backend(name)(run, resolution.config)
 
-        def open_backend(name: str, options: BackendConfig | None) -> "Backend":
-            return load_backend(name)(run_of(session, policy, parallelism, sorted_handlers), options)
-
-        alone = session.world_size == 1
-        backend = open_backend(choice.name, options_of(asked, sorted_handlers.ddp, backend_type, alone=alone))
         parts = Components(
             config=config,
             handlers=sorted_handlers,
             session=session,
             policy=policy,
-            parallelism=fitting(parallelism, session.topology, backend),
-            choice=choice if auto is None else waiting(choice),
-            backend=backend,
-            undecided=None if auto is None else Undecided(auto, open_backend, sorted_handlers.ddp),
+            parallelism=resolved.resolution.parallelism,
+            choice=resolved.choice,
+            backend=open_backend(resolved.choice.name, resolved.resolution),
+            undecided=None
+            if resolved.auto is None
+            else Undecided(resolved.auto, facts, open_backend, sorted_handlers.backend),
             accumulation=accumulating,
             loading=loading_of(*loading, num_nodes=session.topology.num_nodes),
             project=project_of(project, config.project_dir),
@@ -146,10 +116,20 @@ def open_parts(
     return parts
 
 
-def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig | None, handlers: Handlers) -> Run:
-    """Run that backends are opened for."""
+def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig, handlers: Handlers) -> Run:
+    """Run that a backend is opened for."""
     autocast = handlers.autocast or AutocastKwargs()
-    return Run(session, policy, parallelism or ParallelismConfig(), autocast, handlers.scaler)
+    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler)
+
+
+def facts_of(config: AccelConfig, parallelism: ParallelismConfig | None) -> StrategyFacts:
+    """Facts that a strategy is resolved from; degrees of a call override those of the configuration."""
+    topology, device = locate(cpu=config.cpu, device=config.device)
+    degrees = (parallelism, frozenset[str]()) if parallelism is not None else degrees_and_open_axes(config)
+    given = {
+        name: Stated(getattr(config, name), str(config.origin(name))) for name in settings() if config.is_given(name)
+    }
+    return StrategyFacts(topology, device, *degrees, given)
 
 
 def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_type: str) -> PrecisionPolicy:
@@ -177,24 +157,6 @@ def cores_of(cores: Sequence[int], local_rank: int, count: int) -> list[int]:
     if len(cores) < count:
         return [cores[local_rank % len(cores)]]
     return list(cores[local_rank * len(cores) // count : (local_rank + 1) * len(cores) // count])
-
-
-def options_of(
-    asked: BackendConfig | str | None, ddp: BackendConfig | None, backend: "type[Backend]", *, alone: bool
-) -> BackendConfig | None:
-    """The given options that a backend takes; None: its defaults.
-
-    A single process ignores options of DDP, so that a script which passes them also runs on one process.
-
-    Raises:
-        ConfigError: ``DistributedDataParallelKwargs`` with a strategy that cannot apply them.
-    """
-    if ddp is not None and not alone and not isinstance(ddp, backend.Config):
-        raise ConfigError(
-            f"DistributedDataParallelKwargs were given, but the strategy is {backend.name!r}; leave them out, or use "
-            "strategy='ddp'"
-        )
-    return next((options for options in (asked, ddp) if isinstance(options, backend.Config)), None)
 
 
 def accumulation_of(

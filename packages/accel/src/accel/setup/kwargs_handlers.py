@@ -10,7 +10,7 @@ from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.observe.profiler import ProfileKwargs
-    from accel_backends import DistributedDataParallelKwargs
+    from accel_backends import BackendConfig
     from accel_precision import AutocastKwargs, GradScalerKwargs
 
 
@@ -82,7 +82,7 @@ class Handlers:
     """The ``kwargs_handlers`` of an Accelerator, a field for each kind."""
 
     process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
-    ddp: "DistributedDataParallelKwargs | None" = None
+    backend: "BackendConfig | None" = None
     scaler: "GradScalerKwargs | None" = None
     autocast: "AutocastKwargs | None" = None
     fp8: object | None = None
@@ -98,7 +98,7 @@ def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
     if not handlers:
         return Handlers()
     from accel.observe.profiler import ProfileKwargs
-    from accel_backends import DistributedDataParallelKwargs
+    from accel_backends import BackendConfig
     from accel_precision import (
         AORecipeKwargs,
         AutocastKwargs,
@@ -109,7 +109,7 @@ def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
 
     places: tuple[tuple[str, tuple[type, ...]], ...] = (
         ("process_group", (InitProcessGroupKwargs,)),
-        ("ddp", (DistributedDataParallelKwargs,)),
+        ("backend", (BackendConfig,)),
         ("scaler", (GradScalerKwargs,)),
         ("autocast", (AutocastKwargs,)),
         ("fp8", (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)),

@@ -1,55 +1,53 @@
-"""Plugins built from the configuration, for calls that pass none: options by the names of the plugins' fields."""
+"""Options, degrees, recipes and compilation from the configuration, for calls that pass none."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, final
 
 from accel_launch.config import AccelConfig, settings
 from accel_launch.launch.parallelism_degrees import degrees
 from accel_state import ParallelismConfig
+from accel_state.parallelism.config import AXIS_OPTIONS, MESH_AXES
 
 if TYPE_CHECKING:
     from accel_backends import TorchDynamoPlugin
     from accel_precision import AORecipeKwargs, TERecipeKwargs
 
-_FSDP_FIELDS = {
-    "fsdp_version": "fsdp_version",
-    "fsdp_offload_params": "cpu_offload",
-    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-}
-_DEEPSPEED_FIELDS = {
-    "deepspeed_config_file": "hf_ds_config",
-    "zero_stage": "zero_stage",
-    "offload_optimizer_device": "offload_optimizer_device",
-    "offload_param_device": "offload_param_device",
-    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
-    "offload_param_nvme_path": "offload_param_nvme_path",
-    "gradient_clipping": "gradient_clipping",
-    "zero3_init_flag": "zero3_init_flag",
-    "zero3_save_16bit_model": "zero3_save_16bit_model",
-    "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
-}
+
+@final
+@dataclass(frozen=True, slots=True)
+class GivenOptions:
+    """Options of a backend that a switch of the configuration requests, by field, and the origin of each."""
+
+    backend: str
+    origin: str
+    values: Mapping[str, object]
+    sources: Mapping[str, str]
 
 
-def named_backend(config: AccelConfig) -> str | None:
-    """Backend that the configuration names, or None; Megatron-LM's has a switch of its own."""
-    return "megatron" if config.backend is None and config.use_megatron_lm else config.backend
+def options_from_settings(config: AccelConfig) -> Iterator[GivenOptions]:
+    """Yields the given options of each backend whose switch (``use_<name>``) is on."""
+    for switch in settings().values():
+        if not switch.facts.strategy or not getattr(config, switch.name):
+            continue
+        given = [
+            row
+            for row in settings().values()
+            if row.facts.needs == switch.name and not row.facts.launch_only and config.is_given(row.name)
+        ]
+        yield GivenOptions(
+            backend=switch.facts.strategy,
+            origin=f"{switch.name} ({config.origin(switch.name)})",
+            values={row.option: getattr(config, row.name) for row in given},
+            sources={row.option: f"{config.origin(row.name)} ({row.name})" for row in given},
+        )
 
 
-def fsdp_options(config: AccelConfig) -> dict[str, Any] | None:
-    """Given options of FSDP, if it is on; None if it is off."""
-    if not config.use_fsdp:
-        return None
-    given = (name for name in settings() if name.startswith("fsdp_") and config.is_given(name))
-    return {_FSDP_FIELDS.get(name, name.removeprefix("fsdp_")): getattr(config, name) for name in given}
-
-
-def deepspeed_options(config: AccelConfig) -> dict[str, Any] | None:
-    """Given options of DeepSpeed with their origins, if it is on; None if it is off."""
-    if not config.use_deepspeed:
-        return None
-    given = {name: field for name, field in _DEEPSPEED_FIELDS.items() if config.is_given(name)}
-    options: dict[str, Any] = {field: getattr(config, name) for name, field in given.items()}
-    return {**options, "sources": {field: f"{config.origin(name)} ({name})" for name, field in given.items()}}
+def degrees_and_open_axes(config: AccelConfig) -> tuple[ParallelismConfig, frozenset[str]]:
+    """Degrees of the configuration, and the axes whose degree is not given there."""
+    found = degrees_of(config)
+    given = {axis for axis in MESH_AXES if config.is_given(f"parallelism_config_{axis}_size")}
+    return found or ParallelismConfig(), frozenset(MESH_AXES) - (given if found is not None else set())
 
 
 def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
@@ -57,19 +55,11 @@ def degrees_of(config: AccelConfig) -> ParallelismConfig | None:
     given: dict[str, Any] = degrees(config)
     if not given:
         return None
-    from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-
-    handlers: dict[str, Any] = {}
-    strategy = given.pop("cp_comm_strategy", None)
-    if strategy is not None:
-        handlers["cp_handler"] = TorchContextParallelConfig(strategy)
-    sequence = {name: given.pop(name) for name in list(given) if name.startswith("sp_") and name[3:] in _SEQUENCE}
-    if sequence:
-        handlers["sp_handler"] = DeepSpeedSequenceParallelConfig(**sequence)
-    return ParallelismConfig(**given, **handlers)
-
-
-_SEQUENCE = ("seq_length", "seq_length_is_variable", "attn_implementation")
+    for axis, kind in AXIS_OPTIONS.items():
+        options = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
+        if options:
+            given[f"{axis}_handler"] = kind(**options)
+    return ParallelismConfig(**given)
 
 
 def fp8_recipe(config: AccelConfig, env: Mapping[str, str]) -> "AORecipeKwargs | TERecipeKwargs | None":

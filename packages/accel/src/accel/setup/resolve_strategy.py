@@ -1,193 +1,167 @@
-"""Resolution of the strategy that an Accelerator's arguments request together, and checks that the rest fits it."""
+"""One strategy from all that requests it: ``requested`` finds the request, ``resolve`` says what it means for a run."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
 
-from accel_backends.core.config import BackendConfig, Implied
+from accel.setup.plugins_from_config import options_from_settings
+from accel_backends import BackendConfig, Choice, build_options, load_backend, select_backend
+from accel_backends.core.config import Resolution, Stated, StrategyFacts
+from accel_backends.core.select import check_axes
 from accel_launch.config import AccelConfig, Origin
-from accel_planner.auto import AutoStrategy, as_auto
-from accel_state import ParallelismConfig, Topology
+from accel_planner.auto import AutoStrategy, as_auto, waiting
 from accel_state.errors import ConfigError
 
-if TYPE_CHECKING:
-    from accel_backends import Backend, FSDPConfig
-    from accel_deepspeed import DeepSpeedConfig
 
-USE_FSDP = "ACCELERATE_USE_FSDP"
-_SHARDS = ("fsdp", "fsdp1")
-_NEAREST: Mapping[tuple[str, ...], str] = {
-    ("dp_shard",): "strategy='fsdp'",
-    ("sp",): "strategy='deepspeed'",
-    ("tp",): "strategy='deepspeed'",
-}
+@final
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The strategy that a run requests.
+
+    Attributes:
+        asked: options, or only the name of a backend; None: nothing names a strategy.
+        preferred: options that apply if their backend trains (from ``kwargs_handlers``).
+    """
+
+    asked: BackendConfig | str | None = None
+    preferred: BackendConfig | None = None
 
 
-def requested_strategy(
-    strategy: "BackendConfig | str | None",
-    plugin: "FSDPConfig | Mapping[str, object] | None",
-    parallelism: ParallelismConfig | None,
-    env: Mapping[str, str],
-) -> "BackendConfig | str | None":
-    """The strategy that ``strategy``, a sharding plugin, degrees and ``ACCELERATE_USE_FSDP`` request, or None.
+@final
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a run trains.
 
-    Degrees are added to the plugin, so that a backend has all its options in one object.
+    Attributes:
+        choice: name of the backend, with reasons.
+        resolution: options of the backend, degrees, and the settings that the options imply.
+        auto: the planner's options, if it replaces the backend when the first model is prepared.
+    """
+
+    choice: Choice
+    resolution: Resolution
+    auto: AutoStrategy | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """One place that requests a strategy: its name in messages, and what it requests."""
+
+    origin: str
+    asked: BackendConfig | str
+
+    @property
+    def backend(self) -> str:
+        return self.asked if isinstance(self.asked, str) else self.asked.backend
+
+    def __str__(self) -> str:
+        return self.origin if isinstance(self.asked, str) else f"{self.origin}, whose strategy is {self.backend!r},"
+
+
+def requested(
+    strategy: BackendConfig | str | None,
+    plugins: Mapping[str, object],
+    config: AccelConfig,
+    preferred: BackendConfig | None = None,
+) -> Request:
+    """The one strategy that a call and the configuration request.
+
+    Options in the configuration count if the call has neither a strategy nor a plugin. A plugin's argument is named
+    after its backend: ``<backend>_plugin``, or ``<backend>_plugins`` for several by name.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: two places request different strategies, or both give options; names both.
+        BackendError: the backend of a plugin is not installed.
     """
-    if plugin is None and strategy is None and env.get(USE_FSDP, "").lower() in ("1", "true", "yes", "on"):
-        plugin = {}
-    degrees = _degrees(parallelism)
-    if plugin is None and not ((degrees.get("shard_size", 1) > 1 and strategy is None) or _is_sharding(strategy)):
-        return strategy
-    from accel_backends import FSDPConfig, build_options, load_backend
-
-    if plugin is not None:
-        config = FSDPConfig.build(plugin)
-        if strategy is not None and strategy != config.backend:
-            name = strategy if isinstance(strategy, str) else type(strategy).__name__
-            raise ConfigError(
-                f"strategy={name!r} and fsdp_plugin, whose strategy is {config.backend!r}, were both given; leave "
-                "one of them out"
-            )
-    elif isinstance(strategy, FSDPConfig):
-        config = strategy
-    else:
-        config = cast(FSDPConfig, build_options(load_backend(strategy if isinstance(strategy, str) else "fsdp"), {}))
-    return _with_degrees(config, degrees)
+    claims = [*_claimed_by_strategy(strategy, config)]
+    claims += [_of_plugin(name, value) for name, value in plugins.items() if value is not None]
+    if strategy is None and not any(value is not None for value in plugins.values()):
+        claims += [
+            _Claim(one.origin, load_backend(one.backend).Config.build(one.values, sources=one.sources))
+            for one in options_from_settings(config)
+        ]
+    with_options = [claim for claim in claims if isinstance(claim.asked, BackendConfig)]
+    clash = with_options[:2] if len(with_options) > 1 else [one for one in claims if one.backend != claims[0].backend]
+    if clash:
+        first, second = clash if len(clash) > 1 else (claims[0], clash[0])
+        raise ConfigError(f"{first} and {second} were both given; leave one of them out")
+    chosen = next(iter(with_options or claims), None)
+    return Request(None if chosen is None else chosen.asked, preferred)
 
 
-def requested_deepspeed(
-    strategy: "BackendConfig | str | None", plugin: "DeepSpeedConfig | Mapping[str, Any] | None", others: object
-) -> "DeepSpeedConfig | None":
-    """DeepSpeed's options, if ``strategy`` or ``deepspeed_plugin`` requests DeepSpeed; ``others`` is another plugin.
+def resolve(request: Request, facts: StrategyFacts) -> Strategy:
+    """What a request means for a run; pure, so all ranks find the same.
 
     Raises:
-        ConfigError: another strategy is requested too.
+        ConfigError: an option, a setting and a degree contradict each other, or the backend does not serve an axis.
+        BackendError: there is no such backend.
+        TopologyError: the product of the degrees is not the number of processes.
     """
-    name = strategy if isinstance(strategy, str) else getattr(strategy, "backend", None)
-    if plugin is None and name != "deepspeed":
-        return None
-    from accel_deepspeed import DeepSpeedConfig
-
-    if others is not None:
-        raise ConfigError("deepspeed_plugin and fsdp_plugin were both given; leave one of them out")
-    if plugin is None:
-        return strategy if isinstance(strategy, DeepSpeedConfig) else DeepSpeedConfig()
-    if strategy is not None and (name != "deepspeed" or isinstance(strategy, DeepSpeedConfig)):
-        raise ConfigError(
-            f"strategy={name!r} and deepspeed_plugin, whose strategy is 'deepspeed', were both given; leave one of "
-            "them out"
-        )
-    return DeepSpeedConfig.build(plugin)
-
-
-def several_deepspeed(
-    plugin: "DeepSpeedConfig | Mapping[str, Any] | None",
-    plugins: "Mapping[str, DeepSpeedConfig | Mapping[str, Any]] | None",
-) -> "DeepSpeedConfig | Mapping[str, Any] | None":
-    """The plugin, or the first of several.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    if plugins is None:
-        return plugin
-    if plugin is not None:
-        raise ConfigError("deepspeed_plugin and deepspeed_plugins were both given; leave one of them out")
-    from accel_deepspeed import DeepSpeedConfig
-
-    return DeepSpeedConfig.several(plugins)
+    auto = as_auto(request.asked)
+    asked = request.asked if auto is None else auto
+    if isinstance(asked, BackendConfig) and asked.planned:
+        return _until_planned(asked, request, facts)
+    parallelism = facts.parallelism
+    if facts.topology.world_size % parallelism.total_size:
+        parallelism.fitted(facts.topology.world_size)
+    choice = select_backend(facts.topology, facts.device, asked, axes=parallelism.active_mesh_dims)
+    config = _preferred(request.preferred, choice, facts)
+    if isinstance(asked, BackendConfig) and choice.name == asked.backend:
+        config = asked
+    elif config is None:
+        config = build_options(load_backend(choice.name), {})
+    check_axes(choice.name, config, parallelism)
+    resolution = config.resolve(facts)
+    facts.agree(resolution.implied)
+    name = resolution.config.backend or choice.name
+    served = resolution.parallelism.served_by(name)
+    return Strategy(
+        Choice(name, (*choice.reasons, *resolution.reasons)), dataclasses.replace(resolution, parallelism=served)
+    )
 
 
-def agreed(config: AccelConfig, implied: Mapping[str, Implied]) -> AccelConfig:
-    """Adds the settings that a backend's options imply to the configuration, if they are not given.
-
-    Raises:
-        ConfigError: a given setting contradicts an implied one; names both origins.
-    """
-    for name, said in implied.items():
-        own = getattr(config, name)
-        if config.is_given(name) and own != said.value:
-            raise ConfigError(
-                f"{name} is {own!r} ({config.origin(name)}), and {said.origin} says {said.value!r}; make them agree"
-            )
+def with_implied(config: AccelConfig, implied: Mapping[str, Stated]) -> AccelConfig:
+    """Adds the settings that a strategy's options imply to the configuration, where they are not given."""
     missing = {name: said for name, said in implied.items() if not config.is_given(name)}
     origins = {**config.origins, **{name: Origin("call", said.origin) for name, said in missing.items()}}
     values: dict[str, Any] = {name: said.value for name, said in missing.items()}
     return dataclasses.replace(config, origins=origins, **values) if values else config
 
 
-def requested_auto(strategy: "BackendConfig | str | None", *others: object) -> AutoStrategy | None:
-    """Options of ``strategy="auto"``, if it is requested.
-
-    Raises:
-        ConfigError: an option that the planner is to choose was given too.
-    """
-    auto = as_auto(strategy)
-    given = [type(other).__name__ for other in others if other is not None]
-    if auto is not None and given:
-        raise ConfigError(
-            f"strategy 'auto' chooses how a model is spread over processes, and {given[0]} says it already; leave one "
-            "of them out"
-        )
-    return auto
+def _claimed_by_strategy(strategy: BackendConfig | str | None, config: AccelConfig) -> Iterator[_Claim]:
+    if strategy is not None:
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        yield _Claim(f"strategy={name!r}", strategy)
+    elif config.backend is not None:
+        yield _Claim(f"backend={config.backend!r} ({config.origin('backend')})", config.backend)
 
 
-def apply_degrees(options: "DeepSpeedConfig | None", parallelism: ParallelismConfig | None) -> None:
-    """Sets the sequence-parallel and tensor-parallel degrees in DeepSpeed's options, if DeepSpeed trains.
-
-    Raises:
-        ConfigError: the options have other degrees.
-    """
-    if options is not None:
-        wanted = parallelism or ParallelismConfig()
-        handler = wanted.sp_handler
-        attention = None if handler is None else handler.sp_attn_implementation
-        options.share(sequences=wanted.size("sp"), layers=wanted.size("tp"), attention=attention)
+def _of_plugin(argument: str, value: Any) -> _Claim:
+    if isinstance(value, BackendConfig):
+        return _Claim(argument, value)
+    backend, _, several = argument.partition("_plugin")
+    options = load_backend(backend).Config
+    return _Claim(argument, options.several(value) if several else options.build(value))
 
 
-def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: "Backend") -> ParallelismConfig:
-    """Degrees of parallelism as the backend applies them; the remaining ranks are data-parallel.
-
-    Raises:
-        TopologyError: their product is not the number of processes.
-        ConfigError: a degree needs another backend.
-    """
-    replicas, shards = backend.layout.degrees
-    given = parallelism or ParallelismConfig()
-    if given.data_parallel_size == 1 and given.size("tp") == backend.layout.shared_degrees.get("tp", 1) > 1:
-        # the backend shards within its own groups; ranks of different groups read different data
-        given = dataclasses.replace(given, dp_shard_size=shards)
-    fitted = given.fitted(topology.world_size)
-    able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
-    other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.layout.shared_degrees)]
-    if other:
-        nearest = _NEAREST.get(tuple(other), f"dp_replicate_size={topology.world_size}")
-        raise ConfigError(
-            f"{', '.join(f'{axis}_size={fitted.size(axis)}' for axis in other)}: backend {backend.name!r} cannot do "
-            f"that; nearest: {nearest}"
-        )
-    return dataclasses.replace(fitted, dp_replicate_size=replicas, dp_shard_size=shards)
+def _preferred(options: BackendConfig | None, choice: Choice, facts: StrategyFacts) -> BackendConfig | None:
+    """Options from ``kwargs_handlers``; a single process ignores those of a backend that needs several ranks."""
+    if options is None or options.backend == choice.name:
+        return options
+    if options.needs_ranks and facts.topology.world_size == 1:
+        return None
+    raise ConfigError(
+        f"kwargs_handlers has {type(options).__name__}, but the strategy is {choice.name!r}; leave it out, or use "
+        f"strategy={options.backend!r}"
+    )
 
 
-def _is_sharding(strategy: "BackendConfig | str | None") -> bool:
-    return (strategy if isinstance(strategy, str) else getattr(strategy, "backend", None)) in _SHARDS
-
-
-def _degrees(parallelism: ParallelismConfig | None) -> dict[str, int]:
-    """Given data-parallel degrees, by the names of the sharding options."""
-    if parallelism is None or parallelism.total_size == 1:
-        return {}
-    return {"shard_size": parallelism.size("dp_shard"), "replicate_size": parallelism.size("dp_replicate")}
-
-
-def _with_degrees(config: "FSDPConfig", degrees: Mapping[str, Any]) -> "FSDPConfig":
-    for name, size in degrees.items():
-        mine = getattr(config, name)
-        if mine not in (None, size):
-            raise ConfigError(
-                f"parallelism_config has dp_{name}={size}, and the sharding options {name}={mine}; give one of them"
-            )
-    return dataclasses.replace(config, **degrees) if degrees else config
+def _until_planned(asked: BackendConfig, request: Request, facts: StrategyFacts) -> Strategy:
+    """The backend of a run without a model, until the planner completes the options."""
+    implied = asked.resolve(facts).implied
+    facts.agree(implied)
+    start = resolve(Request(preferred=request.preferred), facts)
+    auto = asked if isinstance(asked, AutoStrategy) else AutoStrategy(among=asked)
+    return Strategy(waiting(start.choice), dataclasses.replace(start.resolution, implied=implied), auto)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Final, final
 
 from accel.utils.versions import Version, compare_versions, installed_version, is_torch_version
-from accel_state.device.device import DEVICE_KINDS, count_devices
+from accel_state.device.device import count_devices
+from accel_state.device.kinds import DEVICE_KINDS
 from accel_state.environment import parse_flag
 
 

@@ -22,9 +22,16 @@ def _deepspeed(env: str, help: str, **more: object) -> Facts:
 class DeepSpeedSettings:
     """DeepSpeed's configuration: a file, or settings for parts of it."""
 
-    use_deepspeed: bool = setting(False, Facts("Train with DeepSpeed.", _GROUP, env=("ACCELERATE_USE_DEEPSPEED",)))
+    use_deepspeed: bool = setting(
+        False, Facts("Train with DeepSpeed.", _GROUP, env=("ACCELERATE_USE_DEEPSPEED",), strategy="deepspeed")
+    )
     deepspeed_config_file: str | None = setting(
-        None, _deepspeed("DEEPSPEED_CONFIG_FILE", "DeepSpeed's own JSON file; what is auto there is filled in.")
+        None,
+        _deepspeed(
+            "DEEPSPEED_CONFIG_FILE",
+            "DeepSpeed's own JSON file; what is auto there is filled in.",
+            option="hf_ds_config",
+        ),
     )
     zero_stage: int | None = setting(
         None, _deepspeed("DEEPSPEED_ZERO_STAGE", "What ZeRO shards; 2 if nobody says.", minimum=0, maximum=3)
@@ -57,6 +64,7 @@ class DeepSpeedSettings:
             "Classes that ZeRO-3 gathers whole, with commas.",
             listed=True,
             aliases=("deepspeed_moe_layer_cls_names",),
+            option="transformer_moe_cls_names",
         ),
     )
     deepspeed_hostfile: str | None = setting(

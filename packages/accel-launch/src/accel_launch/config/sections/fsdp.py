@@ -17,8 +17,10 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 class FSDPSettings:
     """Sharding of parameters, gradients and optimizer states."""
 
-    use_fsdp: bool = setting(False, Facts("Shard with FSDP.", "FSDP", env=("ACCELERATE_USE_FSDP",)))
-    fsdp_version: int = setting(2, _fsdp("VERSION", "2 shards each parameter, 1 flattens them.", minimum=1, maximum=2))
+    use_fsdp: bool = setting(False, Facts("Shard with FSDP.", "FSDP", env=("ACCELERATE_USE_FSDP",), strategy="fsdp"))
+    fsdp_version: int = setting(
+        2, _fsdp("VERSION", "2 shards each parameter, 1 flattens them.", minimum=1, maximum=2, option="fsdp_version")
+    )
     fsdp_sharding_strategy: str = setting(
         "FULL_SHARD",
         _fsdp("SHARDING_STRATEGY", "What is sharded, and between whom.", choices=_STRATEGIES, pattern="[1-5]"),
@@ -33,7 +35,10 @@ class FSDPSettings:
         ),
     )
     fsdp_offload_params: bool = setting(
-        False, _fsdp("OFFLOAD_PARAMS", "Keep parameters, gradients and states on the host.", valued=True)
+        False,
+        _fsdp(
+            "OFFLOAD_PARAMS", "Keep parameters, gradients and states on the host.", valued=True, option="cpu_offload"
+        ),
     )
     fsdp_min_num_params: int = setting(0, _fsdp("MIN_NUM_PARAMS", "Size of a unit for SIZE_BASED_WRAP.", minimum=0))
     fsdp_auto_wrap_policy: str | None = setting(
@@ -51,6 +56,7 @@ class FSDPSettings:
             "Classes of the units, with commas.",
             listed=True,
             aliases=("transformer_cls_names_to_wrap",),
+            option="transformer_cls_names_to_wrap",
         ),
     )
     fsdp_backward_prefetch: str | None = setting(

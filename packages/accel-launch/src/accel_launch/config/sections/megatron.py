@@ -27,7 +27,7 @@ class MegatronSettings:
     """Options of the ``megatron`` backend, if one is installed."""
 
     use_megatron_lm: bool = setting(
-        False, Facts("Train with Megatron-LM.", _GROUP, env=("ACCELERATE_USE_MEGATRON_LM",))
+        False, Facts("Train with Megatron-LM.", _GROUP, env=("ACCELERATE_USE_MEGATRON_LM",), strategy="megatron")
     )
     megatron_lm_tp_degree: int = setting(1, _megatron("TP_DEGREE", "Tensor-parallel processes.", minimum=1))
     megatron_lm_pp_degree: int = setting(1, _megatron("PP_DEGREE", "Pipeline stages.", minimum=1))

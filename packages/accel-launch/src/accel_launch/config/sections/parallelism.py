@@ -42,7 +42,7 @@ class ParallelismSettings:
         1, _degree("CP_SIZE", "Processes that share each sequence (ring attention).", minimum=1)
     )
     parallelism_config_cp_backend: str = setting(
-        "torch", _degree("CP_BACKEND", "Who computes it.", choices=("torch",), needs=f"{_PREFIX}cp_size")
+        "torch", _degree("CP_BACKEND", "Backend that computes it; torch: any that can.", needs=f"{_PREFIX}cp_size")
     )
     parallelism_config_cp_comm_strategy: str = setting(
         "allgather",
@@ -57,7 +57,8 @@ class ParallelismSettings:
         1, _degree("SP_SIZE", "Processes that share each sequence (Ulysses).", minimum=1)
     )
     parallelism_config_sp_backend: str = setting(
-        "deepspeed", _degree("SP_BACKEND", "Who computes it.", choices=("deepspeed",), needs=f"{_PREFIX}sp_size")
+        "deepspeed",
+        _degree("SP_BACKEND", "Backend that computes it; deepspeed: any that can.", needs=f"{_PREFIX}sp_size"),
     )
     parallelism_config_sp_seq_length: int | None = setting(
         None, _degree("SP_SEQ_LENGTH", "Tokens of a sequence.", minimum=1, needs=f"{_PREFIX}sp_size")
