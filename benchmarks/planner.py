@@ -168,7 +168,7 @@ def compared(
     """
     from accel import Accelerator
     from accel_backends import build_options, load_backend
-    from accel_planner import Hardware, Run, candidates, measure, optimizer_facts, plan_memory, profile_model
+    from accel_planner import Hardware, MeasuredStep, candidates, measure, optimizer_facts, plan_memory, profile_model
     from accel_planner.auto import checkpoint_blocks
     from accel_planner.candidate import named
     from accel_state.collectives.objects import all_gather_object
@@ -194,7 +194,7 @@ def compared(
     facts = optimizer_facts(stepping, profile.parameters)
     plan = plan_memory(profile, facts, Hardware.of_cpu(devices, nodes, 2**34), candidate)
     model, stepping = accelerator.prepare(source, stepping)
-    run = Run(
+    run = MeasuredStep(
         model,
         stepping,
         lambda: accelerator.backward(loss_of(model, batch)),

@@ -1,6 +1,7 @@
 """Fails when a source file outgrows the house rules or the public API changes without saying so.
 
-Private names of torch are used in one module of each package, ``private.py``, which says what happens without them.
+Private names of torch are used in one module of each package, ``private.py``, which says what happens without them. The
+name of a class is used once in all packages.
 
 Sizes: a module has at most 450 lines, a function at most 90, 8 parameters at most are checked by ruff. The public
 names of every package are recorded in ``ci/api/<package>.txt``; ``--update`` rewrites the records.
@@ -92,6 +93,17 @@ def _lets_in_plain_values_only(call: ast.Call) -> bool:
     )
 
 
+def name_complaints(modules: Mapping[Path, ast.AST]) -> Iterator[str]:
+    """Names of classes that two modules define, so that a reader of one cannot know which class is meant."""
+    seen: dict[str, Path] = {}
+    for path, tree in modules.items():
+        for node in ast.iter_child_nodes(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                other = seen.setdefault(node.name, path)
+                if other != path:
+                    yield f"{path}:{node.lineno}: {other} has a class {node.name} already"
+
+
 def size_complaints(path: Path) -> Iterator[str]:
     text = path.read_text()
     name = path.relative_to(ROOT)
@@ -143,13 +155,11 @@ def api_complaints(update: bool) -> Iterator[str]:
 if __name__ == "__main__":
     update = "--update" in sys.argv
     complaints = [text for path in sources() for text in size_complaints(path)]
+    trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sources()}
     complaints += private_complaints(
-        {
-            path.relative_to(ROOT): ast.parse(path.read_text())
-            for path in sources()
-            if not set(SCATTERED) & set(path.relative_to(ROOT).parts)
-        }
+        {path: tree for path, tree in trees.items() if not set(SCATTERED) & set(path.parts)}
     )
+    complaints += name_complaints(trees)
     complaints += api_complaints(update)
     print("\n".join(complaints) or "sizes and public names are as recorded")
     sys.exit(bool(complaints))

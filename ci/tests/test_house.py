@@ -1,11 +1,11 @@
-"""Private names of torch are found where check_house.py says that they are."""
+"""Private names of torch, and class names used twice, are found where check_house.py says that they are."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from ci.check_house import private_complaints
+from ci.check_house import name_complaints, private_complaints
 
 PRIVATE = (
     Path("p/private.py"),
@@ -46,3 +46,11 @@ def test_a_private_name_outside_private_py_is_named(source, name):
 )
 def test_own_and_public_names_are_not_named(source):
     assert complaints(source) == []
+
+
+def test_a_class_name_that_two_modules_use_is_named():
+    trees = {
+        Path("p/one.py"): ast.parse("class A: ...\nclass _B: ..."),
+        Path("q/two.py"): ast.parse("class A: ...\nclass _B: ..."),
+    }
+    assert list(name_complaints(trees)) == ["q/two.py:1: p/one.py has a class A already"]

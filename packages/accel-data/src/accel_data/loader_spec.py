@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import IterableDataset
 
-from accel_data.iterable.capabilities import Strategy, StreamCapabilities, inspect_stream, resolve
+from accel_data.iterable.capabilities import ReadStrategy, StreamCapabilities, inspect_stream, resolve
 from accel_data.options import LoaderOptions
 from accel_data.source import Source
 from accel_data.stateful_dataloader import stateful
@@ -36,7 +36,7 @@ class LoaderSpec:
     dataloader: "DataLoader[Any]"
     shard: DataShard
     options: LoaderOptions
-    strategy: Strategy | None
+    strategy: ReadStrategy | None
     dispatched: bool = False
     group: "ProcessGroup | None" = None
     slice_fn: Callable[..., Any] | None = None

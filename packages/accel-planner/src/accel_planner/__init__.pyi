@@ -15,7 +15,7 @@ from accel_planner.cost.plan import plan_memory as plan_memory
 from accel_planner.cost.replicated import ReplicatedCost as ReplicatedCost
 from accel_planner.errors import PlanError as PlanError
 from accel_planner.measurement import Measured as Measured
-from accel_planner.measurement import Run as Run
+from accel_planner.measurement import MeasuredStep as MeasuredStep
 from accel_planner.measurement import measure as measure
 from accel_planner.profile.example_inputs import Batch as Batch
 from accel_planner.profile.profile import ModelProfile as ModelProfile

@@ -32,7 +32,7 @@ class Measured:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredStep:
     """Training run to be measured: ``compute`` does a forward and backward, ``optimizer`` steps and clears.
 
     ``held`` returns the backend's parameters, gradients and states; None: those of the model and the optimizer.
@@ -51,7 +51,7 @@ class Run:
         return Held.of(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
 
-def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> Measured:
+def measure(run: MeasuredStep, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> Measured:
     """Measures the memory of this process's tensors in a step, after two warm-up steps.
 
     CPU allocators keep no statistics. There, memory that persists between steps is counted tensor by tensor, and
@@ -78,7 +78,7 @@ def measure(run: Run, *, steps: int = 3, extra: Iterable[torch.Tensor] = ()) -> 
     return Measured(*parts, peak=min(peaks))
 
 
-def _step(run: Run) -> tuple[int, int, int]:
+def _step(run: MeasuredStep) -> tuple[int, int, int]:
     run.compute()
     gradients = _bytes(run.tensors.gradients)
     run.optimizer.step()
@@ -91,7 +91,7 @@ def _step(run: Run) -> tuple[int, int, int]:
     return found
 
 
-def _resident(run: Run, extra: Iterable[torch.Tensor]) -> int:
+def _resident(run: MeasuredStep, extra: Iterable[torch.Tensor]) -> int:
     """Bytes allocated between two steps."""
     gc.collect()
     held = run.tensors
@@ -102,7 +102,7 @@ def _resident(run: Run, extra: Iterable[torch.Tensor]) -> int:
     return _bytes([*lasting, *run.model.buffers(), *extra]) + buckets
 
 
-def _profiled(run: Run) -> tuple[tuple[int, int, int], int]:
+def _profiled(run: MeasuredStep) -> tuple[tuple[int, int, int], int]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

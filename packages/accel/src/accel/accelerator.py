@@ -142,7 +142,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
     ) -> None:
         """Makes the parts; each receives the parts that it uses."""
         from accel.checkpoints.checkpointer import Checkpointer
-        from accel.checkpoints.train_state import Companion
+        from accel.checkpoints.train_state import SideState
         from accel.checkpoints.weights import Weights
         from accel.loop.loaders import Loaders
         from accel.observe.monitor import Monitor
@@ -163,12 +163,12 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._preparation = Preparation(strategy, prepared, loaders, clock, log, options)
         self._monitor = monitor = Monitor(strategy, prepared, clock, config, log, opened.handlers.profile)
         self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.explain)
-        companions = {
-            "progress": Companion(monitor.run_progress.save, monitor.run_progress.load),
-            "trackers": Companion(trackers.state_dict, trackers.load_state_dict),
-            "counts": Companion(strategy.counts, strategy.load_counts),
+        side_states = {
+            "progress": SideState(monitor.run_progress.save, monitor.run_progress.load),
+            "trackers": SideState(trackers.state_dict, trackers.load_state_dict),
+            "counts": SideState(strategy.counts, strategy.load_counts),
         }
-        self._checkpointer = Checkpointer(strategy, prepared, clock, loaders, config, project, log, companions)
+        self._checkpointer = Checkpointer(strategy, prepared, clock, loaders, config, project, log, side_states)
         self._weights = Weights(strategy, prepared, project)
         self._guard = PreemptionGuard(session, prepared, clock, self._checkpointer, project)
         self._step = TrainingStep(strategy, prepared, clock, loaders, self._guard)

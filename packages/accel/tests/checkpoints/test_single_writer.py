@@ -10,7 +10,7 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoints import save_quorum as attendance
-from accel.checkpoints.save_quorum import Attendance
+from accel.checkpoints.save_quorum import SaveQuorum
 from accel_ckpt import open_checkpoint
 from accel_state.errors import CheckpointError
 from accel_testing.pytest.logs import heard
@@ -203,7 +203,7 @@ def test_without_the_main_process_the_others_say_so(rank: int) -> None:
     from accel_state.session import Session
 
     with Session.open(cpu=True) as session:
-        found = Attendance.of(session)
+        found = SaveQuorum.of(session)
         assert found is not None
         found._patience = timedelta(seconds=0.2)
         if rank == 1:

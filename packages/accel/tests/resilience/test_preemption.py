@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.resilience.preemption import NEVER, Ballot, Notice
+from accel.resilience.preemption import NEVER, Notice, StopConsensus
 from accel.resilience.slurm_requeue import requeue
 from accel.resilience.spot_notice import notice_at
 from accel_launch.launch.exit_status import PREEMPTED_STATUS
@@ -323,7 +323,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], words: str, tmp_pa
 )
 def test_the_furthest_promise_decides(limits: list[int | None], stop: int | None) -> None:
     store = torch.distributed.HashStore()
-    ballots = [Ballot(store, rank, len(limits)) for rank in range(len(limits))]
+    ballots = [StopConsensus(store, rank, len(limits)) for rank in range(len(limits))]
     assert ballots[1].called() is None
     ballots[0].call("told to")
     for ballot, limit in zip(ballots, limits, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from accel.setup.build import facts_of
-from accel.setup.resolve_strategy import Strategy, requested, resolve
+from accel.setup.resolve_strategy import ResolvedStrategy, requested, resolve
 from accel_backends import BackendConfig, DDPConfig, FSDPConfig
 from accel_launch.config import resolve_config
 from accel_planner.auto import AutoStrategy
@@ -22,7 +22,7 @@ def strategy_of(
     handler: BackendConfig | None = None,
     degrees: ParallelismConfig | None = None,
     **call: Any,
-) -> Strategy:
+) -> ResolvedStrategy:
     """The strategy of a call, from the variables of torchrun and of ``env`` alone; nothing is opened."""
     named = {"backend": call["strategy"]} if isinstance(call.get("strategy"), str) else {}
     variables = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}

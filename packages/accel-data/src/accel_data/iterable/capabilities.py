@@ -51,7 +51,7 @@ _UNDIVIDED = "it does not divide itself by get_worker_info()"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class ReadStrategy:
     """How ``ranks`` with ``workers`` loader workers each (0: none) share one dataset, and why.
 
     ``divided``: each worker reads a stream of its own; None: only reading tells. ``seekable``: as the dataset is.
@@ -96,7 +96,7 @@ class Strategy:
         return (
             f"every reader of {dataset} reads its stream in full and keeps a stride, because {reason}: {ranks} rank"
             f"{'s' * (ranks > 1)} x {workers} worker{'s' * (workers > 1)} = {ranks * workers} times the reading and "
-            f"decoding of one pass. (Strategy: {self.name}, {self.promise}.) Cheaper: give the dataset shard("
+            f"decoding of one pass. (ReadStrategy: {self.name}, {self.promise}.) Cheaper: give the dataset shard("
             "num_shards, index), and divide it by get_worker_info() in __iter__; split it yourself and say "
             "already_sharded=True; or let one rank read for all with dispatch_batches=True"
         )
@@ -109,7 +109,7 @@ def resolve(
     workers: int = 0,
     already_sharded: bool = False,
     exact: bool = False,
-) -> Strategy:
+) -> ReadStrategy:
     """The strategy by which ``ranks`` with ``workers`` loader workers each share a dataset.
 
     ``already_sharded``: the user declares that it yields this rank's elements. ``exact``: the dataset neither shards
@@ -124,7 +124,7 @@ def resolve(
                 "exact_streams needs the full stream on every rank, but this dataset yields one rank's part "
                 f"({presharded}): give the dataset before it was split, or drop exact_streams"
             )
-        return Strategy("given", presharded, ranks, workers, divided, seekable)
+        return ReadStrategy("given", presharded, ranks, workers, divided, seekable)
     shards = capabilities.num_shards
     if exact:
         reason = "exact_streams=True"
@@ -135,8 +135,8 @@ def resolve(
     elif shards is not None and shards < ranks:
         reason = f"it has {shards} shards for {ranks} ranks"
     else:
-        return Strategy("native", f"it has {shards or 'any number of'} shards", ranks, workers, divided, seekable)
-    return Strategy("stride", reason, ranks, workers, divided, seekable)
+        return ReadStrategy("native", f"it has {shards or 'any number of'} shards", ranks, workers, divided, seekable)
+    return ReadStrategy("stride", reason, ranks, workers, divided, seekable)
 
 
 def inspect_stream(dataset: object) -> StreamCapabilities:

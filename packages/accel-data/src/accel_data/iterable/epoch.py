@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from accel_data.iterable.capabilities import Strategy
+from accel_data.iterable.capabilities import ReadStrategy
 from accel_data.iterable.lockstep import Lockstep, alone
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import ShardProgress
@@ -37,7 +37,7 @@ class EpochPlan:
     cursor: Cursor
     begun: StreamPosition
     start: Start
-    strategy: Strategy
+    strategy: ReadStrategy
     readers: Readers
     pool: ReaderPool
     lockstep: Lockstep | None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from accel_data.iterable.capabilities import Strategy
+from accel_data.iterable.capabilities import ReadStrategy
 from accel_data.iterable.epoch import EpochPlan, StreamEpoch
 from accel_data.iterable.lockstep import Lockstep
 from accel_data.iterable.readers import ReaderPool
@@ -24,7 +24,7 @@ from accel_state.errors import ConfigError, DataStateError
 class StreamSource(Source):
     """Batches of an iterable dataset for one rank."""
 
-    def __init__(self, spec: LoaderSpec, strategy: Strategy) -> None:
+    def __init__(self, spec: LoaderSpec, strategy: ReadStrategy) -> None:
         """``strategy``: how the ranks share the dataset.
 
         The group of ``spec`` lets ranks with streams of their own agree on when an epoch ends.
@@ -49,7 +49,7 @@ class StreamSource(Source):
         self._install(self._strategy, self._position)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> ReadStrategy:
         """How the dataset is shared in the pass that began last."""
         return self._current
 
@@ -57,7 +57,7 @@ class StreamSource(Source):
     def read_amplification(self) -> int | None:
         return self._current.amplification
 
-    def _install(self, strategy: Strategy, begun: StreamPosition) -> None:
+    def _install(self, strategy: ReadStrategy, begun: StreamPosition) -> None:
         """Puts readers for this strategy in the place of the dataset, in a copy of the user's loader."""
         loader, shard, dataset = self._loader, self._shard, self._dataset
         self._current, length, strided = strategy, _size(self._dataset), strategy.strided
@@ -104,7 +104,7 @@ class StreamSource(Source):
         )
         return StreamEpoch(plan)
 
-    def _resumed(self, cursor: Cursor) -> tuple[StreamPosition, Start, Strategy]:
+    def _resumed(self, cursor: Cursor) -> tuple[StreamPosition, Start, ReadStrategy]:
         """The position that a pass from ``cursor`` begins at, where its readers start, and how they share the data."""
         begun = self._position_at(cursor)
         start, mode = resume(begun, self._readers)

@@ -47,13 +47,13 @@ class MapPass(Pass):
 
     def __init__(self, plan: MapPlan) -> None:
         dataloader, indices = plan.dataloader, plan.indices
-        assert indices.walk is not None
+        assert indices.index_stream is not None
         self.trail = plan.trail
-        self._walk, self._indices, self._dataloader = indices.walk, indices, dataloader
+        self._index_stream, self._indices, self._dataloader = indices.index_stream, indices, dataloader
         self._closed = plan.closed
         # A subclass may yield more or fewer batches than its sampler.
         own = is_torchs_iteration(dataloader)
-        self.exact = self._walk.exact and own
+        self.exact = self._index_stream.exact and own
         self.reads_in_step = own and not dataloader.num_workers
         indices.looks_ahead = self.reads_in_step and not self.exact
         self.batches = iterated(dataloader, plan.generator)
@@ -66,12 +66,12 @@ class MapPass(Pass):
     @property
     def length(self) -> int | None:  # type: ignore[override]
         """Length of the index stream, if known."""
-        return self._walk.length
+        return self._index_stream.length
 
     @property
     def remainder(self) -> int:  # type: ignore[override]
         """Remainder of the index stream, if known."""
-        return self._walk.remainder
+        return self._index_stream.remainder
 
     def close(self) -> None:
         """Ends the workers, unless they are persistent."""
@@ -84,4 +84,4 @@ class MapPass(Pass):
 
     def step(self, number: int) -> Step:
         """Returns the facts of a step, which the index stream computes or has recorded."""
-        return self._walk.step(number)
+        return self._index_stream.step(number)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, get_worker_info
 
 from accel_data.map.dataloader_parts import DataLoaderParts
 from accel_data.map.global_rng import seed_globals
-from accel_data.map.index_stream import Walk
+from accel_data.map.index_stream import IndexStream
 from accel_data.options import LoaderOptions
 from accel_data.order.counter_rng import derive_key
 from accel_state.errors import DataError
@@ -80,7 +80,7 @@ class IndexBatches(BatchSampler):
     The user's own samplers are the attributes ``batch_sampler`` and ``sampler``.
 
     Attributes:
-        walk: index stream of the pass in progress.
+        index_stream: index stream of the pass in progress.
         seeds: seeds of the pass; None: batches are read in this process, with its own generators.
         looks_ahead: whether one index batch is drawn ahead, so that ``exhausted`` is known.
         exhausted: with ``looks_ahead``, whether the index batch taken last is the last of the pass.
@@ -96,28 +96,28 @@ class IndexBatches(BatchSampler):
         self.num_processes, self.process_index = shard.count, shard.index
         self.split_batches = options.split_batches
         self.batched = reading.batched
-        self.walk: Walk | None = None
+        self.index_stream: IndexStream | None = None
         self.seeds: WorkerSeeds | None = None
         self.looks_ahead = self.exhausted = False
         self.length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self.walk is None:
+        if self.index_stream is None:
             raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
-        batches: Iterator[Any] = self.walk.batches()
+        batches: Iterator[Any] = self.index_stream.batches()
         if self.seeds is not None:
-            return self._sent(batches, self.walk, self.seeds)
+            return self._sent(batches, self.index_stream, self.seeds)
         if not self.batched:
             batches = (index for batch in batches for index in batch)
         self.exhausted = False
         return self._looking_ahead(batches) if self.looks_ahead else batches
 
-    def _sent(self, batches: Iterator[list[Any]], walk: Walk, seeds: WorkerSeeds) -> Iterator[SentIndices]:
+    def _sent(self, batches: Iterator[list[Any]], stream: IndexStream, seeds: WorkerSeeds) -> Iterator[SentIndices]:
         numbers = count()
         for batch in batches:
             for indices in (batch,) if self.batched else batch:
                 number = next(numbers)
-                yield seeds.sent(indices, number, walk.position(number))
+                yield seeds.sent(indices, number, stream.position(number))
 
     def _looking_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
         current = next(items, _END)
@@ -133,4 +133,4 @@ class IndexBatches(BatchSampler):
         return self.length
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "walk": None}
+        return {**vars(self), "index_stream": None}

@@ -1,6 +1,6 @@
 """Index streams: the index batches of one rank in one epoch, and the facts of each step.
 
-accel's batch sampler iterates over an index stream (``Walk``). ``OrderWalk`` computes positions; ``ItemWalk`` iterates
+accel's batch sampler iterates over an ``IndexStream``. ``OrderStream`` computes positions; ``ItemStream`` iterates
 over a user's sampler. ``accel_data.map.sampler_stream`` has the streams of batch samplers and of sharding functions.
 """
 
@@ -26,7 +26,7 @@ _INDICES_AHEAD = 1024
 """Upper limit of indices that are drawn ahead from a user's sampler."""
 
 
-class Walk(Protocol):
+class IndexStream(Protocol):
     """Index stream: this rank's index batches from a cursor to the end of its epoch."""
 
     @property
@@ -73,7 +73,7 @@ def last_remainder(sharding: Sharding, start: int, num_ranks: int) -> int:
 
 
 @final
-class OrderWalk:
+class OrderStream:
     """Index stream of an order with random access: it skips nothing, so a resumed pass starts as fast as a new one."""
 
     def __init__(
@@ -133,7 +133,7 @@ class OrderWalk:
 
 
 @final
-class ItemWalk:
+class ItemStream:
     """Index stream from a user's sampler, over which every rank iterates in full.
 
     The sampler must yield the same indices on every rank, and again when the epoch is resumed. Its code runs inside

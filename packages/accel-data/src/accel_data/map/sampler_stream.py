@@ -106,7 +106,7 @@ def last_batch_size(batch_sampler: object) -> int | None:
 
 
 @final
-class BatchWalk:
+class BatchSamplerStream:
     """Index stream of a user's batch sampler, divided in rounds; every rank iterates over all of its batches.
 
     A saved position inside a batch (saved with another batch size) starts with the rest of that batch.
@@ -238,7 +238,7 @@ def samples_in(stream: Iterator[Sequence[Any]], batches: int) -> int:
 
 
 @final
-class FunctionWalk:
+class FunctionStream:
     """Index stream of a user's sharding function, called step by step with (cursor, shard)."""
 
     def __init__(self, order: Epoch, function: ShardFunction, *, start: Cursor, shard: DataShard, ahead: int) -> None:

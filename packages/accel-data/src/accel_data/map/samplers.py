@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from accel_data.map.index_stream import sized
-from accel_data.map.sampler_stream import BatchWalk, DrawnRows, last_batch_size, rounds_of
+from accel_data.map.sampler_stream import BatchSamplerStream, DrawnRows, last_batch_size, rounds_of
 from accel_data.map.sharding import check_split
 from accel_data.order.cursor import Cursor
 from accel_data.order.orders import Order
@@ -111,7 +111,7 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         from contextlib import nullcontext
 
-        walk = BatchWalk(
+        stream = BatchSamplerStream(
             self.batch_sampler,
             self._cut,
             start=Cursor(),
@@ -120,7 +120,7 @@ class BatchSamplerShard(BatchSampler):
             rng=nullcontext(),
             ahead=0,
         )
-        return walk.batches()
+        return stream.batches()
 
     def __len__(self) -> int:
         last = last_batch_size(self.batch_sampler)

@@ -23,12 +23,12 @@ from accel_data.map.epoch import MapPass, MapPlan
 from accel_data.map.global_rng import SeededGlobals
 from accel_data.map.index_agreement import IndexTrail
 from accel_data.map.index_batches import IndexBatches, WorkerSeeds
-from accel_data.map.index_stream import ItemWalk, OrderWalk, Walk, sized
+from accel_data.map.index_stream import IndexStream, ItemStream, OrderStream, sized
 from accel_data.map.map_spec import MapSpec
 from accel_data.map.sampler_stream import (
-    BatchWalk,
+    BatchSamplerStream,
     DrawnRows,
-    FunctionWalk,
+    FunctionStream,
     last_batch_size,
     rounds_of,
     samples_in,
@@ -138,23 +138,25 @@ class MapSource(Source):
         """Returns the order of an epoch; an epoch that is finished over its original samples has its own order."""
         return self._begun[1] if self._begun is not None and self._begun[0] == epoch else self._order
 
-    def _walk(self, cursor: Cursor, trail: IndexTrail | None) -> Walk:
+    def _index_stream(self, cursor: Cursor, trail: IndexTrail | None) -> IndexStream:
         parts, shard, order = self._parts, self._shard, self._order_of(cursor.epoch)
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         if order is not None:
             epoch = self._epoch_of(order, cursor.epoch)
             if callable(self._options.sharding):
-                return FunctionWalk(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
-            return OrderWalk(epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes)
+                return FunctionStream(epoch, self._options.sharding, start=cursor, shard=shard, ahead=ahead)
+            return OrderStream(
+                epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes
+            )
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
         if parts.whole:
             cut = self._cut()
-            return BatchWalk(
+            return BatchSamplerStream(
                 parts.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
             )
         sharding = self._sharding(UNKNOWN_TOTAL)
-        return ItemWalk(parts.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
+        return ItemStream(parts.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
         """Returns the indices of an epoch; caches the last ones, because a pass is often left and started again."""
@@ -173,7 +175,7 @@ class MapSource(Source):
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         replayed = self._enter_epoch(cursor.epoch)
         trail = None if self._check is None or self._order is not None else self._check.trail(cursor)
-        self._batches.walk = self._walk(cursor, trail)
+        self._batches.index_stream = self._index_stream(cursor, trail)
         seeds = self._seeded(cursor.epoch)
         self._last_pass = MapPass(MapPlan(self._readers(), self._batches, seeds, trail=trail, closed=replayed))
         return self._last_pass

@@ -20,12 +20,12 @@ from accel.checkpoints.metrics_of_saves import SaveMetrics
 from accel.checkpoints.project_checkpoints import ProjectCheckpoints
 from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY, RunDescription
-from accel.checkpoints.save_quorum import Attendance
+from accel.checkpoints.save_quorum import SaveQuorum
 from accel.checkpoints.train_state import (
-    Companion,
     LoaderState,
     ModelState,
     OptimizerState,
+    SideState,
     Stateful,
     TrainState,
     check_stateful,
@@ -55,7 +55,7 @@ class Checkpointer:
     """Collects the run's state and passes it to accel_ckpt, and restores it from there.
 
     Args:
-        companions: optional states of a checkpoint, by name.
+        side_states: optional states of a checkpoint, by name.
 
     Attributes:
         last_save: handle of the last asynchronous save.
@@ -71,7 +71,7 @@ class Checkpointer:
         config: "AccelConfig",
         project: "ProjectConfiguration",
         log: "RunLog",
-        companions: Mapping[str, Companion],
+        side_states: Mapping[str, SideState],
     ) -> None:
         self._strategy = strategy
         self._prepared = prepared
@@ -80,9 +80,9 @@ class Checkpointer:
         self._config = config
         self._project = project
         self._log = log
-        self._companions = companions
+        self._side_states = side_states
         self._places = ProjectCheckpoints(strategy.session, project)
-        self._attendance = Attendance.of(strategy.session)
+        self._attendance = SaveQuorum.of(strategy.session)
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._saver: AsyncSaver | None = None
@@ -252,7 +252,7 @@ class Checkpointer:
             SEED_KEY: torch.initial_seed(),
             USER_KEY: dict(notes.metadata),
             **notes.document(),
-            COMPANIONS_KEY: {name: one.save() for name, one in self._companions.items()},
+            COMPANIONS_KEY: {name: one.save() for name, one in self._side_states.items()},
         }
 
     def _run_save_hooks(self, state: dict[str, Any], target: "Location") -> None:
@@ -287,7 +287,7 @@ class Checkpointer:
             restore_local(checkpoint, strategy.session, strategy.backend, models, self._clock, options)
             if options.parts is None:
                 noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
-                for name, companion in self._companions.items():
+                for name, companion in self._side_states.items():
                     companion.load(noted.get(name))
                 self._places.continue_after(checkpoint.path)
             self.last_load = restoration.report(self._run_facts())

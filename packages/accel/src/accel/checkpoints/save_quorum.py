@@ -38,7 +38,7 @@ AHEAD_GRACE = 5.0
 
 
 @final
-class Attendance:
+class SaveQuorum:
     """Save quorum of one Accelerator on one rank.
 
     Args:
@@ -58,7 +58,7 @@ class Attendance:
         """Positions of the other ranks in the source code, as far as the watchdog knows them."""
 
     @classmethod
-    def of(cls, session: "Session") -> "Attendance | None":
+    def of(cls, session: "Session") -> "SaveQuorum | None":
         """Returns the quorum of a new Accelerator; None with one rank."""
         if session.group is None or session.timeout is None or session.world_size == 1:
             return None

@@ -130,7 +130,7 @@ class LoaderState:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Companion:
+class SideState:
     """JSON that goes with a checkpoint and is not needed to load it: an older one lacks it, another run ignores it.
 
     Only the main process's is saved; every process is given it.

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from accel.resilience.preemption import Ballot, Notice, Preemption
+from accel.resilience.preemption import Notice, Preemption, StopConsensus
 from accel_launch.launch.exit_status import PREEMPTED_STATUS
 from accel_state.errors import ConfigError
 
@@ -105,8 +105,8 @@ class PreemptionGuard:
             if (alive := guard()) is not None:
                 alive.leave(reason, action, requeue=requeue)
 
-        ballot = Ballot(_store_of(session), session.rank, session.world_size)
-        listening = Preemption(notice, ballot, leave, is_main=session.is_main_process)
+        consensus = StopConsensus(_store_of(session), session.rank, session.world_size)
+        listening = Preemption(notice, consensus, leave, is_main=session.is_main_process)
         listening.start(replace=replace)
         self.listening = listening
         self._prepared.set_gate(listening.reading)

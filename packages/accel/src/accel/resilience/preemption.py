@@ -76,7 +76,7 @@ class Notice:
 
 
 @final
-class Ballot:
+class StopConsensus:
     """Consensus on where to stop: each rank publishes the position up to which it goes, and all stop at the largest.
 
     Every operation returns at once; raises RuntimeError if the store is gone.
@@ -127,11 +127,13 @@ class Preemption:
         position: stop points passed, counted from the start of the most recent pass of a loader.
     """
 
-    def __init__(self, notice: Notice, ballot: Ballot, leave: Callable[[str], None], *, is_main: bool = True) -> None:
+    def __init__(
+        self, notice: Notice, consensus: StopConsensus, leave: Callable[[str], None], *, is_main: bool = True
+    ) -> None:
         self.noticed: str | None = None
         self.position = 0
         self._notice = notice
-        self._ballot = ballot
+        self._consensus = consensus
         self._leave = leave
         self._is_main = is_main
         self._limit = NEVER
@@ -289,7 +291,7 @@ class Preemption:
             while not self._closed and not self._leaving and self._target is None:
                 heard = self._heard(_IDLE if self.noticed is None else _HURRY)
                 if self.noticed is None:
-                    reason = heard or self._ballot.called()
+                    reason = heard or self._consensus.called()
                     if reason is None and self._is_main and time.monotonic() - looked >= self._notice.every:
                         reason, looked = self._look(), time.monotonic()
                     if reason is not None and not self._closed:
@@ -297,7 +299,7 @@ class Preemption:
                 else:
                     self._settle()
             if self._closed:
-                self._ballot.promise(NEVER)
+                self._consensus.promise(NEVER)
         except RuntimeError:
             return  # the store has gone with the process that held it, and so has the run
 
@@ -320,11 +322,11 @@ class Preemption:
         self._limit = 0
         self.noticed = reason
         self._limit = self.position if self._is_reading() else self.position + 1
-        self._ballot.call(reason)
-        self._ballot.promise(self._limit)
+        self._consensus.call(reason)
+        self._consensus.promise(self._limit)
 
     def _settle(self) -> None:
-        target = self._ballot.outcome()
+        target = self._consensus.outcome()
         if target is None:
             return
         self._target = target

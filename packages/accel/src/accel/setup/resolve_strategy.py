@@ -16,7 +16,7 @@ from accel_state.errors import ConfigError
 
 @final
 @dataclass(frozen=True, slots=True)
-class Request:
+class StrategyRequest:
     """The strategy that a run requests.
 
     Attributes:
@@ -30,7 +30,7 @@ class Request:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class ResolvedStrategy:
     """How a run trains.
 
     Attributes:
@@ -65,7 +65,7 @@ def requested(
     plugins: Mapping[str, object],
     config: AccelConfig,
     preferred: BackendConfig | None = None,
-) -> Request:
+) -> StrategyRequest:
     """The one strategy that a call and the configuration request.
 
     Options in the configuration count if the call has neither a strategy nor a plugin. A plugin's argument is named
@@ -88,10 +88,10 @@ def requested(
         first, second = clash if len(clash) > 1 else (claims[0], clash[0])
         raise ConfigError(f"{first} and {second} were both given; leave one of them out")
     chosen = next(iter(with_options or claims), None)
-    return Request(None if chosen is None else chosen.asked, preferred)
+    return StrategyRequest(None if chosen is None else chosen.asked, preferred)
 
 
-def resolve(request: Request, facts: StrategyFacts) -> Strategy:
+def resolve(request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
     """What a request means for a run; pure, so all ranks find the same.
 
     Raises:
@@ -117,7 +117,7 @@ def resolve(request: Request, facts: StrategyFacts) -> Strategy:
     facts.agree(resolution.implied)
     name = resolution.config.backend or choice.name
     served = resolution.parallelism.served_by(name)
-    return Strategy(
+    return ResolvedStrategy(
         Choice(name, (*choice.reasons, *resolution.reasons)), dataclasses.replace(resolution, parallelism=served)
     )
 
@@ -158,10 +158,10 @@ def _preferred(options: BackendConfig | None, choice: Choice, facts: StrategyFac
     )
 
 
-def _until_planned(asked: BackendConfig, request: Request, facts: StrategyFacts) -> Strategy:
+def _until_planned(asked: BackendConfig, request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
     """The backend of a run without a model, until the planner completes the options."""
     implied = asked.resolve(facts).implied
     facts.agree(implied)
-    start = resolve(Request(preferred=request.preferred), facts)
+    start = resolve(StrategyRequest(preferred=request.preferred), facts)
     auto = asked if isinstance(asked, AutoStrategy) else AutoStrategy(among=asked)
-    return Strategy(waiting(start.choice), dataclasses.replace(start.resolution, implied=implied), auto)
+    return ResolvedStrategy(waiting(start.choice), dataclasses.replace(start.resolution, implied=implied), auto)
