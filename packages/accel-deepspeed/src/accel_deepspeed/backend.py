@@ -210,7 +210,7 @@ class DeepSpeedBackend(ZeroClipping, ZeroSpread, Backend):
         prepared.edits.carry()
         if gradients.filled:
             return gradients.step()
-        gradients.check_empty()
+        gradients.check()
         return True
 
     def watch_gradients(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
