@@ -163,12 +163,11 @@ def test_stage_2_refuses_a_step_of_gradients_that_some_ranks_lack(rank: int, wor
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_same_modules_in_another_order_are_refused(rank: int, world_size: int, stage: int) -> None:
-    with beside(stage) as pair:
+def test_the_same_modules_in_another_order_are_refused_at_stage_2(rank: int, world_size: int) -> None:
+    with beside(2) as pair:
         for micro in range(2):
             pair.backend.backward(loss_of(pair.engine, rank, micro, (0, 1) if micro == rank else (1, 0)))
-        with pytest.raises(CollectiveMismatchError, match=r"modules in different orders|entered different operations"):
+        with pytest.raises(CollectiveMismatchError, match="modules in different orders"):
             pair.backend.step(pair.optimizer)
 
 
